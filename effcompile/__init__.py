@@ -1,0 +1,1 @@
+"""effcompile: declare the budget; get the fastest plan that fits, with proof."""

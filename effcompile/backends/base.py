@@ -1,0 +1,63 @@
+"""The contract of a backend: say what it cannot do, time kernels, lower a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+
+from effcompile.goal import Goal
+from effcompile.plan import Plan
+from effcompile.program import Program
+from effcompile.target import KernelCall
+
+
+@runtime_checkable
+class Lowered(Protocol):
+    """What a backend made of a program: flat tensors in, flat tensors out, in the order of `program.inputs/outputs`."""
+
+    #: site → option as *found in the artifact* after lowering, never copied from the plan: the compiler compares the two.
+    applied: Mapping[str, str]
+    #: settings tuned by measurement, for the plan ("threads": 2, ...).
+    settings: Mapping[str, Any]
+    #: bytes of weights in the artifact, as stored.
+    weight_bytes: int
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]: ...
+
+    def save(self, directory: Path) -> Path:
+        """Write the artifact (whole or not at all) and return its path."""
+        ...
+
+    def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
+        """Peak bytes of weights and activations over one call, measured; None where this backend cannot."""
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """One way to run a program. Instances are stateless; importing the module must not import heavy packages."""
+
+    name: ClassVar[str]
+
+    def unavailable(self) -> str | None:
+        """None, or why this backend cannot run here, with the install line."""
+        ...
+
+    def refuses(self, program: Program, goal: Goal) -> str | None:
+        """None, or why this program cannot be lowered, in one line."""
+        ...
+
+    def measure(self, call: KernelCall) -> float | None:
+        """Seconds (median, warm, with this machine's thread count) of one kernel; None if there is no such kernel here."""
+        ...
+
+    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> Lowered:
+        """Build what the plan's tags say. `calibration`: flat input lists for static quantisation.
+
+        Raises:
+            LoweringError: it could not be built, loaded or run.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""ONNX Runtime: export, planned quantisation, graph choices, a self-contained artifact."""

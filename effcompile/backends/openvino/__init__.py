@@ -1,0 +1,1 @@
+"""OpenVINO, behind the extra `effcompile[openvino]`."""

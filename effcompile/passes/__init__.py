@@ -1,0 +1,1 @@
+"""One file per idea; each proposes choices and applies the plan."""

@@ -1,0 +1,76 @@
+"""The contract of a pass: propose choices, then apply the plan. A pass knows no backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
+
+from effcompile.cost import Cost
+from effcompile.goal import Goal
+from effcompile.plan import Declined, Plan
+from effcompile.program import Program
+from effcompile.target import Target
+
+__all__ = ["Choice", "Context", "Declined", "Option", "Pass"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One alternative at a site.
+
+    `requires` maps other sites to the options they must take for this one to be possible; the solver enforces it.
+    """
+
+    name: str
+    cost: Cost
+    by: str
+    note: str = ""
+    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A site and its options. `baseline` names the option that the unplanned model has; it is always among them."""
+
+    site: str
+    kind: str
+    baseline: str
+    options: tuple[Option, ...]
+
+    def option(self, name: str) -> Option:
+        return next(o for o in self.options if o.name == name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a proposal is made for: one backend on one target, under one goal.
+
+    Attributes:
+        sensitivity: (site, option) → squared relative error at the model's output that the option alone
+            causes, measured on the calibration inputs. Absent for a site that no error-making option asked for.
+    """
+
+    goal: Goal
+    target: Target
+    backend: str
+    sensitivity: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """A frozen dataclass; its fields are its options, also on the CLI (`--pass quantize.group_size=64`).
+
+    `exact` is False for passes that change numerics; those propose only where the goal allows error.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool]
+
+    def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
+        """Choices and refusals for this program; pure."""
+        ...
+
+    def apply(self, program: Program, plan: Plan) -> Program:
+        """The program with this pass's decisions carried out, on a copy."""
+        ...

@@ -1,0 +1,251 @@
+"""The Plan: what was decided, what was declined, at what predicted and measured cost, with which proof.
+
+Stable, versioned JSON; saved atomically; validated on load (never unpickled); knows no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+
+from effcompile.cost import Cost
+from effcompile.errors import FormatError, UnknownNameError, UsageError
+from effcompile.goal import Goal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = "effcompile-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The option taken at a site.
+
+    Attributes:
+        site: unique name of the place, the module's qualified name where there is one.
+        kind: what is decided there: "linear", "embedding", "attention", "merge", "norm", "gelu", "logits".
+        option: the option taken. `baseline`: the option the unplanned model has.
+        by: the pass that proposed it.
+        cost, baseline_cost: predicted costs of the two.
+        why: one line.
+        applied: what the backend found in the lowered artifact at this site ("" before lowering).
+    """
+
+    site: str
+    kind: str
+    option: str
+    baseline: str
+    by: str
+    cost: Cost
+    baseline_cost: Cost
+    why: str = ""
+    applied: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """An option not taken, and why: the binding limit, or why it cannot be or does not pay."""
+
+    site: str
+    kind: str
+    option: str
+    by: str
+    reason: str
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Whole-model figures. None where not predicted or not measured in this run.
+
+    `seconds` is per call (measured: the median); `error` relative L2 of the outputs.
+    """
+
+    seconds: float | None = None
+    weight_bytes: int | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The solver's proof.
+
+    `gap` 0.01 means: z3 found "cheaper than (1 − 0.01) × this" unsatisfiable under the same limits and costs.
+    """
+
+    status: str  # "optimal within gap" | "feasible, bound not proven" | "only one alternative"
+    objective: float
+    bound: float
+    gap: float
+    sites: int
+    alternatives: int
+    seconds: float
+    solver: str
+    rounds: int = 1  # solves until the measured error was within the limit
+    error_scale: float = 1.0  # measured / predicted squared error that the last round used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One verification: what was compared, the figure, the limit."""
+
+    name: str
+    error: float
+    limit: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One backend that was considered: its predicted and, where it was lowered, measured time."""
+
+    backend: str
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    error: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """See the module's docstring. `rows` of equal decisions are grouped by the report, not here."""
+
+    model: str
+    fingerprint: str  # of the captured graph and parameter shapes: a plan is re-applied only to its model
+    parameters: int
+    goal: Goal
+    target: str
+    target_line: str
+    backend: str
+    decisions: tuple[Decision, ...]
+    declined: tuple[Declined, ...]
+    certificate: Certificate
+    baseline: Totals  # predicted, of the unplanned model in stock torch
+    predicted: Totals
+    measured: Totals | None = None
+    measured_baseline: Totals | None = None
+    candidates: tuple[Candidate, ...] = ()
+    checks: tuple[Check, ...] = ()
+    inputs: tuple[str, ...] = ()
+    calibration_inputs: str = ""  # "the user's" or how they were generated
+    settings: Mapping[str, Any] = field(default_factory=dict)  # backend settings tuned by measurement
+    notes: tuple[str, ...] = ()  # mends, fallbacks, corrections: nothing silent
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
+    printer: ClassVar[Callable[..., None] | None] = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Measured peak where there is one, else predicted."""
+        measured = self.measured.peak_bytes if self.measured else None
+        return measured if measured is not None else self.predicted.peak_bytes
+
+    @property
+    def met(self) -> bool:
+        """True when every check passed and the memory limit holds."""
+        within = self.goal.memory is None or self.peak_bytes is None or self.peak_bytes <= self.goal.memory
+        return within and all(check.passed for check in self.checks)
+
+    def options(self) -> dict[str, str]:
+        """site → option taken."""
+        return {d.site: d.option for d in self.decisions}
+
+    def decision(self, site: str) -> Decision:
+        """The decision at a site.
+
+        Raises:
+            UnknownNameError: no such site in this plan.
+        """
+        for decision in self.decisions:
+            if decision.site == site:
+                return decision
+        raise UnknownNameError("site", site, [d.site for d in self.decisions])
+
+    def with_changes(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data, `format` and `version` first."""
+        body: dict[str, Any] = msgspec.to_builtins(self)
+        return {"format": FORMAT, "version": VERSION, **body}
+
+    @classmethod
+    def from_dict(cls, data: object, *, source: str = "plan") -> Plan:
+        """A plan from `to_dict` data, every field validated.
+
+        Raises:
+            FormatError: foreign data, another version, or a field of the wrong type (named).
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise FormatError(f"{source} is not an effcompile plan: it has no 'format': {FORMAT!r}. Make one with `effcompile plan`.")
+        if data.get("version") != VERSION:
+            raise FormatError(f"{source} has plan version {data.get('version')!r}; this effcompile reads version {VERSION}. Plan again.")
+        try:
+            return msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls)
+        except (msgspec.ValidationError, UsageError) as error:
+            raise FormatError(f"{source} is not a valid plan: {error}. Plan again, or restore the file.") from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as JSON: to a temporary file first, then renamed over `path`."""
+        return write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(self.to_dict()), indent=1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read and validate a plan.json.
+
+        Raises:
+            UsageError: no such file. FormatError: not a valid plan.
+        """
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"Cannot read the plan {str(path)!r}: {error.strerror or error}.") from error
+        try:
+            data = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise FormatError(f"{str(path)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it.") from error
+        return cls.from_dict(data, source=repr(str(path)))
+
+    def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
+        """Print the plan; see effcompile.report."""
+        if Plan.printer is None:
+            raise UsageError("No printer is installed: `import effcompile` first.")
+        Plan.printer(self, console, verbose)
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Write a file so that it is whole or absent: temporary file beside it, fsync, rename.
+
+    Raises:
+        UsageError: the folder cannot be made or written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise UsageError(f"Cannot write {str(path)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error
+    return path

@@ -1,0 +1,1 @@
+"""z3: plain numbers in, choices and a certificate out. Knows no torch."""

@@ -1,0 +1,141 @@
+"""The IR: a captured torch.fx graph with what the passes need to know about it. The graph stays plain torch.fx."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+Dim = int | str  # a fixed size, or the name of a dynamic axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, dtype and shape of one graph input or output; dynamic axes are names."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A captured model.
+
+    Attributes:
+        name: the model's class.
+        module: flat aten graph (no decompositions beyond `{}`), parameters as get_attr with their original
+            qualified names, called like the original model (pytrees in, pytrees out).
+        args, kwargs: the example inputs it was captured with.
+        inputs, outputs: the flat tensors at the boundary, in order.
+        dynamic_shapes: what torch.export needs to capture `module` again.
+        mends: known fixes applied at capture, in the user's words.
+        fixed: axes that were asked to be dynamic and that the model's code made constant.
+        tags: site → option, set by passes for the backend to act on.
+        history: names of the passes applied so far.
+    """
+
+    name: str
+    module: fx.GraphModule
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    dynamic_shapes: Any = None
+    mends: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    tags: Mapping[str, str] = field(default_factory=dict)
+    history: tuple[str, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    def calls(self, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
+        """call_function nodes with one of these targets (all of them when none is given), in graph order."""
+        for node in self.graph.nodes:
+            if node.op == "call_function" and (not targets or node.target in targets):
+                yield node
+
+    def tensor(self, node: fx.Node | None) -> torch.Tensor | None:
+        """The parameter or buffer behind a get_attr node; None for anything else."""
+        if node is None or node.op != "get_attr":
+            return None
+        value: Any = self.module
+        for part in str(node.target).split("."):
+            value = getattr(value, part, None)
+        return value if isinstance(value, torch.Tensor) else None
+
+    def editable(self, pass_name: str) -> Program:
+        """A copy whose graph may be edited; parameters are shared with the original."""
+        module = copy.copy(self.module)
+        graph = fx.Graph()
+        graph._codegen = copy.deepcopy(self.graph._codegen)
+        output = graph.graph_copy(self.graph, val_map := {}, return_output_node=True)
+        assert output is not None
+        graph.output(output[0], type_expr=getattr(output[1], "type", None))
+        for old, new in val_map.items():
+            new.meta = copy.copy(old.meta)
+        # a shallow clone of the module tree, so that added parameters do not leak into the original
+        module = fx.GraphModule(self.module, graph, class_name=type(self.module).__name__)
+        module.meta = copy.copy(self.module.meta)
+        return replace(self, module=module, history=(*self.history, pass_name))
+
+    def tagged(self, tags: Mapping[str, str], pass_name: str) -> Program:
+        """The same graph with more tags."""
+        return replace(self, tags={**self.tags, **tags}, history=(*self.history, pass_name))
+
+    def flat_inputs(self, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+        """The tensor leaves of the given (default: example) inputs, in the order of `inputs`.
+
+        Keyword inputs are put into the order of capture, so callers may pass them in any order.
+        """
+        given_args = self.args if args is None else args
+        given_kwargs = dict(self.kwargs if kwargs is None else kwargs)
+        ordered = {k: given_kwargs[k] for k in self.kwargs if k in given_kwargs}
+        return [leaf for leaf in pytree.tree_leaves((given_args, ordered)) if isinstance(leaf, torch.Tensor)]
+
+    def weight_bytes(self) -> int:
+        """Bytes of parameters and buffers, each storage once."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+    def parameter_count(self) -> int:
+        """Number of distinct parameter elements."""
+        return sum({id(p): p.numel() for p in self.module.parameters()}.values())
+
+
+def module_path(node: fx.Node) -> str:
+    """Qualified name of the innermost nn.Module that made a node; "" where none is known."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values()]
+    return paths[-1] if paths else ""
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Concrete shape of a node's (first) tensor at the example inputs; () where unknown."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        value = value[0] if value else None
+    return tuple(_hint(s) for s in value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """dtype of a node's (first) tensor; None where unknown."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        value = value[0] if value else None
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The example's size behind a possibly symbolic one."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
