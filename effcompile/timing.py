@@ -1,0 +1,74 @@
+"""Honest timing of callables: one alone, or several against each other in turn. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+
+def median_seconds(fn: Callable[[], Any], *, min_rounds: int = 5, budget: float = 0.15) -> float:
+    """Seconds of one warm call of `fn`: the median of the faster half of its samples.
+
+    On a shared machine noise only ever adds time (preemption, cold caches), so the slower half is dropped; the
+    minimum is not taken either, as it rewards a lucky clock and is not what a user sees. One untimed call warms
+    up; a call shorter than 20 µs is repeated within a sample, so that the clock's own cost does not count.
+
+    Args:
+        fn: the callable.
+        min_rounds: samples taken at the least, even beyond the budget (at least 1).
+        budget: seconds after which no further sample is started.
+    """
+    fn()
+    repeats = _repeats(fn)
+    samples: list[float] = []
+    deadline = perf_counter() + budget
+    while len(samples) < max(min_rounds, 1) or perf_counter() < deadline:
+        start = perf_counter()
+        for _ in range(repeats):
+            fn()
+        samples.append((perf_counter() - start) / repeats)
+    return faster_half_median(samples)
+
+
+def faster_half_median(samples: list[float]) -> float:
+    """The median of the faster half (rounded up) of the samples, about their first quartile.
+
+    Raises:
+        ValueError: no samples.
+    """
+    if not samples:
+        raise ValueError("No samples to take the median of.")
+    faster = sorted(samples)[: (len(samples) + 1) // 2]
+    middle = len(faster) // 2
+    return faster[middle] if len(faster) % 2 else (faster[middle - 1] + faster[middle]) / 2
+
+
+def interleaved(fns: Mapping[str, Callable[[], Any]], rounds: int, *, repeats: int = 2) -> dict[str, list[float]]:
+    """Time several callables in turn, so that a slow minute of the machine falls on all of them alike.
+
+    Each round runs all of them, starting one further each time; each is called once untimed after the switch
+    (another model has just used the caches), then timed `repeats` times.
+
+    Returns:
+        name → seconds of every timed call, `rounds · repeats` each, in the order measured.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in fns}
+    names = list(fns)
+    for turn in range(rounds):
+        first = turn % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            fns[name]()
+            for _ in range(repeats):
+                start = perf_counter()
+                fns[name]()
+                samples[name].append(perf_counter() - start)
+    return samples
+
+
+def _repeats(fn: Callable[[], Any], floor: float = 20e-6) -> int:
+    """How often a callable must run for a sample to last at least `floor` seconds."""
+    start = perf_counter()
+    fn()
+    once = max(perf_counter() - start, 1e-8)
+    return max(1, min(1000, round(floor / once)))
