@@ -73,15 +73,11 @@ class Program:
 
     def editable(self, pass_name: str) -> Program:
         """A copy whose graph may be edited; parameters are shared with the original."""
-        module = copy.copy(self.module)
         graph = fx.Graph()
-        graph._codegen = copy.deepcopy(self.graph._codegen)
-        output = graph.graph_copy(self.graph, val_map := {}, return_output_node=True)
-        assert output is not None
-        graph.output(output[0], type_expr=getattr(output[1], "type", None))
-        for old, new in val_map.items():
-            new.meta = copy.copy(old.meta)
-        # a shallow clone of the module tree, so that added parameters do not leak into the original
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.set_codegen(copy.deepcopy(self.graph._codegen))
         module = fx.GraphModule(self.module, graph, class_name=type(self.module).__name__)
         module.meta = copy.copy(self.module.meta)
         return replace(self, module=module, history=(*self.history, pass_name))
