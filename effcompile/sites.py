@@ -100,6 +100,10 @@ class MergeSite:
         return f"{parent}.{leaves}" if parent else leaves
 
 
+#: A site that is one node of the graph.
+Site = LinearSite | EmbeddingSite | AttentionSite | AddNormSite | GeluSite
+
+
 def linears(program: Program) -> list[LinearSite]:
     """All linears with a constant weight, in graph order, uniquely named after their modules."""
     names = _Names()

@@ -1,0 +1,139 @@
+"""The ONNX Runtime backend: export, graph forms, planned precision, a self-contained model.onnx."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from effcompile.backends.onnxruntime import kernels, session
+from effcompile.backends.onnxruntime.session import Settings
+from effcompile.errors import LoweringError, UsageError
+from effcompile.goal import Goal
+from effcompile.plan import Plan
+from effcompile.program import Program
+from effcompile.target import KernelCall
+
+_NEEDED = ("onnx", "onnxruntime", "onnxscript")
+
+
+@dataclass(frozen=True)
+class OnnxRuntime:
+    """ONNX Runtime on CPU."""
+
+    name: ClassVar[str] = "onnxruntime"
+
+    def unavailable(self) -> str | None:
+        missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
+        return f"{', '.join(missing)} not installed: pip install {' '.join(missing)}" if missing else None
+
+    def refuses(self, program: Program, goal: Goal) -> str | None:
+        if goal.mode == "training":
+            return "ONNX Runtime lowers inference only"
+        if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:
+            return "onnxruntime.quantization handles models below 2 GiB of fp32 weights"
+        return None
+
+    def measure(self, call: KernelCall) -> float | None:
+        return None if self.unavailable() else kernels.measure(call)
+
+    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> OnnxModel:
+        from effcompile.backends.onnxruntime.lowering import build
+
+        folder = Path(tempfile.mkdtemp(prefix="effcompile-ort-"))
+        try:
+            built = build(program, calibration, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        names = [spec.name for spec in program.inputs]
+        feeds = session.numpy_feeds(names, program.flat_inputs())
+        chosen, seconds = session.tune(built.path, feeds)
+        settings = {**session.settings_dict(chosen), "opset": built.opset, "tried_ms": {k: round(v * 1e3, 3) for k, v in seconds.items()}}
+        return OnnxModel(built.path, names, built.applied, settings, built.weight_bytes, chosen)
+
+
+class OnnxModel:
+    """A lowered model in a temporary folder of its own (removed with the object), and a session on it."""
+
+    def __init__(
+        self, path: Path, names: list[str], applied: Mapping[str, str], settings: Mapping[str, Any], weight_bytes: int, chosen: Settings
+    ) -> None:
+        self.applied, self.settings, self.weight_bytes = dict(applied), dict(settings), weight_bytes
+        self._path, self._names, self._chosen = path, names, chosen
+        self._session = session.open_session(path, chosen)
+        present = {value.name for value in self._session.get_inputs()}
+        self._present = [name in present for name in names]  # an input that changes nothing is dropped by export
+        self._finalizer = weakref.finalize(self, shutil.rmtree, path.parent, True)
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.from_numpy(np.asarray(array)) for array in session.run(self._session, self._feeds(inputs))]
+
+    def save(self, directory: Path) -> Path:
+        """Copy model.onnx (and model.onnx.data beyond 2 GiB) into `directory`, whole or not at all.
+
+        Raises:
+            UsageError: the directory cannot be written.
+        """
+        target = directory / "model.onnx"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            data = Path(f"{self._path}.data")
+            if data.exists():
+                _copy_atomically(data, Path(f"{target}.data"))
+            _copy_atomically(self._path, target)
+        except OSError as error:
+            raise UsageError(
+                f"Cannot write {str(target)!r}: {error.strerror or error}. Choose a folder you may write to with -o."
+            ) from error
+        return target
+
+    def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
+        return session.peak_bytes(self._path, self._feeds(inputs), self._chosen)
+
+    def _feeds(self, inputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        kept = [(name, tensor) for name, tensor, present in zip(self._names, inputs, self._present, strict=True) if present]
+        return session.numpy_feeds([name for name, _ in kept], [tensor for _, tensor in kept])
+
+
+def load(path: Path, settings: Mapping[str, Any]) -> Any:
+    """A saved artifact as a callable on named numpy arrays; for `effcompile run`.
+
+    Raises:
+        LoweringError: ORT refuses the file.
+    """
+    if not path.exists():
+        raise UsageError(f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`.")
+    known = {key: settings[key] for key in ("threads", "spinning", "arena") if key in settings}
+    opened = session.open_session(path, Settings(**known) if known else None)
+    wanted = {value.name for value in opened.get_inputs()}
+
+    def call(feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        missing = wanted - set(feeds)
+        if missing:
+            raise LoweringError(f"The artifact needs the input {', '.join(sorted(missing))}.")
+        return session.run(opened, {name: value for name, value in feeds.items() if name in wanted})
+
+    return call
+
+
+def _copy_atomically(source: Path, target: Path) -> None:
+    """Copy beside the target, then rename, so that the target is the old file or the whole new one."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    try:
+        shutil.copyfile(source, temporary)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

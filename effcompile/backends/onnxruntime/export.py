@@ -1,0 +1,132 @@
+"""Program → ONNX, with every linear, attention, norm and embedding of the graph found again by site.
+
+`torch.onnx.export` does the translation and writes into each ONNX node the name of the fx node it came from. That name,
+never a pattern, ties a site to its node; what cannot be tied is left alone and reported as not applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+import torch
+
+from effcompile import sites
+from effcompile.errors import LoweringError
+from effcompile.export import reexport, refresh_shapes
+from effcompile.program import Program
+
+#: Opset 23 has one `Attention` operator instead of a dozen; 20 is the oldest with `Gelu`.
+OPSETS = (23, 20)
+
+_FX_NAME = re.compile(r"%(\S+) ")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """An ONNX model and, for each site, the node that carries it (site → node name in the model)."""
+
+    model: ir.Model
+    opset: int
+    linears: Mapping[str, str]
+    embeddings: Mapping[str, str]
+    attentions: Mapping[str, str]
+    norms: Mapping[str, str]
+    gelus: Mapping[str, str]
+
+
+def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
+    """Translate a program; dynamic axes, input and output names as in `program.inputs` and `program.outputs`.
+
+    Raises:
+        LoweringError: torch.onnx has no translation for something; names the operator.
+    """
+    exported = reexport(program)
+    twin = replace(program, module=exported.module(check_guards=False))
+    refresh_shapes(twin.module, program.args, program.kwargs)  # sites are told apart by their shapes at the example
+    with _quiet():
+        try:
+            onnx_program = torch.onnx.export(
+                exported,
+                (),
+                dynamo=True,
+                opset_version=opset,
+                optimize=True,
+                verify=False,
+                verbose=False,
+                output_names=[spec.name for spec in program.outputs],
+            )
+        except Exception as error:
+            raise LoweringError(f"torch.onnx.export cannot translate {program.name}: {_cause(error)}") from error
+    assert onnx_program is not None
+    model = onnx_program.model
+    _name_all(model)
+    by_fx = _nodes_by_fx_name(model)
+    return Exported(
+        model=model,
+        opset=opset,
+        linears=dict(_matched(_pairs(sites.linears(program), sites.linears(twin)), by_fx, ("MatMul", "Gemm"))),
+        embeddings=dict(_matched(_pairs(sites.embeddings(program), sites.embeddings(twin)), by_fx, ("Gather",))),
+        attentions=dict(_matched(_pairs(sites.attentions(program), sites.attentions(twin)), by_fx, ("Attention",))),
+        norms=dict(_matched(_pairs(sites.add_norms(program), sites.add_norms(twin)), by_fx, ("LayerNormalization",))),
+        gelus=dict(_matched(_pairs(sites.gelus(program), sites.gelus(twin)), by_fx, ("Gelu",))),
+    )
+
+
+def _pairs(ours: Sequence[sites.Site], theirs: Sequence[sites.Site]) -> list[tuple[str, str]]:
+    """(site, fx node name in the re-exported graph): re-export keeps the order of nodes, so the i-th is the i-th."""
+    if len(ours) != len(theirs):
+        return []
+    return [(a.site, b.node.name) for a, b in zip(ours, theirs, strict=True)]
+
+
+def _matched(pairs: list[tuple[str, str]], by_fx: Mapping[str, list[ir.Node]], ops: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for site, fx_name in pairs:
+        nodes = [node for node in by_fx.get(fx_name, []) if node.op_type in ops]
+        if len(nodes) == 1:
+            yield site, str(nodes[0].name)
+
+
+def _nodes_by_fx_name(model: ir.Model) -> dict[str, list[ir.Node]]:
+    found: dict[str, list[ir.Node]] = {}
+    for node in model.graph:
+        match = _FX_NAME.match(node.metadata_props.get("pkg.torch.onnx.fx_node", ""))
+        if match:
+            found.setdefault(match[1], []).append(node)
+    return found
+
+
+def _name_all(model: ir.Model) -> None:
+    """Unique names, so that a node is found again by name in the quantised model."""
+    taken: set[str] = set()
+    for index, node in enumerate(model.graph):
+        if not node.name or node.name in taken:
+            node.name = f"{node.op_type}_{index}"
+        taken.add(node.name)
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost message's first line: torch wraps the operator's name several errors deep."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:400]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.onnx prints and logs its progress; ours is in the report."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

@@ -1,0 +1,175 @@
+"""Graph choices on the ONNX side: one rewrite per form, applied at exactly the planned sites.
+
+Every rewrite is exact up to fp32 re-ordering. A rewrite returns True only where it changed the graph, so what the
+backend reports as applied is what was done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from effcompile.backends.onnxruntime.export import Exported
+
+
+def apply_forms(exported: Exported, tags: Mapping[str, str]) -> dict[str, str]:
+    """Rewrite attentions and norms as tagged; returns site → the form each now has."""
+    nodes = {str(node.name): node for node in exported.model.graph}
+    applied: dict[str, str] = {}
+    for site, name in exported.attentions.items():
+        packed = tags.get(site) == "packed" and pack_attention(exported.model.graph, nodes[name])
+        applied[site] = "packed" if packed else "sdpa"
+    for site, name in exported.norms.items():
+        kept_apart = tags.get(site, "split") == "split" and keep_norm_apart(exported.model.graph, nodes[name])
+        applied[site] = "split" if kept_apart else "fused"
+    for site, name in exported.gelus.items():
+        approximate = nodes[name].attributes.get("approximate")
+        applied[site] = "tanh" if approximate is not None and approximate.as_string() == "tanh" else "erf"
+    ir.passes.common.RemoveUnusedNodesPass()(exported.model)
+    return applied
+
+
+def linears_as_matmul(exported: Exported) -> None:
+    """Turn Gemm with a constant weight into MatMul + Add: ORT's quantisers silently skip Gemm (facts: inference, 3.6)."""
+    graph = exported.model.graph
+    planned = set(exported.linears.values())
+    for node in list(graph):
+        constant = node.op_type == "Gemm" and node.inputs[1] is not None and node.inputs[1].const_value is not None
+        if constant and node.name in planned and _plain_gemm(node):
+            _split_gemm(graph, node)
+
+
+def keep_norm_apart(graph: ir.Graph, norm: ir.Node) -> bool:
+    """Add → LayerNormalization becomes Sum → LayerNormalization.
+
+    ORT inserts its SkipLayerNormalization by itself wherever it sees Add before LayerNormalization, and on CPU that
+    kernel is several times slower than the two it replaces. `Sum` of two tensors is the same sum and matches no
+    pattern, so that the choice holds in any plain InferenceSession, without session options.
+    """
+    add = norm.inputs[0].producer() if norm.inputs[0] is not None else None
+    if add is None or add.op_type != "Add":
+        return add is not None and add.op_type == "Sum"
+    _replace(graph, add, ir.Node("", "Sum", list(add.inputs), num_outputs=1, name=add.name))
+    return True
+
+
+def pack_attention(graph: ir.Graph, attention: ir.Node) -> bool:
+    """Attention on (B, H, S, D) with explicit transposes becomes Attention on (B, S, H·D), which needs none."""
+    q, k, v = (_before_split_heads(value) for value in attention.inputs[:3])
+    after = _merged_heads(attention)
+    if q is None or k is None or v is None or after is None:
+        return False
+    (q_value, heads), (k_value, kv_heads), (v_value, v_heads) = q, k, v
+    if kv_heads != v_heads or len(attention.outputs) > 1:
+        return False
+    attributes = [a for a in attention.attributes.values() if a.name not in ("q_num_heads", "kv_num_heads")]
+    packed = ir.Node(
+        "",
+        "Attention",
+        [q_value, k_value, v_value, *attention.inputs[3:]],
+        [*attributes, ir.AttrInt64("q_num_heads", heads), ir.AttrInt64("kv_num_heads", kv_heads)],
+        num_outputs=1,
+        name=attention.name,
+    )
+    packed.metadata_props.update(attention.metadata_props)
+    _copy_type(attention.outputs[0], packed.outputs[0], with_shape=False)
+    packed.outputs[0].name = f"{attention.outputs[0].name}_packed"
+    graph.insert_before(attention, packed)
+    ir.convenience.replace_all_uses_with(after.outputs[0], packed.outputs[0])
+    graph.remove([after, attention], safe=True)
+    return True
+
+
+def _before_split_heads(value: ir.Value | None) -> tuple[ir.Value, int] | None:
+    """(x_BSE, heads) where value = Transpose(Reshape(x_BSE → B S H D), 0 2 1 3); else None."""
+    transpose = value.producer() if value is not None else None
+    if transpose is None or transpose.op_type != "Transpose" or not _swaps_heads(transpose):
+        return None
+    reshape = transpose.inputs[0].producer() if transpose.inputs[0] is not None else None
+    if reshape is None or reshape.op_type != "Reshape":
+        return None
+    x, split = reshape.inputs[0], transpose.inputs[0]
+    if x is None or split is None or x.shape is None or split.shape is None or len(x.shape) != 3 or len(split.shape) != 4:
+        return None
+    heads, width, whole = split.shape[2], split.shape[3], x.shape[2]
+    if not (isinstance(heads, int) and isinstance(width, int) and whole == heads * width):
+        return None
+    return x, heads
+
+
+def _merged_heads(attention: ir.Node) -> ir.Node | None:
+    """The Transpose(0 2 1 3) after an attention, when only Reshapes that do not copy dimensions read it."""
+    users = [use.node for use in attention.outputs[0].uses()]
+    if len(users) != 1 or users[0].op_type != "Transpose" or not _swaps_heads(users[0]):
+        return None
+    readers = [use.node for use in users[0].outputs[0].uses()]
+    merges = bool(readers) and all(r.op_type == "Reshape" and not _copies_dims(r) for r in readers)
+    return users[0] if merges and not users[0].outputs[0].is_graph_output() else None
+
+
+def _swaps_heads(transpose: ir.Node) -> bool:
+    perm = transpose.attributes.get("perm")
+    return perm is not None and list(perm.as_ints()) == [0, 2, 1, 3]
+
+
+def _copies_dims(reshape: ir.Node) -> bool:
+    """True for a Reshape whose 0 entries refer to the input's own dimensions, which the rewrite changes."""
+    target = reshape.inputs[1]
+    constant = target.const_value if target is not None else None
+    return constant is not None and 0 in np.asarray(constant.numpy()).ravel().tolist()
+
+
+def _plain_gemm(node: ir.Node) -> bool:
+    def number(name: str, default: float) -> float:
+        attribute = node.attributes.get(name)
+        return float(attribute.value) if attribute is not None else default
+
+    return number("alpha", 1.0) == 1.0 and number("beta", 1.0) == 1.0 and not number("transA", 0)
+
+
+def _split_gemm(graph: ir.Graph, gemm: ir.Node) -> None:
+    x, weight, *bias = gemm.inputs
+    transposed = gemm.attributes.get("transB")
+    if transposed is not None and transposed.as_int():
+        weight = _transposed(graph, weight)
+    matmul = ir.Node("", "MatMul", [x, weight], num_outputs=1, name=gemm.name)
+    matmul.metadata_props.update(gemm.metadata_props)
+    _copy_type(gemm.outputs[0], matmul.outputs[0])
+    matmul.outputs[0].name = f"{gemm.outputs[0].name}_product"
+    graph.insert_before(gemm, matmul)
+    if bias and bias[0] is not None:
+        _replace(graph, gemm, ir.Node("", "Add", [matmul.outputs[0], bias[0]], num_outputs=1, name=f"{gemm.name}_bias"))
+    else:
+        ir.convenience.replace_all_uses_with(gemm.outputs[0], matmul.outputs[0], replace_graph_outputs=True)
+        graph.remove(gemm, safe=True)
+
+
+def _transposed(graph: ir.Graph, weight: ir.Value | None) -> ir.Value:
+    """A new initializer with the transpose of a constant matrix."""
+    assert weight is not None
+    assert weight.const_value is not None
+    name = f"{weight.name}.transposed"
+    if name not in graph.initializers:
+        tensor = ir.tensor(np.ascontiguousarray(weight.const_value.numpy().T), name=name)
+        graph.register_initializer(ir.Value(name=name, const_value=tensor, type=weight.type, shape=ir.Shape(tensor.shape)))
+    return graph.initializers[name]
+
+
+def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+    """Put `new` where `old` was; the output keeps its name, type and shape, also as a graph output."""
+    before, after = old.outputs[0], new.outputs[0]
+    name = before.name
+    _copy_type(before, after)
+    new.metadata_props.update(old.metadata_props)
+    graph.insert_before(old, new)
+    ir.convenience.replace_all_uses_with(before, after, replace_graph_outputs=True)
+    graph.remove(old, safe=True)
+    after.name = name
+
+
+def _copy_type(source: ir.Value, target: ir.Value, *, with_shape: bool = True) -> None:
+    target.type = source.type
+    if with_shape:
+        target.shape = source.shape

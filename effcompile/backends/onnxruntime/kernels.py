@@ -1,0 +1,213 @@
+"""One kernel as a tiny ONNX model, timed the way the lowered model will run it.
+
+A linear is repeated with different weights until they exceed the last-level cache, since in a real model each
+layer's weights have been pushed out by the others before they are read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from effcompile.backends.onnxruntime.quantise import quantise
+from effcompile.backends.onnxruntime.session import default_settings, open_session, run
+from effcompile.errors import LoweringError
+from effcompile.target import Dims, KernelCall
+from effcompile.timing import median_seconds
+
+_CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machines we saw
+_MOST_COPIES = 12
+
+_Built = tuple[onnx.ModelProto, dict[str, np.ndarray], int]  # model, feeds, kernels per run
+
+
+def measure(call: KernelCall) -> float | None:
+    """Seconds of one kernel, or None where ONNX Runtime has no such kernel on CPU."""
+    builder = _BUILDERS.get(call.kernel)
+    if builder is None:
+        return None
+    try:
+        model, feeds, copies = builder(call.dims)
+        session = open_session(model.SerializeToString(), default_settings())
+        return median_seconds(lambda: run(session, feeds), min_rounds=5, budget=0.08) / copies
+    except LoweringError:
+        return None
+
+
+def _linear(option: str) -> Callable[[Dims], _Built]:
+    def build(dims: Dims) -> _Built:
+        m, k, n = dims
+        width = {"fp32": 4.0, "w8": 1.125, "w4": 0.625}.get(option, 1.0)
+        copies = max(1, min(_MOST_COPIES, int(_CACHE_BYTES / (k * n * width))))
+        x = _noise(m, k)
+        one = _model([helper.make_node("MatMul", ["x", "w"], ["p"], name="product"), helper.make_node("Add", ["p", "b"], ["y"])])
+        one.graph.initializer.extend([numpy_helper.from_array(_noise(k, n) * 0.02, "w"), numpy_helper.from_array(_noise(n), "b")])
+        _boundary(one, {"x": (m, k)}, {"y": (m, n)})
+        one.graph.value_info.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, (m, n)))
+        if option != "fp32":
+            if option in ("w8", "w4") and k % 32:
+                raise LoweringError(f"K = {k} is not a multiple of the group size 32")
+            one = quantise(one, {"product": option}, {"product": (float(x.min()), float(x.max()))})
+        return _repeated(one, copies), {"x": x}, copies
+
+    return build
+
+
+def _repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
+    """The model `copies` times side by side on the same input, each with weights of its own."""
+    nodes, tensors, outputs = [], [], []
+    own = {t.name for t in model.graph.initializer} | {o for node in model.graph.node for o in node.output}
+    for copy in range(copies):
+
+        def rename(name: str, copy: int = copy) -> str:
+            return f"{name}.{copy}" if name in own else name
+
+        for node in model.graph.node:
+            twin = onnx.NodeProto()
+            twin.CopyFrom(node)
+            twin.name = f"{node.name}.{copy}"
+            twin.input[:] = [rename(i) for i in node.input]
+            twin.output[:] = [rename(o) for o in node.output]
+            nodes.append(twin)
+        for tensor in model.graph.initializer:
+            same = onnx.TensorProto()
+            same.CopyFrom(tensor)
+            same.name = rename(tensor.name)
+            tensors.append(same)
+        for output in model.graph.output:
+            value = onnx.ValueInfoProto()
+            value.CopyFrom(output)
+            value.name = rename(output.name)
+            outputs.append(value)
+    graph = helper.make_graph(nodes, "kernel", list(model.graph.input), outputs, tensors)
+    return helper.make_model(graph, opset_imports=list(model.opset_import), ir_version=model.ir_version)
+
+
+def _attention(packed: bool) -> Callable[[Dims], _Built]:
+    def build(dims: Dims) -> _Built:
+        b, h, sq, sk, d = dims
+        feeds = {"q": _noise(b, sq, h * d), "k": _noise(b, sk, h * d), "v": _noise(b, sk, h * d), "mask": np.ones((b, 1, sq, sk), bool)}
+        nodes = _packed_nodes(h) if packed else _split_nodes()
+        model = _model(nodes)
+        if not packed:
+            model.graph.initializer.extend([_shape("heads", [0, 0, h, d]), _shape("merged", [0, 0, h * d])])
+        _boundary(model, {name: array.shape for name, array in feeds.items()}, {"y": (b, sq, h * d)}, {"mask": TensorProto.BOOL})
+        return model, feeds, 1
+
+    return build
+
+
+def _packed_nodes(heads: int) -> list[onnx.NodeProto]:
+    return [helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"], q_num_heads=heads, kv_num_heads=heads)]
+
+
+def _split_nodes() -> list[onnx.NodeProto]:
+    nodes = []
+    for name in "qkv":
+        nodes.append(helper.make_node("Reshape", [name, "heads"], [f"{name}4"]))
+        nodes.append(helper.make_node("Transpose", [f"{name}4"], [f"{name}t"], perm=[0, 2, 1, 3]))
+    nodes.append(helper.make_node("Attention", ["qt", "kt", "vt", "mask"], ["a"]))
+    nodes.append(helper.make_node("Transpose", ["a"], ["at"], perm=[0, 2, 1, 3]))
+    nodes.append(helper.make_node("Reshape", ["at", "merged"], ["y"]))
+    return nodes
+
+
+def _norm(op: str, *, residual: str | None = None) -> Callable[[Dims], _Built]:
+    def build(dims: Dims) -> _Built:
+        rows, cols = dims
+        nodes = [helper.make_node(residual, ["x", "r"], ["s"])] if residual else []
+        weights = ["w", "b"] if op == "LayerNormalization" else ["w"]
+        nodes.append(helper.make_node(op, ["s" if residual else "x", *weights], ["y"], axis=-1))
+        model = _model(nodes)
+        model.graph.initializer.extend(numpy_helper.from_array(_noise(cols), name) for name in weights)
+        feeds = {name: _noise(1, rows, cols) for name in (("x", "r") if residual else ("x",))}
+        _boundary(model, dict.fromkeys(feeds, (1, rows, cols)), {"y": (1, rows, cols)})
+        return model, feeds, 1
+
+    return build
+
+
+def _unary(op: str, **attributes: Any) -> Callable[[Dims], _Built]:
+    def build(dims: Dims) -> _Built:
+        model = _model([helper.make_node(op, ["x"], ["y"], **attributes)])
+        _boundary(model, {"x": dims}, {"y": dims})
+        return model, {"x": _noise(*dims)}, 1
+
+    return build
+
+
+def _pointwise(dims: Dims) -> _Built:
+    model = _model([helper.make_node("Mul", ["x", "x"], ["y"])])
+    _boundary(model, {"x": dims}, {"y": dims})
+    return model, {"x": _noise(*dims)}, 1
+
+
+def _matmul(dims: Dims) -> _Built:
+    b, m, k, n = dims
+    model = _model([helper.make_node("MatMul", ["x", "w"], ["y"])])
+    _boundary(model, {"x": (b, m, k), "w": (b, k, n)}, {"y": (b, m, n)})
+    return model, {"x": _noise(b, m, k), "w": _noise(b, k, n)}, 1
+
+
+def _embedding(option: str) -> Callable[[Dims], _Built]:
+    def build(dims: Dims) -> _Built:
+        rows, cols = dims
+        ids = np.random.default_rng(0).integers(0, 4096, rows)
+        model = _model([helper.make_node("Gather", ["table", "ids"], ["y"], name="lookup")])
+        model.graph.initializer.append(numpy_helper.from_array(_noise(4096, cols), "table"))
+        _boundary(model, {"ids": (rows,)}, {"y": (rows, cols)}, {"ids": TensorProto.INT64})
+        if option == "int8":
+            model = quantise(model, {"lookup": "int8"}, {})
+        return model, {"ids": ids}, 1
+
+    return build
+
+
+_BUILDERS: dict[str, Callable[[Dims], _Built]] = {
+    "linear/fp32": _linear("fp32"),
+    "linear/int8_dynamic": _linear("int8_dynamic"),
+    "linear/int8_channel": _linear("int8_channel"),
+    "linear/int8_static": _linear("int8_static"),
+    "linear/w8": _linear("w8"),
+    "linear/w4": _linear("w4"),
+    "matmul/fp32": _matmul,
+    "attention/sdpa": _attention(packed=False),
+    "attention/packed": _attention(packed=True),
+    "norm/layer": _norm("LayerNormalization"),
+    "norm/rms": _norm("RMSNormalization"),
+    "add_norm/split": _norm("LayerNormalization", residual="Sum"),
+    "add_norm/fused": _norm("LayerNormalization", residual="Add"),  # ORT turns this into its SkipLayerNormalization
+    "gelu/erf": _unary("Gelu"),
+    "gelu/tanh": _unary("Gelu", approximate="tanh"),
+    "embedding/fp32": _embedding("fp32"),
+    "embedding/int8": _embedding("int8"),
+    "pointwise/fp32": _pointwise,
+    "softmax/fp32": _unary("Softmax", axis=-1),
+}
+
+
+def _model(nodes: list[onnx.NodeProto]) -> onnx.ModelProto:
+    graph = helper.make_graph(nodes, "kernel", [], [])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+
+
+def _boundary(
+    model: onnx.ModelProto, inputs: dict[str, tuple[int, ...]], outputs: dict[str, tuple[int, ...]], types: dict[str, int] | None = None
+) -> None:
+    def info(name: str, shape: tuple[int, ...]) -> onnx.ValueInfoProto:
+        return helper.make_tensor_value_info(name, (types or {}).get(name, TensorProto.FLOAT), shape)
+
+    model.graph.input.extend(info(*item) for item in inputs.items())
+    model.graph.output.extend(info(*item) for item in outputs.items())
+
+
+def _shape(name: str, dims: list[int]) -> onnx.TensorProto:
+    return numpy_helper.from_array(np.array(dims, np.int64), name)
+
+
+def _noise(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)

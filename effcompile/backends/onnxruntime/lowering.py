@@ -1,0 +1,94 @@
+"""The steps from a tagged Program to a model.onnx on disk, and what each site became there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from effcompile.backends.onnxruntime.export import OPSETS, Exported, export
+from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul
+from effcompile.backends.onnxruntime.quantise import found_precision, quantise
+from effcompile.backends.onnxruntime.ranges import input_ranges
+from effcompile.backends.onnxruntime.session import PROTOBUF_LIMIT, open_session
+from effcompile.errors import LoweringError
+from effcompile.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A model file, the opset it loads with, and site → option found in it."""
+
+    path: Path
+    opset: int
+    applied: Mapping[str, str]
+    weight_bytes: int
+
+
+def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path) -> Built:
+    """Export at the newest opset whose model ORT loads, apply the program's tags, write `folder`/model.onnx.
+
+    Raises:
+        LoweringError: no opset works; the reason is that of the newest.
+    """
+    failures: list[LoweringError] = []
+    for opset in OPSETS:
+        try:
+            return _build_at(program, calibration, folder, opset)
+        except LoweringError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, opset: int) -> Built:
+    exported = export(program, opset=opset)
+    applied = apply_forms(exported, program.tags)
+    precision, ranges = _planned(program, exported, calibration)
+    if precision:
+        linears_as_matmul(exported)
+    path = folder / "model.onnx"
+    model = _serialised(exported.model, path, quantising=bool(precision))
+    if model is not None:
+        model = quantise(model, precision, ranges)
+        onnx.save_model(model, str(path))
+    found = _found(model, exported)
+    open_session(path)  # what cannot be loaded is a failure here, and the next opset is tried
+    return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=_weight_bytes(path))
+
+
+def _planned(
+    program: Program, exported: Exported, calibration: Sequence[Sequence[torch.Tensor]]
+) -> tuple[dict[str, str], dict[str, tuple[float, float]]]:
+    """(node → option, node → input range) for everything that is not to stay fp32."""
+    nodes = {**exported.linears, **exported.embeddings}
+    precision = {nodes[site]: option for site, option in program.tags.items() if site in nodes and option != "fp32"}
+    ranges = {nodes[site]: bounds for site, bounds in input_ranges(program, calibration).items() if site in nodes}
+    return precision, ranges
+
+
+def _found(model: onnx.ModelProto | None, exported: Exported) -> dict[str, str]:
+    """Site → precision read from the written model; fp32 everywhere when nothing was quantised."""
+    nodes = {**exported.linears, **exported.embeddings}
+    if model is None:
+        return dict.fromkeys(nodes, "fp32")
+    by_node = found_precision(model, list(nodes.values()))
+    return {site: by_node[node] for site, node in nodes.items()}
+
+
+def _serialised(model: ir.Model, path: Path, *, quantising: bool) -> onnx.ModelProto | None:
+    """The model as protobuf for the quantisers, or None after writing it as it is."""
+    if quantising:
+        return ir.serde.serialize_model(model)
+    weights = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    ir.save(model, str(path), external_data=f"{path.name}.data" if weights > PROTOBUF_LIMIT else None)
+    return None
+
+
+def _weight_bytes(path: Path) -> int:
+    """Bytes of the initializers as stored."""
+    model = ir.load(str(path))
+    return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)

@@ -1,0 +1,207 @@
+"""Planned precision, applied to exactly the planned nodes. onnxruntime.quantization does the quantising; we say where."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from effcompile.errors import LoweringError
+
+Ranges = Mapping[str, tuple[float, float]]  # node name → (lowest, highest) of its input on the calibration inputs
+
+_BITS = {"w8": 8, "w4": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Settings of the quantisers that a plan does not choose."""
+
+    group_size: int = 32
+    accuracy_level: int = 4  # int8 accumulation in MatMulNBits; leaving it out costs 2x (facts: inference, 6)
+
+
+def quantise(model: onnx.ModelProto, precision: Mapping[str, str], ranges: Ranges, options: Options | None = None) -> onnx.ModelProto:
+    """Quantise MatMul and Gather nodes by name: node → option of `passes.quantize`; fp32 nodes are left alone.
+
+    Args:
+        model: fp32 model below 2 GiB; consumed (the quantisers edit in place).
+        precision: node name → "int8_dynamic", "int8_channel", "int8_static", "w8", "w4" (MatMul) or "int8" (Gather).
+        ranges: input ranges of the int8_static nodes.
+        options: group size and accumulation of the weight-only kernels.
+
+    Raises:
+        LoweringError: a quantiser failed; says which.
+    """
+    options = options or Options()
+    for option in ("int8_dynamic", "int8_channel", "int8", "int8_static", "w8", "w4"):
+        nodes = [node for node, chosen in precision.items() if chosen == option]
+        if not nodes:
+            continue
+        try:
+            model = _quantise_group(model, option, nodes, ranges, options)
+        except Exception as error:
+            raise LoweringError(
+                f"onnxruntime.quantization failed at {option} ({len(nodes)} nodes): {type(error).__name__}: {error}"
+            ) from error
+    return model
+
+
+def found_precision(model: onnx.ModelProto, nodes: Sequence[str]) -> dict[str, str]:
+    """What each node became, read from the quantised model itself: node name → option ("fp32" where untouched)."""
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    producers = {output: node for node in model.graph.node for output in node.output}
+    by_base: dict[str, list[onnx.NodeProto]] = {}
+    wanted = set(nodes)
+    for node in model.graph.node:
+        base = _base_name(node.name)
+        if base in wanted:
+            by_base.setdefault(base, []).append(node)
+    return {name: _read_option(by_base.get(name, []), weights, producers) for name in nodes}
+
+
+def _quantise_group(model: onnx.ModelProto, option: str, nodes: list[str], ranges: Ranges, options: Options) -> onnx.ModelProto:
+    if option in _BITS:
+        return _weight_only(model, nodes, _BITS[option], options)
+    if option == "int8_static":
+        return _static(model, nodes, ranges)
+    return _dynamic(model, nodes, per_channel=option == "int8_channel", op_type="Gather" if option == "int8" else "MatMul")
+
+
+def _dynamic(model: onnx.ModelProto, nodes: list[str], *, per_channel: bool, op_type: str) -> onnx.ModelProto:
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+    from onnxruntime.quantization.quant_utils import QuantizationMode
+
+    quantizer = ONNXQuantizer(
+        _prepared(model),
+        per_channel,
+        False,  # reduce_range: 7-bit weights, for CPUs whose u8×s8 product saturates
+        QuantizationMode.IntegerOps,
+        False,  # static
+        QuantType.QInt8,
+        QuantType.QUInt8,
+        None,  # tensors_range
+        nodes,
+        [],
+        [op_type],
+        {"DefaultTensorType": onnx.TensorProto.FLOAT, "MatMulConstBOnly": True},
+    )
+    return _run(quantizer)
+
+
+def _static(model: onnx.ModelProto, nodes: list[str], ranges: Ranges) -> onnx.ModelProto:
+    """QDQ on the inputs and weights of MatMuls; outputs stay fp32, so that ORT fuses MatMulIntegerToFloat."""
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.calibrate import TensorData
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+    inputs = {node.name: node.input[0] for node in model.graph.node if node.name in set(nodes)}
+    bounds = {
+        inputs[name]: TensorData(lowest=np.float32(ranges[name][0]), highest=np.float32(ranges[name][1]))
+        for name in nodes
+        if name in inputs
+    }
+    quantizer = QDQQuantizer(
+        _prepared(model),
+        True,  # per channel
+        False,
+        QuantType.QInt8,
+        QuantType.QUInt8,
+        bounds,
+        nodes,
+        [],
+        ["MatMul"],
+        {
+            "DefaultTensorType": onnx.TensorProto.FLOAT,
+            "WeightSymmetric": True,
+            "ActivationSymmetric": False,
+            "OpTypesToExcludeOutputQuantization": ["MatMul"],
+            "DedicatedQDQPair": False,
+        },
+    )
+    return _keep_bias_apart(_run(quantizer), nodes)
+
+
+def _keep_bias_apart(model: onnx.ModelProto, nodes: list[str]) -> onnx.ModelProto:
+    """Add the bias with `Sum`: ORT turns 2-D MatMul + Add into Gemm first, which then stays fp32 behind DequantizeLinears."""
+    products = {node.output[0] for node in model.graph.node if node.name in set(nodes)}
+    for node in model.graph.node:
+        if node.op_type == "Add" and products & set(node.input):
+            node.op_type = "Sum"
+    return model
+
+
+def _weight_only(model: onnx.ModelProto, nodes: list[str], bits: int, options: Options) -> onnx.ModelProto:
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
+
+    config = DefaultWeightOnlyQuantConfig(
+        block_size=options.group_size, is_symmetric=True, accuracy_level=options.accuracy_level, bits=bits
+    )
+    quantizer = MatMulNBitsQuantizer(model, nodes_to_include=nodes, algo_config=config)
+    with _no_logging():
+        quantizer.process()
+    result: onnx.ModelProto = quantizer.model.model
+    return result
+
+
+def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Mark shapes as inferred (torch.onnx wrote them), or the quantiser saves and reloads the whole model to infer them."""
+    from onnxruntime.quantization.quant_utils import add_infer_metadata
+
+    add_infer_metadata(model)
+    return model
+
+
+def _run(quantizer: Any) -> onnx.ModelProto:
+    with _no_logging():
+        quantizer.quantize_model()
+    model: onnx.ModelProto = quantizer.model.model
+    return model
+
+
+class _no_logging:  # noqa: N801  reads as a statement
+    """The quantisers advise on the root logger about preprocessing that we have done otherwise."""
+
+    def __enter__(self) -> None:
+        self._level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *_: object) -> None:
+        logging.disable(self._level)
+
+
+def _base_name(name: str) -> str:
+    for suffix in ("_quant", "_Q4", "_Q8", "_Q2"):
+        if name.endswith(suffix):
+            return name.removesuffix(suffix)
+    return name
+
+
+def _read_option(found: list[onnx.NodeProto], weights: Mapping[str, onnx.TensorProto], producers: Mapping[str, onnx.NodeProto]) -> str:
+    for node in found:
+        if node.op_type == "MatMulInteger":
+            return _dynamic_option(node, weights)
+        if node.op_type == "MatMulNBits":
+            bits = next(a.i for a in node.attribute if a.name == "bits")
+            return {8: "w8", 4: "w4"}.get(bits, f"w{bits}")
+        if node.op_type == "Gather" and node.input[0] in weights:
+            is_float = weights[node.input[0]].data_type == onnx.TensorProto.FLOAT
+            return "fp32" if is_float else "int8"
+        if node.op_type == "MatMul":
+            sources = [producers.get(name) for name in node.input[:2]]
+            quantised = all(s is not None and s.op_type == "DequantizeLinear" for s in sources)
+            return "int8_static" if quantised else "fp32"
+    return "fp32" if found else "absent"
+
+
+def _dynamic_option(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> str:
+    """Per tensor or per channel, by the number of the weight's zero points."""
+    zero_point = weights.get(node.input[3]) if len(node.input) > 3 else None
+    count = int(np.prod(numpy_helper.to_array(zero_point).shape)) if zero_point is not None else 1
+    return "int8_channel" if count > 1 else "int8_dynamic"

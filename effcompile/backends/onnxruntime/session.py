@@ -1,0 +1,152 @@
+"""Sessions: created, tuned by measurement, run on torch tensors, and measured for memory in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from effcompile.errors import LoweringError
+from effcompile.timing import faster_half_median, interleaved
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+#: Bytes above which a protobuf message cannot be serialised; weights then go to a file beside the model.
+PROTOBUF_LIMIT = 2**31 - 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Session options that change speed but no result. Plain ORT defaults also run the artifact."""
+
+    threads: int
+    spinning: bool = True
+    arena: bool = True
+
+    def describe(self) -> str:
+        return f"{self.threads} threads, spinning {'on' if self.spinning else 'off'}, arena {'on' if self.arena else 'off'}"
+
+
+def default_settings() -> Settings:
+    """One thread per usable core."""
+    return Settings(threads=usable_cores())
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def candidates() -> list[Settings]:
+    """The settings worth timing: all cores with and without spinning, no arena, and one thread less."""
+    cores = usable_cores()
+    several = [Settings(threads=cores), Settings(threads=cores, spinning=False), Settings(threads=cores, arena=False)]
+    return several if cores <= 2 else [*several, Settings(threads=cores // 2)]
+
+
+def open_session(model: str | Path | bytes, settings: Settings | None = None) -> onnxruntime.InferenceSession:
+    """A CPU session of a model file or of its bytes.
+
+    Raises:
+        LoweringError: ORT refuses the model.
+    """
+    import onnxruntime
+
+    settings = settings or default_settings()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = settings.threads
+    options.inter_op_num_threads = 1
+    options.enable_cpu_mem_arena = settings.arena
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if settings.spinning else "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # threads do not burn a core between calls
+    source = str(model) if isinstance(model, Path) else model
+    try:
+        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise LoweringError(f"ONNX Runtime cannot load the model that the plan describes: {_first_line(error)}") from error
+
+
+def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    """One call.
+
+    Raises:
+        LoweringError: ORT failed while running.
+    """
+    try:
+        outputs: list[np.ndarray[Any, Any]] = session.run(None, dict(feeds))
+    except Exception as error:
+        raise LoweringError(f"ONNX Runtime failed while running the lowered model: {_first_line(error)}") from error
+    return outputs
+
+
+def tune(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], *, rounds: int = 6) -> tuple[Settings, dict[str, float]]:
+    """The fastest settings by interleaved measurement, and each candidate's seconds.
+
+    Defaults stay unless another candidate is at least 2 % faster: a smaller difference is noise.
+    """
+    options = candidates()
+    sessions = {s.describe(): open_session(path, s) for s in options}
+    samples = interleaved({name: partial(run, session, feeds) for name, session in sessions.items()}, rounds)
+    seconds = {name: faster_half_median(values) for name, values in samples.items()}
+    default = options[0]
+    best = min(options, key=lambda s: seconds[s.describe()])
+    chosen = best if seconds[best.describe()] < 0.98 * seconds[default.describe()] else default
+    return chosen, seconds
+
+
+_MEASURE_PEAK = """
+import sys, numpy, onnxruntime
+def status(field):
+    with open("/proc/self/status") as lines:
+        return next(int(l.split()[1]) * 1024 for l in lines if l.startswith(field + ":"))
+path, inputs, threads, arena = sys.argv[1:5]
+feeds = dict(numpy.load(inputs))
+before = status("VmRSS")
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads, options.inter_op_num_threads = int(threads), 1
+options.enable_cpu_mem_arena = arena == "True"
+session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+with open("/proc/self/clear_refs", "w") as reset:
+    reset.write("5")
+session.run(None, feeds)
+print(status("VmHWM") - before)
+"""
+
+
+def peak_bytes(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], settings: Settings) -> int | None:
+    """Peak resident bytes of weights and activations over one call, in a fresh process; None off Linux.
+
+    ORT has no allocator statistics for CPU, so the process's high-water mark (reset after loading) is read, less
+    what the process held before the session was made.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = Path(folder) / "inputs.npz"
+        np.savez(inputs, **feeds)  # type: ignore[arg-type]
+        command = [sys.executable, "-c", _MEASURE_PEAK, str(path), str(inputs), str(settings.threads), str(settings.arena)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return int(done.stdout.strip()) if done.returncode == 0 and done.stdout.strip().isdigit() else None
+
+
+def settings_dict(settings: Settings) -> dict[str, Any]:
+    """Settings as plan data."""
+    return asdict(settings)
+
+
+def numpy_feeds(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Torch tensors as numpy arrays by input name, without copying contiguous CPU tensors."""
+    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in zip(names, tensors, strict=True)}
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:400]
