@@ -1,0 +1,13 @@
+"""The report layer: formats a Plan for terminals and browsers. It prices nothing and imports no torch."""
+
+from __future__ import annotations
+
+from effcompile.report.diff import diff
+from effcompile.report.explain import explain, find_site
+from effcompile.report.html import html_report
+from effcompile.report.infeasible import flag, print_infeasible
+from effcompile.report.progress import Steps
+from effcompile.report.targets import targets_table
+from effcompile.report.terminal import print_plan
+
+__all__ = ["Steps", "diff", "explain", "find_site", "flag", "html_report", "print_infeasible", "print_plan", "targets_table"]

@@ -1,0 +1,129 @@
+"""Answer "why this, why not that" for one site of a plan."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from effcompile.cost import Cost
+from effcompile.errors import UsageError
+from effcompile.plan import Decision, Declined, Plan
+from effcompile.report import figures as f
+from effcompile.report.groups import groups, saved_seconds, saved_weight_bytes, share
+from effcompile.report.names import collapse
+from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
+from effcompile.units import format_bytes, format_error, format_seconds
+
+_LISTED = 6
+
+
+def explain(plan: Plan, site: str | None = None, console: Console | None = None) -> None:
+    """Print one site's decision and every alternative there with its figures; without a site, list the sites.
+
+    Raises:
+        UnknownNameError: no such site. UsageError: a part of a name that fits several sites.
+    """
+    page = Page(console)
+    if site is None:
+        _sites(page, plan)
+    else:
+        _site(page, plan, find_site(plan, site))
+
+
+def find_site(plan: Plan, name: str) -> str:
+    """The site with this name, or the only one whose name starts with or contains it.
+
+    Raises:
+        UnknownNameError: none. UsageError: several.
+    """
+    known = list(dict.fromkeys([*(d.site for d in plan.decisions), *(d.site for d in plan.declined)]))
+    if name in known:
+        return name
+    for matches in ([s for s in known if s.startswith(name)], [s for s in known if name in s]):
+        if len(matches) == 1:
+            return matches[0]
+        if matches and name:
+            listed = [f"{t.text} ({t.count})" for t in collapse(matches)]
+            more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+            raise UsageError(f"{name!r} fits {len(matches)} sites. Give one in full: {', '.join(listed[:_LISTED])}{more}.")
+    return plan.decision(name).site
+
+
+def _sites(page: Page, plan: Plan) -> None:
+    page.line(Text(" "), page.text(f"sites of the plan for {plan.model}", STRONG))
+    page.blank()
+    columns = [Column(header="what"), Column(header="choice"), Column(header="site", fit="cut")]
+    rows: list[Row] = []
+    kind = ""
+    for group in groups(plan.decisions):
+        for number, template in enumerate(group.sites):
+            choice = Text(f.format_choice(group.option, group.baseline), style=DIM if group.kept else STRONG)
+            name = f"{template.text} ({template.count})" if template.count > 1 else template.text
+            rows.append(Row(cells=["" if group.kind == kind else group.kind, choice, name] if number == 0 else ["", "", name]))
+            kind = group.kind
+    if rows:
+        page.table(columns, rows)
+    else:
+        page.line(page.text("   none: there was nothing to decide", DIM))
+    page.blank()
+    page.verbatim("next", "effcompile explain plan.json SITE", "a part of the name will do")
+
+
+def _site(page: Page, plan: Plan, site: str) -> None:
+    decision = next((d for d in plan.decisions if d.site == site), None)
+    declined = [d for d in plan.declined if d.site == site]
+    kind = decision.kind if decision else declined[0].kind
+    page.line(Text(" "), Text(page.cut(page.text(site).plain, page.width - 2 - len(kind) - 3), style=STRONG), page.text(f" · {kind}", DIM))
+    page.blank()
+    if decision is None:
+        page.field("choice", "nothing was decided here: no option was possible")
+    else:
+        _decision(page, plan, decision)
+    page.blank()
+    _alternatives(page, plan, decision, declined)
+
+
+def _decision(page: Page, plan: Plan, decision: Decision) -> None:
+    page.field("choice", Text(f.format_choice(decision.option, decision.baseline), style=STRONG), Text(f"by {decision.by}", style=DIM))
+    page.field("why", decision.why or "the cheapest choice that fits with all others")
+    page.field("costs", _against_baseline(plan, decision))
+    if not decision.applied:
+        page.field("applied", Text("not lowered yet", style=DIM))
+    elif decision.applied == decision.option:
+        page.field("applied", Text(f"✔ the artifact holds {decision.applied}", style=GOOD))
+    else:
+        page.field("applied", Text(f"⚠ the artifact holds {decision.applied}, not {decision.option}", style=WARN))
+
+
+def _against_baseline(plan: Plan, decision: Decision) -> str:
+    if decision.option == decision.baseline:
+        return "nothing: it is what the unplanned model has"
+    seconds, size = saved_seconds(decision), saved_weight_bytes(decision)
+    changes = [_change("time", seconds, format_seconds(abs(seconds))), _change("weights", size, format_bytes(abs(size)))]
+    part = share(plan, decision.cost.error_squared)
+    error = f"error {format_error(decision.cost.error)}" + (f" ({f.format_share(part)} of the budget)" if part else "")
+    return f"{decision.cost.provenance.value} against {decision.baseline}: {' · '.join([*changes, error])}"
+
+
+def _change(name: str, saved: float, size: str) -> str:
+    return f"{name} unchanged" if not saved else f"{name} {'−' if saved > 0 else '+'}{size}"
+
+
+def _alternatives(page: Page, plan: Plan, decision: Decision | None, declined: list[Declined]) -> None:
+    columns = [Column(header="option")]
+    columns += [Column(header=name, right=True) for name in ("time", "weights", "error", "share")]
+    columns.append(Column(header="", fit="wrap"))
+    rows: list[Row] = []
+    if decision is not None:
+        rows.append(Row(cells=[Text(f"● {decision.option}", style=STRONG), *_costs(plan, decision.cost), "taken"]))
+        if decision.option != decision.baseline and decision.baseline not in {d.option for d in declined}:
+            rows.append(Row(cells=[f"  {decision.baseline}", *_costs(plan, decision.baseline_cost), "the baseline"]))
+    rows += [Row(cells=[f"  {d.option}", *_costs(plan, d.cost), d.reason]) for d in declined]
+    page.table(columns, rows)
+
+
+def _costs(plan: Plan, cost: Cost | None) -> list[Cell]:
+    if cost is None:
+        return [f.NONE] * 4
+    size = format_bytes(cost.weight_bytes) if cost.weight_bytes else f.NONE
+    return [format_seconds(cost.seconds), size, format_error(cost.error), f.format_share(share(plan, cost.error_squared))]

@@ -1,0 +1,174 @@
+"""The plan's figures as text: totals side by side, ratios, the verdict, the proof. Shared by terminal and HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from effcompile.plan import Certificate, Plan, Totals
+from effcompile.units import format_bytes, format_error, format_seconds
+
+NONE = "–"
+
+
+class Verdict(Enum):
+    """Whether the goal is met, and how we know."""
+
+    MET = "✔ met"
+    NOT_MET = "✘ not met"
+    UNVERIFIED = "? not verified"
+    PREDICTED = "◌ predicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measure:
+    """One row of the totals: the same figure before and after, predicted and measured."""
+
+    name: str
+    before: tuple[float | None, float | None]  # predicted, measured
+    after: tuple[float | None, float | None]
+    show: Callable[[float], str]
+
+    @property
+    def change(self) -> float | None:
+        """After ÷ before: of the measured figures where both are there, else of the predicted ones."""
+        measured = ratio(self.after[1], self.before[1])
+        return measured if measured is not None else ratio(self.after[0], self.before[0])
+
+    @property
+    def accuracy(self) -> float | None:
+        """Predicted ÷ measured of the result."""
+        return ratio(*self.after)
+
+    def text(self, value: float | None) -> str:
+        return NONE if value is None else self.show(value)
+
+
+def target_text(plan: Plan) -> str:
+    """The target's line, its name in front unless it is this machine."""
+    return plan.target_line if plan.target in ("auto", *plan.target_line.split()) else f"{plan.target}: {plan.target_line}"
+
+
+def measures(plan: Plan) -> list[Measure]:
+    """The four rows: time, weight bytes, peak memory, error."""
+    rows: list[tuple[str, Callable[[Totals], float | None], Callable[[float], str]]] = [
+        ("time", lambda t: t.seconds, format_seconds),
+        ("weight bytes", lambda t: t.weight_bytes, format_bytes),
+        ("peak memory", lambda t: t.peak_bytes, format_bytes),
+        ("error", lambda t: t.error, format_error),
+    ]
+    before, after = (plan.baseline, plan.measured_baseline or Totals()), (plan.predicted, plan.measured or Totals())
+    return [
+        Measure(name=name, before=(get(before[0]), get(before[1])), after=(get(after[0]), get(after[1])), show=show)
+        for name, get, show in rows
+    ]
+
+
+def verdict(plan: Plan) -> Verdict:
+    """Met only when something was measured and every check passed; predictions alone are never "met"."""
+    if not plan.met or _over_tolerance(plan):
+        return Verdict.NOT_MET
+    if plan.measured is None:
+        return Verdict.PREDICTED
+    return Verdict.MET if plan.checks or plan.measured.error is not None else Verdict.UNVERIFIED
+
+
+def shortfalls(plan: Plan) -> list[str]:
+    """Why the goal is not met, one line each; empty when it is."""
+    lines = [f"check {c.name!r} failed: error {format_error(c.error)} > {format_error(c.limit)}" for c in plan.checks if not c.passed]
+    if _over_tolerance(plan) and plan.measured is not None and plan.measured.error is not None:
+        lines.append(f"measured error {format_error(plan.measured.error)} > {format_error(plan.goal.tolerance)}")
+    peak, limit = plan.peak_bytes, plan.goal.memory
+    if peak is not None and limit is not None and peak > limit:
+        how = "measured" if plan.measured and plan.measured.peak_bytes is not None else "predicted"
+        lines.append(f"{how} peak memory {format_bytes(peak)} > {format_bytes(limit)}")
+    return lines
+
+
+def _over_tolerance(plan: Plan) -> bool:
+    error = plan.measured.error if plan.measured else None
+    return error is not None and error > plan.goal.tolerance
+
+
+def headline(plan: Plan) -> str:
+    """What was gained, in one line: `3.83× faster: 175 ms → 45.8 ms · weights 0.25×`."""
+    time, weights, _, error = measures(plan)
+    how = 1 if plan.measured and plan.measured_baseline and None not in (time.before[1], time.after[1]) else 0
+    parts = []
+    if (speed := ratio(time.before[how], time.after[how])) is not None:
+        parts.append(f"{_speed(speed)}: {time.text(time.before[how])} → {time.text(time.after[how])}")
+    if weights.change is not None:
+        parts.append(f"weights {format_ratio(weights.change)}")
+    if plan.goal.minimize == "memory":
+        parts.reverse()
+    value = error.after[1] if error.after[1] is not None else error.after[0]
+    if value is not None:
+        parts.append(f"error {format_error(value)}")
+    return " · ".join(parts)
+
+
+def _speed(speed: float) -> str:
+    """`3.83× faster`, `1.20× slower`, `as fast` within half a per cent."""
+    if 0.995 < speed < 1.005:
+        return "as fast"
+    return f"{format_ratio(speed)} faster" if speed > 1 else f"{format_ratio(1 / speed)} slower"
+
+
+def proof(certificate: Certificate, objective: str) -> list[str]:
+    """What the certificate says, no more than it says; one line per statement."""
+    better = "faster" if objective == "time" else "smaller"
+    facts = f"({certificate.solver}, {certificate.seconds:.1f} s, {certificate.sites} sites, {certificate.alternatives} alternatives)"
+    if certificate.status == "only one alternative":
+        lines = [f"there was only one alternative at every site: nothing to choose {facts}"]
+    elif certificate.status == "optimal within gap":
+        by = f"more than {100 * certificate.gap:.1f} % " if certificate.gap > 0 else ""
+        lines = [f"no plan is {by}{better} within this budget {facts}"]
+    else:
+        lines = [f"{certificate.status}: the best plan found {facts}"]
+        slack = 1 - certificate.bound / certificate.objective if certificate.objective > 0 else None
+        if slack is not None and slack > 0:
+            lines.append(f"a plan up to {100 * slack:.1f} % {better} is not ruled out")
+    if certificate.rounds > 1 or certificate.error_scale != 1.0:
+        lines.append(
+            f"solved {certificate.rounds}×, at last with squared errors scaled by the measured {format_ratio(certificate.error_scale)}"
+        )
+    return lines
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """a ÷ b; None where either is missing or b is 0."""
+    return None if a is None or not b else a / b
+
+
+def format_ratio(value: float | None) -> str:
+    """`0.26×`, `12.3×`, `120×`."""
+    if value is None:
+        return NONE
+    if 0 < value < 0.01:
+        return "<0.01×"
+    return f"{value:.0f}×" if value >= 100 else f"{value:.1f}×" if value >= 10 else f"{value:.2f}×"
+
+
+def format_share(value: float | None) -> str:
+    """`82 %`, `3.2 %`, `<0.1 %`; a dash for nothing."""
+    if not value:
+        return NONE
+    if value < 0.001:
+        return "<0.1 %"
+    return f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.1f} %"
+
+
+def format_saved_seconds(seconds: float) -> str:
+    """Time saved; `−` in front where it costs, a dash for nothing."""
+    return NONE if abs(seconds) < 5e-9 else format_seconds(seconds).replace("-", "−")
+
+
+def format_saved_bytes(size: float) -> str:
+    """Bytes saved; `−` in front where it costs, a dash for nothing."""
+    return NONE if size == 0 else format_bytes(size)
+
+
+def format_choice(option: str, baseline: str) -> str:
+    """`fp32 → bf16`, or `fp32` when it is kept."""
+    return option if option == baseline else f"{baseline} → {option}"

@@ -1,0 +1,114 @@
+"""Group equal decisions and equal refusals, so that a hundred sites print as a few rows. Sums given figures, prices nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from effcompile.plan import Decision, Declined, Plan
+from effcompile.report.names import Template, collapse
+
+_NUMBER = re.compile(r"(?<![A-Za-z_])(?<![A-Za-z_]\d)\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![A-Za-z_])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Decisions of one kind that take the same option against the same baseline by the same pass."""
+
+    kind: str
+    option: str
+    baseline: str
+    by: str
+    decisions: tuple[Decision, ...]
+
+    @property
+    def kept(self) -> bool:
+        """True when the option is what the unplanned model has."""
+        return self.option == self.baseline
+
+    @property
+    def saved_seconds(self) -> float:
+        return sum(saved_seconds(d) for d in self.decisions)
+
+    @property
+    def saved_weight_bytes(self) -> int:
+        return sum(saved_weight_bytes(d) for d in self.decisions)
+
+    @property
+    def error_squared(self) -> float:
+        return sum(d.cost.error_squared for d in self.decisions)
+
+    @property
+    def sites(self) -> list[Template]:
+        return collapse(d.site for d in self.decisions)
+
+    @property
+    def strayed(self) -> tuple[Decision, ...]:
+        """Decisions where the artifact was found to hold something else."""
+        return tuple(d for d in self.decisions if d.applied and d.applied != d.option)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Declined options of one kind with the same reason; figures that differ are printed as ranges."""
+
+    kind: str
+    option: str
+    by: str
+    reason: str
+    sites: tuple[str, ...]
+
+
+def saved_seconds(decision: Decision) -> float:
+    """Predicted seconds per call that the decision saves; negative where it costs time."""
+    return decision.baseline_cost.seconds - decision.cost.seconds
+
+
+def saved_weight_bytes(decision: Decision) -> int:
+    """Weight bytes that the decision saves; negative where it adds."""
+    return decision.baseline_cost.weight_bytes - decision.cost.weight_bytes
+
+
+def share(plan: Plan, error_squared: float) -> float | None:
+    """Share of the error budget max_error² that a squared error takes; None for an exact goal."""
+    return error_squared / plan.goal.max_error**2 if plan.goal.max_error else None
+
+
+def groups(decisions: Iterable[Decision]) -> list[Group]:
+    """Groups, kinds together: changed before kept, then by time saved, among the kinds and within each."""
+    found: dict[tuple[str, str, str, str], list[Decision]] = {}
+    for d in decisions:
+        found.setdefault((d.kind, d.option, d.baseline, d.by), []).append(d)
+    result = [Group(kind=k, option=o, baseline=b, by=by, decisions=tuple(ds)) for (k, o, b, by), ds in found.items()]
+    saved: dict[str, float] = {}
+    kept: dict[str, bool] = {}
+    for group in result:
+        saved[group.kind] = saved.get(group.kind, 0.0) + group.saved_seconds
+        kept[group.kind] = kept.get(group.kind, True) and group.kept
+    order = {kind: rank for rank, kind in enumerate(sorted(saved, key=lambda kind: (kept[kind], -saved[kind])))}
+    return sorted(result, key=lambda g: (order[g.kind], g.kept, -g.saved_seconds))
+
+
+def refusals(declined: Iterable[Declined]) -> list[Refusal]:
+    """Declined options with equal reasons (up to their figures), kinds together in order of first appearance."""
+    found: dict[tuple[str, str, str, str], list[Declined]] = {}
+    for d in declined:
+        found.setdefault((d.kind, d.option, d.by, _NUMBER.sub("#", d.reason)), []).append(d)
+    kinds = list(dict.fromkeys(kind for kind, *_ in found))
+    result = [
+        Refusal(kind=kind, option=option, by=by, reason=_spread([d.reason for d in ds]), sites=tuple(d.site for d in ds))
+        for (kind, option, by, _), ds in found.items()
+    ]
+    return sorted(result, key=lambda r: kinds.index(r.kind))
+
+
+def _spread(reasons: Sequence[str]) -> str:
+    """One sentence for reasons that differ in figures only: `slower by 1.2–3.4 ms`."""
+    columns = iter(list(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True)))
+
+    def span(_: re.Match[str]) -> str:
+        values = sorted(set(next(columns)), key=float)
+        return values[0] if len(values) == 1 else f"{values[0]}–{values[-1]}"
+
+    return _NUMBER.sub(span, reasons[0])

@@ -1,0 +1,59 @@
+"""Print why a goal cannot be met, and what would: the exact flag to type."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.text import Text
+
+from effcompile.errors import InfeasibleError
+from effcompile.goal import Goal
+from effcompile.report.figures import format_ratio
+from effcompile.report.page import BAD, DIM, STRONG, Column, Page, Row
+from effcompile.units import format_bytes, format_error
+
+_GIB, _MIB = 2**30, 2**20
+
+
+def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None = None) -> None:
+    """Print the goal, the limits that cannot hold together, and for each limit the smallest value that would be feasible."""
+    page = Page(console)
+    page.field("goal", Text(goal.describe(), style=STRONG), Text("✘ infeasible", style=BAD))
+    page.field("why", str(error))
+    page.fields("", [f"• {reason}" for reason in error.binding if reason not in str(error)])
+    if not error.nearest:
+        return
+    page.blank()
+    page.field("nearest", "changing any one of these makes it possible, all else unchanged:")
+    columns = [Column(), Column(style=STRONG), Column(style=DIM, fit="wrap")]
+    page.table(columns, [Row(cells=[" " * 8, flag(name, value), _instead(goal, name, value)]) for name, value in error.nearest.items()])
+
+
+def flag(limit: str, value: float) -> str:
+    """The option to type, rounded up so that what is typed is feasible: `--memory 0.98GiB`, `--max-error 1.2e-2`."""
+    name = "--" + limit.replace("_", "-")
+    if limit == "max_error":
+        return f"{name} {_error_up(value)}"
+    if limit == "memory":
+        unit, size = ("GiB", _GIB) if value >= 0.1 * _GIB else ("MiB", _MIB)
+        return f"{name} {math.ceil(value / size * 100 - 1e-9) / 100:.2f}{unit}"
+    return f"{name} {value:g}"
+
+
+def _error_up(value: float) -> str:
+    """Two significant digits, never below the value."""
+    if value <= 0:
+        return "0"
+    exponent = math.floor(math.log10(value))
+    digits = math.ceil(value / 10.0 ** (exponent - 1) - 1e-9)
+    return format_error(digits * 10.0 ** (exponent - 1))
+
+
+def _instead(goal: Goal, limit: str, value: float) -> str:
+    """What stands there now."""
+    current = getattr(goal, limit, None)
+    if not current:
+        return "instead of an exact plan" if limit == "max_error" else ""
+    shown = format_bytes(current) if limit == "memory" else format_error(current)
+    return f"instead of {shown} ({format_ratio(value / current)})"

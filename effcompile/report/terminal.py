@@ -1,0 +1,246 @@
+"""Print a plan: what was asked, what was got, at what price, how sure it is, what to run now."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from effcompile.plan import Candidate, Check, Decision, Plan
+from effcompile.report import figures as f
+from effcompile.report.groups import Group, Refusal, groups, refusals, saved_seconds, saved_weight_bytes, share
+from effcompile.report.names import Template, collapse
+from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
+from effcompile.units import format_count, format_error, format_seconds
+
+_TEMPLATES_SHOWN = 2
+_REFUSALS_SHOWN = 10
+
+VERDICT_STYLE = {f.Verdict.MET: GOOD, f.Verdict.NOT_MET: BAD, f.Verdict.UNVERIFIED: WARN, f.Verdict.PREDICTED: WARN}
+
+
+def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False, directory: str | None = None) -> None:
+    """Print the plan to the console (default: stdout).
+
+    Args:
+        plan: what to print; nothing is recomputed.
+        console: gives width, colour and encoding.
+        verbose: one row per site instead of one per group, all refusals, package versions.
+        directory: where plan.json and the artifact were written, for the commands at the end.
+    """
+    page = Page(console)
+    _head(page, plan)
+    _goal(page, plan)
+    print_totals(page, plan)
+    page.blank()
+    page.fields("proof", f.proof(plan.certificate, plan.goal.minimize))
+    _backends(page, plan)
+    _decisions(page, plan, verbose)
+    _declined(page, plan, verbose)
+    _checks(page, plan)
+    if plan.notes:
+        page.blank()
+        page.fields("notes", [f"{note}" for note in plan.notes])
+    if verbose and plan.versions:
+        page.blank()
+        page.field("versions", " · ".join(f"{name} {version}" for name, version in plan.versions.items()))
+    _next(page, plan, directory)
+
+
+def _head(page: Page, plan: Plan) -> None:
+    title = f"plan for {plan.model} ({format_count(plan.parameters)} parameters) · {plan.goal.mode}"
+    inputs = " · ".join(plan.inputs)
+    rest = page.cut(page.text(f" · {title}").plain, page.width - len(" effcompile"))
+    fits = inputs and len(" effcompile") + len(rest) + 3 + len(inputs) <= page.width
+    page.line(Text(" "), Text("effcompile", style=STRONG), Text(rest), page.text(f" · {inputs}" if fits else ""))
+    page.field("target", f.target_text(plan))
+    if inputs and not fits:
+        page.field("inputs", inputs)
+    page.blank()
+
+
+def _goal(page: Page, plan: Plan) -> None:
+    verdict = f.verdict(plan)
+    page.field("goal", Text(plan.goal.describe(), style=STRONG), Text(verdict.value, style=VERDICT_STYLE[verdict]))
+    headline = f.headline(plan)
+    if headline:
+        page.field("", headline)
+    page.fields("", [Text(line, style=BAD) for line in f.shortfalls(plan)])
+    page.blank()
+
+
+def print_totals(page: Page, plan: Plan) -> None:
+    """The before and after table; without the measured columns where nothing was measured."""
+    measured = plan.measured is not None or plan.measured_baseline is not None
+    columns = [Column(header="", style="")]
+    for group in ("before", "after"):
+        columns.append(Column(header="predicted", group=group, right=True))
+        if measured:
+            columns.append(Column(header="measured", group=group, right=True, style=STRONG))
+    columns.append(Column(header="after ÷\nbefore", right=True))
+    if measured:
+        columns.append(Column(header="predicted ÷\nmeasured", right=True, style=DIM))
+    rows = []
+    for measure in f.measures(plan):
+        cells: list[Cell] = [measure.name]
+        for pair in (measure.before, measure.after):
+            cells += [measure.text(value) for value in (pair if measured else pair[:1])]
+        cells.append(Text(f.format_ratio(measure.change), style=_change_style(measure.change)))
+        rows.append(Row(cells=[*cells, f.format_ratio(measure.accuracy)] if measured else cells))
+    page.table(columns, rows)
+
+
+def _change_style(change: float | None) -> str:
+    return "" if change is None or change == 1 else GOOD if change < 1 else WARN
+
+
+def _backends(page: Page, plan: Plan) -> None:
+    if not plan.candidates:
+        page.field("backend", plan.backend)
+    else:
+        page.blank()
+        columns = [
+            Column(header="backend"),
+            Column(header="predicted", right=True),
+            Column(header="measured", right=True),
+            Column(header="error", right=True),
+            Column(fit="wrap", style=DIM),
+        ]
+        chosen_first = sorted(plan.candidates, key=lambda c: c.backend != plan.backend)
+        page.table(columns, [_candidate(c, plan.backend) for c in chosen_first])
+    if plan.settings:
+        page.field("settings", Text(" · ".join(f"{name} {value}" for name, value in plan.settings.items()), style=DIM))
+
+
+def _candidate(candidate: Candidate, chosen: str) -> Row:
+    times = [f.NONE if s is None else format_seconds(s) for s in (candidate.predicted_seconds, candidate.measured_seconds)]
+    error = f.NONE if candidate.error is None else format_error(candidate.error)
+    taken = candidate.backend == chosen
+    name = Text(f"{'●' if taken else ' '} {candidate.backend}", style=STRONG if taken else "")
+    note = candidate.note or ("" if candidate.measured_seconds is not None else "not measured")
+    return Row(cells=[name, *times, error, note])
+
+
+def _decisions(page: Page, plan: Plan, verbose: bool) -> None:
+    page.blank()
+    found = groups(plan.decisions)
+    if not found:
+        page.field("choices", "none: no pass found anything to decide in this model")
+        return
+    columns = [Column(header="what"), Column(header="choice", fit="cut"), Column(header="sites", right=True)]
+    columns += [Column(header=name, right=True) for name in ("saves\ntime", "saves\nweights", "share of\nerror")]
+    if page.wide:
+        columns.insert(1, Column(header="where", fit="cut", style=DIM))
+    rows: list[Row] = []
+    for place, group in enumerate(found):
+        kind = "" if place and found[place - 1].kind == group.kind else group.kind
+        rows += _group_rows(page, plan, group, kind, verbose)
+    page.table(columns, rows)
+
+
+def _group_rows(page: Page, plan: Plan, group: Group, kind: str, verbose: bool) -> list[Row]:
+    choice = Text(f.format_choice(group.option, group.baseline), style=DIM if group.kept else STRONG)
+    cells: list[Cell] = [kind, choice, str(len(group.decisions)), *_savings(group.saved_seconds, group.saved_weight_bytes)]
+    cells.append(f.format_share(share(plan, group.error_squared)))
+    where: list[Cell] = [] if verbose else _where(group.sites)
+    strayed = group.strayed
+    if strayed:
+        found = ", ".join(dict.fromkeys(d.applied for d in strayed))
+        where.append(Text(f"⚠ {len(strayed)} not applied: the artifact holds {found}", style=WARN))
+    members = [_site_row(plan, d, 4 if page.wide else 3) for d in group.decisions] if verbose else []
+    if not page.wide:
+        return [Row(cells=cells, below=where), *members]
+    first, *more = where or [""]
+    empty: list[Cell] = [""] * (len(cells) - 1)
+    return [Row(cells=[kind, first, *cells[1:]]), *(Row(cells=["", line, *empty]) for line in more), *members]
+
+
+def _site_row(plan: Plan, decision: Decision, span: int) -> Row:
+    """One site of a group: its name across the columns at the left, its own figures."""
+    figures = _savings(saved_seconds(decision), saved_weight_bytes(decision))
+    figures.append(f.format_share(share(plan, decision.cost.error_squared)))
+    return Row(cells=[Text(f"  · {decision.site}", style=DIM), *figures], span=span)
+
+
+def _savings(seconds: float, weight_bytes: int) -> list[Cell]:
+    time, size = f.format_saved_seconds(seconds), f.format_saved_bytes(weight_bytes)
+    return [Text(time, style=WARN if seconds < 0 else ""), Text(size, style=WARN if weight_bytes < 0 else "")]
+
+
+def _where(templates: Sequence[Template]) -> list[Cell]:
+    """Two templates, then how many more; three where there are three, as that takes no more room."""
+    shown = len(templates) if len(templates) <= _TEMPLATES_SHOWN + 1 else _TEMPLATES_SHOWN
+    lines: list[Cell] = [f"{t.text} ({t.count})" if t.count > 1 and len(templates) > 1 else t.text for t in templates[:shown]]
+    if rest := templates[shown:]:
+        lines.append(f"+{len(rest)} more ({sum(t.count for t in rest)})")
+    return lines
+
+
+def _declined(page: Page, plan: Plan, verbose: bool) -> None:
+    found = refusals(plan.declined)
+    if not found:
+        return
+    page.blank()
+    shown = found if verbose else found[:_REFUSALS_SHOWN]
+    columns = [Column(header="declined"), Column(header="option"), Column(header="sites", right=True)]
+    columns.append(Column(header="reason", fit="wrap"))
+    rows = []
+    for place, refusal in enumerate(shown):
+        kind = "" if place and shown[place - 1].kind == refusal.kind else refusal.kind
+        cells = [kind, refusal.option, str(len(refusal.sites)), refusal.reason]
+        rows.append(Row(cells=cells, below=_refused_where(plan, refusal, verbose)))
+    page.table(columns, rows)
+    if rest := found[len(shown) :]:
+        page.line(page.text(f"   +{len(rest)} more groups: --verbose, or effcompile explain plan.json SITE", DIM))
+
+
+def _refused_where(plan: Plan, refusal: Refusal, verbose: bool) -> list[Cell]:
+    """Where an option was declined; nothing when that is every site of its kind."""
+    if verbose:
+        return [f"· {site}" for site in refusal.sites]
+    everywhere = {d.site for d in plan.decisions if d.kind == refusal.kind}
+    templates = collapse(refusal.sites)
+    if set(refusal.sites) >= everywhere > set() or not any(refusal.sites):
+        return []
+    first = _where(templates[:1])
+    return [*first, f"+{len(templates) - 1} more ({sum(t.count for t in templates[1:])})"] if len(templates) > 1 else first
+
+
+def _checks(page: Page, plan: Plan) -> None:
+    if plan.checks:
+        page.blank()
+        columns = [Column(header="verified"), Column(fit="cut"), Column(header="error", right=True), Column(header="limit", right=True)]
+        page.table([*columns, Column(fit="wrap", style=DIM)], [_check(check) for check in plan.checks])
+    if plan.calibration_inputs:
+        if not plan.checks:
+            page.blank()
+        page.field("errors", Text(f"each option's was measured on {plan.calibration_inputs}", style=DIM))
+
+
+def _check(check: Check) -> Row:
+    mark = Text("✔ passed", style=GOOD) if check.passed else Text("✘ failed", style=BAD)
+    return Row(cells=[mark, check.name, format_error(check.error), format_error(check.limit), check.note])
+
+
+def _next(page: Page, plan: Plan, directory: str | None) -> None:
+    """Commands that carry on from here, to be copied as they are."""
+    page.blank()
+    folder = directory.rstrip("/") or "/" if directory else None
+    path = f"{folder}/plan.json" if folder else "plan.json"
+    lines = [] if folder else [('plan.save("plan.json")', "")]
+    built = plan.measured is not None and folder is not None
+    if built:
+        lines.append((f"effcompile run {shlex.quote(folder or '')}", "runs and times it"))
+    if built and plan.backend == "onnxruntime":
+        lines.append((f'onnxruntime.InferenceSession("{folder}/model.onnx")', "plain ONNX Runtime"))
+    lines.append((f'model = effcompile.optimize(model, plan="{path}")', "no solving"))
+    explains = [
+        f"effcompile explain {shlex.quote(path)} {shlex.quote(d.site)}" for d in sorted(plan.decisions, key=saved_seconds, reverse=True)
+    ]
+    if explains:
+        fitting = next((command for command in explains if len(command) < page.width - 12), None)
+        lines.append((fitting or f"effcompile explain {shlex.quote(path)} SITE", "why, why not"))
+    for number, (command, note) in enumerate(lines):
+        page.verbatim("next" if number == 0 else "", command, note)
