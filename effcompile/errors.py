@@ -35,7 +35,8 @@ class UnknownNameError(UsageError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        close = get_close_matches(name, known, n=1, cutoff=0.5)
+        begins = [k for k in known if name and k.startswith(name)]  # h100 means h100-sxm, though h200 is spelled closer
+        close = begins or get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         super().__init__(f"No {kind} is named {name!r}.{hint} Known: {', '.join(known) or 'none'}.")
         self.kind, self.name, self.known = kind, name, known
