@@ -1,0 +1,38 @@
+# `make demo` and `make test` are all a newcomer needs. Both make their own environment in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+OUT ?= out/bert
+
+.PHONY: demo test lint clean
+
+demo: .venv/demo
+	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
+
+test: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2
+
+lint: .venv/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/mypy
+
+# The stamps install again when the dependencies change. -qq keeps pip's remarks about its own configuration off the screen.
+.venv/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "effcompile needs Python 3.11 or newer: make PYTHON=python3.11 ..."; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/demo: .venv/bin/pip pyproject.toml constraints.txt
+	@echo "Installing torch, ONNX Runtime and transformers into .venv (one to two minutes, once) ..."
+	@$(BIN)/pip install -qq -c constraints.txt -e '.[hf,torchao]'
+	@touch $@
+
+.venv/dev: .venv/bin/pip pyproject.toml constraints.txt
+	@echo "Installing effcompile and its test tools into .venv (one to two minutes, once) ..."
+	@$(BIN)/pip install -qq -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/demo
+
+clean:
+	rm -rf .venv out build dist .pytest_cache .mypy_cache .ruff_cache
