@@ -1,0 +1,75 @@
+"""Imports only go down; private torch APIs stand in one module."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "effcompile"
+
+#: Lowest first. Modules and subpackages of one row do not import each other, unless they are one subpackage.
+LAYERS: list[tuple[str, ...]] = [
+    ("errors", "timing"),
+    ("units",),
+    ("cost",),
+    ("goal", "target"),
+    ("machines", "torch_compat"),
+    ("program",),
+    ("sites",),
+    ("export",),
+    ("capture", "plan"),
+    ("estimate", "planner"),
+    ("passes", "backends"),
+    ("loader",),
+    ("compiler",),
+    ("report",),
+    ("api",),
+    ("cli", "__init__"),
+]
+LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, nested imports too; `from a import b` counts as a and a.b."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative import"
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_imports_only_go_down(file: Path) -> None:
+    mine = layer_of(file)
+    assert mine in LEVEL, f"{mine} has no layer yet: give it a row in LAYERS"
+    for line, module in imports(file):
+        parts = module.split(".")
+        if parts[0] != "effcompile" or len(parts) < 2 or parts[1] == mine or parts[1] not in LEVEL:
+            continue
+        assert LEVEL[parts[1]] < LEVEL[mine], f"{file}:{line}: {mine} must not import {parts[1]}: imports only go down"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
+def test_private_torch_apis_stand_in_torch_compat(file: Path) -> None:
+    if layer_of(file) == "torch_compat":
+        return
+    for line, module in imports(file):
+        private = module.startswith("torch.") and any(part.startswith("_") for part in module.split(".")[1:])
+        assert not private or module.startswith("torch.utils._pytree"), f"{file}:{line}: {module} belongs in torch_compat.py"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            assert not node.attr.startswith("_"), f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
+
+
+def test_every_layer_exists() -> None:
+    """A renamed module must not leave its row behind."""
+    there = {layer_of(file) for file in FILES}
+    assert set(LEVEL) <= there, f"rows without a module: {sorted(set(LEVEL) - there)}"
