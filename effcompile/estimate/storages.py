@@ -2,11 +2,17 @@
 
 Fake tensors have shapes, strides and storages but no data, so views, in-place ops and `reshape` or `contiguous`
 calls that turn out not to copy share a storage here exactly as they do in a real run. Nothing is computed.
+
+An aten op may be made of others (`scaled_dot_product_attention` turns a boolean mask into floats, `matmul` copies
+expanded operands): what those allocate and free again is counted as the node's workspace, and so are the block
+buffers of CPU's flash attention. What other kernels allocate for themselves (oneDNN's scratchpads and packed
+convolution weights) is not visible here.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +21,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.program import Program, shape_of
 
@@ -29,6 +36,7 @@ class Storages:
         of: node → storages its value (all tensors of it) refers to.
         nbytes: storage → bytes.
         made: node → storages that did not exist before it ran.
+        workspace: node → bytes alive at some instant while it runs beyond what was there and what it makes.
         fixed: storages that are parameters, buffers, constants or inputs of the program.
         written: nodes that change an argument in place.
     """
@@ -36,6 +44,7 @@ class Storages:
     of: Mapping[fx.Node, tuple[Storage, ...]]
     nbytes: Mapping[Storage, int]
     made: Mapping[fx.Node, tuple[Storage, ...]]
+    workspace: Mapping[fx.Node, int]
     fixed: frozenset[Storage]
     written: frozenset[fx.Node]
 
@@ -49,6 +58,54 @@ def storages(program: Program) -> Storages:
     return _Tracer(program).run()
 
 
+class _Allocations(TorchDispatchMode):
+    """Follows the storages that the ops of one node allocate and free. `peak` is the most bytes alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.readers: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        there = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata in self.readers or storage._cdata not in there:
+                    self._follow(leaf, storage._cdata, int(storage.nbytes()))
+        inside = _flash_buffers(*args[:2]) if func is _FLASH_ON_CPU else 0
+        self.peak = max(self.peak, self.live + inside)
+        return result
+
+    def _follow(self, tensor: torch.Tensor, storage: int, nbytes: int) -> None:
+        if self.readers.get(storage, 0) == 0:
+            self.live += nbytes
+        self.readers[storage] = self.readers.get(storage, 0) + 1
+        weakref.finalize(tensor, self._release, storage, nbytes)
+
+    def _release(self, storage: int, nbytes: int) -> None:
+        self.readers[storage] -= 1
+        if self.readers[storage] == 0:
+            del self.readers[storage]  # its address may be given out again
+            self.live -= nbytes
+
+
+_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _flash_buffers(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor) -> int:  # noqa: N803
+    """Bytes that CPU's flash attention allocates for its blocks of scores, maxima, sums and outputs, per thread.
+
+    Source: pytorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention (block sizes by length).
+    """
+    length, width = int(q_BHSD.shape[-2]), int(q_BHSD.shape[-1])
+    rows = min(256 if length >= 768 else 64 if length >= 192 else 32, length)
+    cols = min(512, int(k_BHSD.shape[-2]))
+    half = 2 * rows * cols if q_BHSD.dtype in (torch.bfloat16, torch.float16) else 0  # scores once more, narrow
+    return torch.get_num_threads() * (4 * (rows * cols + 2 * rows + rows * width) + half)
+
+
 class _Tracer:
     """Runs the graph node by node under one FakeTensorMode and numbers the storages as they appear."""
 
@@ -59,21 +116,25 @@ class _Tracer:
         self.numbers: dict[int, Storage] = {}
         self.alive: list[Any] = []  # keeps every storage alive, so that no address is given out twice
         self.nbytes: dict[Storage, int] = {}
+        self.inside = _Allocations()
 
     def run(self) -> Storages:
         of: dict[fx.Node, tuple[Storage, ...]] = {}
         made: dict[fx.Node, tuple[Storage, ...]] = {}
+        workspace: dict[fx.Node, int] = {}
         fixed: set[Storage] = set()
         inputs = iter(_leaves_of(self.program))
         for node in self.program.graph.nodes:
             before = len(self.nbytes)
+            self.inside = _Allocations()
             self.values[node] = self._value(node, inputs)
             of[node] = self._number(self.values[node])
             made[node] = tuple(s for s in of[node] if s >= before)
+            workspace[node] = max(0, self.inside.peak - sum(self.nbytes[s] for s in made[node]))
             if node.op in ("get_attr", "placeholder"):
                 fixed.update(of[node])
         written = frozenset(node for node in self.program.graph.nodes if _writes(node))
-        return Storages(of=of, nbytes=self.nbytes, made=made, fixed=frozenset(fixed), written=written)
+        return Storages(of=of, nbytes=self.nbytes, made=made, workspace=workspace, fixed=frozenset(fixed), written=written)
 
     def _value(self, node: fx.Node, inputs: Iterator[Any]) -> Any:
         if node.op == "placeholder":
@@ -86,7 +147,7 @@ class _Tracer:
             return None  # torch.export's guard module: checks the inputs and returns nothing
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         try:
-            with self.mode, torch.no_grad():
+            with self.mode, torch.no_grad(), self.inside:
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception:  # an op without a fake kernel, or a shape that depends on data: what capture saw stands in
             return self._captured(node)

@@ -3,7 +3,8 @@
 That is what torch.fx's generated code does (it sets a name to None after the last use), and what an interpreter
 with garbage collection does. Counted: weights, buffers and constants throughout; inputs throughout, as the caller
 holds them; every storage the graph makes, from the step that makes it to the last step that reads any view of it;
-outputs to the end. Not counted: workspace inside a kernel (a packed weight, an attention's block buffers).
+outputs to the end; and while an op runs, what the ops it is made of allocate and free again (see `storages`). Not
+counted: what a single kernel allocates for itself, oneDNN's convolutions above all.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def timeline(program: Program) -> Timeline:
     for step, node in enumerate(nodes):
         live += sum(held.nbytes[s] for s in held.made[node] if s not in held.fixed)
         if node.op == "call_function":
-            steps.append((node.name, live))
+            steps.append((node.name, live + held.workspace[node]))
         live -= sum(held.nbytes[s] for s in freed_after.get(step, ()))
     peak_node, peak = max(steps, key=lambda s: s[1], default=("", live))
     return Timeline(peak_bytes=peak, peak_node=peak_node, steps=tuple(steps), weight_bytes=weight_bytes, input_bytes=input_bytes)
