@@ -1,1 +1,7 @@
 """z3: plain numbers in, choices and a certificate out. Knows no torch."""
+
+from effcompile.planner.explain import WhyNot, why_not
+from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Alternative, Problem, Solution
+from effcompile.planner.solver import frontier, solve
+
+__all__ = ["OPTIMAL", "SINGLE", "UNPROVEN", "Alternative", "Problem", "Solution", "WhyNot", "frontier", "solve", "why_not"]

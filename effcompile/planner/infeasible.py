@@ -1,0 +1,109 @@
+"""Why nothing fits: the limits that clash, and the smallest value of each that would do."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+from effcompile.errors import InfeasibleError
+from effcompile.planner.optimise import Impossible, Undecided, optimise
+from effcompile.planner.problem import Alternative, Problem
+from effcompile.planner.reduce import reduce_problem
+
+Describe = Callable[[str, float], str]
+
+_EXACT_SIZE = 150  # alternatives up to which the nearest limit is proven exactly; beyond, within _NEAR
+_NEAR = Fraction(1, 1000)
+
+
+def plain(resource: str, value: float) -> str:
+    """A resource and its value where the caller gave no better words."""
+    return f"{resource} {value:.6g}"
+
+
+def with_objective(problem: Problem, resource: str) -> Problem:
+    """The same problem, minimising the use of a resource within the other limits."""
+    sites = {
+        site: tuple(replace(a, objective=a.resources.get(resource, 0.0)) for a in alternatives)
+        for site, alternatives in problem.sites.items()
+    }
+    limits = {r: limit for r, limit in problem.limits.items() if r != resource}
+    return replace(problem, sites=sites, limits=limits, base_objective=problem.base.get(resource, 0.0))
+
+
+def explain(problem: Problem, describe: Describe, timeout: float) -> InfeasibleError:
+    """The error to raise for a problem proven infeasible.
+
+    `binding` is an irreducible unsat core of the limits: proven impossible together, possible without any one of them.
+    `nearest` is minimised per limit with the others unchanged, exactly or within 0.1 %; a limit that no value of its
+    own would mend is left out.
+    """
+    if not _possible(replace(problem, limits={}), timeout):
+        names = [f"{site} = {a.name}" for site, alternatives in problem.sites.items() for a in alternatives if a.requires]
+        return InfeasibleError(
+            f"No combination of options satisfies what they require of each other, whatever the limits. Look at: {_listed(names)}."
+        )
+    core = dict(problem.limits)
+    for resource in list(core):
+        fewer = {r: limit for r, limit in core.items() if r != resource}
+        if not _possible(replace(problem, limits=fewer), timeout):
+            core = fewer
+    nearest = {r: least for r in problem.limits if (least := smallest(problem, r, timeout)) is not None}
+    return InfeasibleError(_message(problem, tuple(core), nearest, describe), binding=tuple(core), nearest=nearest)
+
+
+def smallest(problem: Problem, resource: str, timeout: float) -> float | None:
+    """The smallest limit on a resource that is feasible within the other limits; None where there is none.
+
+    Rounded up to a float, so that the value itself is feasible.
+    """
+    lean = with_objective(problem, resource)
+    reduced = reduce_problem(lean)
+    gap = 0 if sum(len(a) for a in problem.sites.values()) <= _EXACT_SIZE else _NEAR
+    base = int(Fraction(lean.base_objective) * reduced.scale)
+    try:
+        outcome = optimise(reduced, base=base, gap=float(gap), deadline=time.monotonic() + min(5.0, timeout))
+    except (Impossible, Undecided):
+        return None
+    exact = Fraction(outcome.value, reduced.scale)
+    near = float(exact)
+    return math.nextafter(near, math.inf) if Fraction(near) < exact else near
+
+
+def _possible(problem: Problem, timeout: float) -> bool:
+    """False only when proven infeasible."""
+    try:
+        optimise(reduce_problem(_without_objective(problem)), base=0, gap=1.0, deadline=time.monotonic() + timeout)
+    except Impossible:
+        return False
+    except Undecided:
+        return True
+    return True
+
+
+def _without_objective(problem: Problem) -> Problem:
+    """Any feasible choice will do."""
+    sites = {site: tuple(_free(a) for a in alternatives) for site, alternatives in problem.sites.items()}
+    return replace(problem, sites=sites, base_objective=0.0)
+
+
+def _free(alternative: Alternative) -> Alternative:
+    return replace(alternative, objective=0.0)
+
+
+def _message(problem: Problem, core: tuple[str, ...], nearest: dict[str, float], describe: Describe) -> str:
+    given = " and ".join(describe(r, problem.limits[r]) for r in core)
+    lines = [f"No plan is within {given}" + (": each can be met, but not together." if len(core) > 1 else ".")]
+    if nearest:
+        others = ", the other limits unchanged" if len(problem.limits) > 1 else ""
+        lines.append(f"The smallest feasible value is {' or '.join(describe(r, v) for r, v in nearest.items())}{others}.")
+    else:
+        lines.append("More than one limit must be loosened.")
+    return " ".join(lines)
+
+
+def _listed(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

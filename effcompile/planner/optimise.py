@@ -1,0 +1,97 @@
+"""Find, then prove: the loop between the Lagrangian heuristic and z3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+from effcompile.planner.certify import Weights, refute, restrict, surrogate_bound
+from effcompile.planner.dual import Dual, Scaled, maximise_dual, scaled
+from effcompile.planner.primal import polish
+from effcompile.planner.reduce import Reduced
+
+_MULTIPLIER_BITS = 48
+_STARTS = 4  # choices met in the dual that are polished
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The best choice found and the proven bound, in the reduced problem's integers, base included."""
+
+    choice: Mapping[str, str]
+    value: int
+    bound: int
+
+
+class Impossible(Exception):  # noqa: N818 — an answer, not a fault
+    """No choice is feasible: refuted by z3, or by one limit that the least of every group exceeds already."""
+
+
+class Undecided(Exception):  # noqa: N818
+    """Neither a feasible choice nor a proof that there is none before the deadline."""
+
+
+def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Outcome:
+    """The least Σ vector[0] + base, proven to `gap` · |objective| unless the deadline comes first.
+
+    Raises:
+        Impossible: proven infeasible. Undecided: the deadline came before any feasible choice.
+    """
+    reduced = restrict(reduced)
+    if any(not group for group in reduced.groups) or (not reduced.groups and min(reduced.slack, default=0) < 0):
+        raise Impossible  # some row, even at the least of every group, is exceeded
+    problem = scaled(reduced)
+    dual = maximise_dual(problem)
+    weights = _weights(problem, dual, objective=True)
+    best = _first(reduced, problem, dual, deadline)
+    lower = surrogate_bound(reduced, weights)
+    assert lower is not None
+    while True:
+        value = reduced.sums(best)[0]
+        target = value - int(Fraction(gap) * abs(value + base))  # floor of the gap: never looser than asked
+        if lower >= target:
+            target = min(lower, value)
+        verdict = refute(reduced, target, (weights,), deadline)
+        if verdict.answer == "refuted":
+            return Outcome(reduced.choice(best), value + base, target + base)
+        if verdict.answer == "unknown" or verdict.reduced is None:
+            return Outcome(reduced.choice(best), value + base, min(lower, value) + base)
+        best = _better(reduced, problem, dual, _lift(reduced, verdict.reduced, verdict.picks))
+
+
+def _first(reduced: Reduced, problem: Scaled, dual: Dual, deadline: float) -> list[int]:
+    """A feasible choice: polished from the dual's, else from z3."""
+    found = [p for picks in dual.picks[:_STARTS] if (p := polish(reduced, problem, picks, dual.multipliers))]
+    if not reduced.groups:
+        return []
+    if found:
+        return min(found, key=lambda p: reduced.sums(p)[0])
+    farkas = _weights(problem, maximise_dual(problem, weight=0.0, box=1.0), objective=False)
+    verdict = refute(reduced, None, (farkas,), deadline)
+    if verdict.answer == "refuted":
+        raise Impossible
+    if verdict.reduced is None:
+        raise Undecided
+    return _better(reduced, problem, dual, _lift(reduced, verdict.reduced, verdict.picks))
+
+
+def _better(reduced: Reduced, problem: Scaled, dual: Dual, picks: list[int]) -> list[int]:
+    improved = polish(reduced, problem, picks, dual.multipliers)
+    return improved if improved and reduced.sums(improved)[0] <= reduced.sums(picks)[0] else picks
+
+
+def _lift(whole: Reduced, part: Reduced, picks: Sequence[int]) -> list[int]:
+    """The same choice in the indices of the problem that `part` was restricted from."""
+    return [w.index(p[i]) for w, p, i in zip(whole.groups, part.groups, picks, strict=True)]
+
+
+def _weights(problem: Scaled, dual: Dual, *, objective: bool) -> Weights:
+    """Integers in the ratio of the multipliers: λ_r is per unit of Scaled, so p_r / Q = λ_r · size_0 / size_r."""
+    ratios = [Fraction(m) * problem.sizes[0] / s for m, s in zip(dual.multipliers, problem.sizes[1:], strict=True)]
+    top = max([Fraction(1) if objective else Fraction(0), *ratios])
+    unit = Fraction(1 << _MULTIPLIER_BITS) / top if top else Fraction(0)
+    spread = min([Fraction(1) if objective else top, *(r for r in ratios if r)]) if top else Fraction(1)
+    unit *= ceil(top / spread) if spread else 1
+    return (round(unit) if objective else 0, *(round(r * unit) for r in ratios))

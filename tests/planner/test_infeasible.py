@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from brute import feasible_choices, problems
+from hypothesis import assume, given, settings
+
+from effcompile.errors import InfeasibleError, UnknownNameError
+from effcompile.planner import Alternative, Problem, solve, why_not
+
+FEW = settings(max_examples=60, deadline=None)
+
+#: Each of the two limits can be met, not both: small is inaccurate.
+SMALL = Alternative(name="w4", objective=1.0, resources={"memory": 1.0, "error_squared": 4.0})
+EXACT = Alternative(name="fp32", objective=2.0, resources={"memory": 4.0, "error_squared": 0.0})
+JOINT = Problem(sites={"a": (EXACT, SMALL), "b": (EXACT, SMALL)}, limits={"memory": 3.0, "error_squared": 1.0, "spare": 9.0})
+
+
+@FEW
+@given(problem=problems())
+def test_the_explanation_is_right(problem: Problem) -> None:
+    assume(not feasible_choices(problem))
+    with pytest.raises(InfeasibleError) as caught:
+        solve(problem)
+    core = {r: problem.limits[r] for r in caught.value.binding}
+    assert not feasible_choices(replace(problem, limits=core))
+    for resource in core:  # irreducible
+        assert feasible_choices(replace(problem, limits={r: v for r, v in core.items() if r != resource}))
+    for resource in problem.limits:
+        others = {r: v for r, v in problem.limits.items() if r != resource}
+        mends = bool(feasible_choices(replace(problem, limits=others)))
+        assert (resource in caught.value.nearest) == mends
+        if mends:
+            least = caught.value.nearest[resource]
+            assert feasible_choices(replace(problem, limits={**others, resource: least}))
+            assert not feasible_choices(replace(problem, limits={**others, resource: math.nextafter(least, -math.inf)}))
+
+
+def test_limits_that_clash_are_said_to_clash() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        solve(JOINT, describe=lambda r, v: f"{r} of {v:g} units")
+    assert set(caught.value.binding) == {"memory", "error_squared"}
+    assert caught.value.nearest == {"memory": 8.0, "error_squared": 8.0}
+    message = str(caught.value)
+    assert "memory of 3 units and error_squared of 1 units: each can be met, but not together" in message
+    assert "memory of 8 units or error_squared of 8 units" in message
+
+
+def test_one_impossible_limit_is_named_alone() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"^No plan is within memory 1\. The smallest feasible value is memory 2, the other"
+    ) as caught:
+        solve(replace(JOINT, limits={"memory": 1.0, "error_squared": 100.0}))
+    assert caught.value.binding == ("memory",)
+
+
+def test_requirements_that_contradict_each_other_are_named() -> None:
+    x = (Alternative(name="x", objective=0.0, requires={"b": ("y",)}),)
+    y = (Alternative(name="y", objective=0.0, requires={"c": ("z",)}),)
+    z = (Alternative(name="z", objective=0.0), Alternative(name="w", objective=0.0, requires={"b": ("v",)}))
+    v = (*y, Alternative(name="v", objective=0.0))
+    never = (Alternative(name="w", objective=0.0, requires={"a": ("x",), "b": ("v",)}),)
+    problem = Problem(sites={"a": x, "b": v, "c": z, "d": never}, limits={"memory": 1.0})
+    with pytest.raises(InfeasibleError, match=r"whatever the limits.*d = w") as caught:
+        solve(problem)
+    assert caught.value.binding == ()
+
+
+@FEW
+@given(problem=problems(max_sites=4))
+def test_why_not_agrees_with_brute_force(problem: Problem) -> None:
+    choices = feasible_choices(problem)
+    assume(choices)
+    solution = solve(problem, gap=0)
+    for site, alternatives in problem.sites.items():
+        for alternative in alternatives:
+            answer = why_not(problem, solution, site, alternative.name, gap=0)
+            costs = [problem.cost(c) for c in choices if c[site] == alternative.name]
+            assert answer.feasible == bool(costs)
+            if costs:
+                assert answer.difference == float(min(costs) - problem.cost(solution.choice))
+            else:
+                assert answer.difference is None
+            assert answer.text.startswith(f"{site} = {alternative.name} ")
+
+
+def test_why_not_names_the_limit_and_the_price() -> None:
+    fast = Alternative(name="int8", objective=1.0, resources={"error_squared": 3.0})
+    slow = Alternative(name="fp32", objective=2.0)
+    keen = (replace(slow, objective=5.0), fast)
+    problem = Problem(sites={"a": (slow, fast), "b": keen}, limits={"error_squared": 4.0})
+    solution = solve(problem)
+    assert solution.choice == {"a": "fp32", "b": "int8"}
+    answer = why_not(problem, solution, "a", "int8", describe=lambda r, v: f"{v:g} ms")
+    assert (answer.feasible, answer.difference, answer.binding) == (True, 3.0, ("error_squared",))
+    assert "worse by 3 ms" in answer.text
+    assert "exceed the limit on error_squared" in answer.text
+    tight = replace(problem, limits={"error_squared": 2.0})
+    refused = why_not(tight, solve(tight), "b", "int8")
+    assert (refused.feasible, refused.binding) == (False, ("error_squared",))
+    with pytest.raises(UnknownNameError, match="Did you mean 'int8'"):
+        why_not(problem, solution, "a", "int")
