@@ -1,0 +1,93 @@
+"""What torch.export leaves behind and no pass wants to see: asserts, copies of nothing, missing or suffixed module names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+#: Checks of what tracing assumed. `effcompile.export.Domain` keeps the assumptions, so that nothing is lost.
+_ASSERTS = tuple(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("_assert_tensor_metadata", "default"),
+        ("_assert_scalar", "default"),
+        ("sym_constrain_range", "default"),
+        ("sym_constrain_range_for_size", "default"),
+    )
+    if hasattr(aten, name)
+)
+_COPIES = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default, aten.detach.default)
+
+
+def drop_asserts(graph: fx.Graph) -> None:
+    """Remove the asserts and what only they read."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _ASSERTS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def drop_copies(graph: fx.Graph) -> None:
+    """Remove clones that dropout left and slices of everything: the graph is functional, and strides stay the same."""
+    for node in list(graph.nodes):
+        source = node.args[0] if node.op == "call_function" and node.args else None
+        if isinstance(source, fx.Node) and (_is_copy(node) or _is_whole_slice(node)) and _same_layout(node, source):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def share_tied_weights(module: fx.GraphModule) -> None:
+    """One get_attr per tensor, so that every reader of a tied weight is among the users of one node."""
+    first: dict[int, fx.Node] = {}
+    for node in list(module.graph.find_nodes(op="get_attr")):
+        value: Any = module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        other = first.setdefault(id(value), node)
+        if other is not node and isinstance(value, torch.Tensor):
+            node.replace_all_uses_with(other)
+            module.graph.erase_node(node)
+
+
+def name_modules(graph: fx.Graph) -> None:
+    """Give every call its module's qualified name, without the `@1` that torch adds at a module's second call.
+
+    A node that torch left without one takes it from the node it reads, else from its first user.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function":
+            stack = node.meta.get("nn_module_stack") or _borrowed(node)
+            node.meta["nn_module_stack"] = {k: (re.sub(r"@\d+", "", v[0]), *v[1:]) for k, v in stack.items()}
+
+
+def _borrowed(node: fx.Node) -> dict[str, Any]:
+    for other in (*node.all_input_nodes, *node.users):
+        if other.op == "call_function" and other.meta.get("nn_module_stack"):
+            return dict(other.meta["nn_module_stack"])
+    return {"L__self__": ("", torch.nn.Module)}
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.target in _COPIES and len(node.args) == 1 and not node.kwargs
+
+
+def _is_whole_slice(node: fx.Node) -> bool:
+    if node.target is not aten.slice.Tensor or node.kwargs or len(node.args) > 4:
+        return False
+    start, end = (*node.args[2:], None, None)[:2]
+    return start in (0, None) and (end is None or end == sys.maxsize)
+
+
+def _same_layout(node: fx.Node, source: fx.Node) -> bool:
+    """Same strides, and not a copy that a caller receives: an output must not alias an input or a weight."""
+    mine, other = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    returned = any(user.op == "output" for user in node.users)
+    return mine.stride() == other.stride() and not (returned and source.op in ("placeholder", "get_attr"))

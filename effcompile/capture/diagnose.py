@@ -1,0 +1,117 @@
+"""From an exception inside torch.export to an error that names the user's line, the construct and the known fix."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from effcompile.errors import CaptureError
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(torch.__file__)
+_STDLIB = sysconfig.get_paths()["stdlib"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A class of failure: what its message looks like, what it is, how it is mended."""
+
+    pattern: str
+    construct: str
+    fix: str
+
+
+#: First match wins. Patterns are searched in `ExceptionType: message`.
+_KNOWN = (
+    _Known(
+        r"not a known type|DynamicCache|EncoderDecoderCache",
+        "an input or output whose type torch.export does not know",
+        "return tensors, tuples, dicts or dataclasses registered with torch.export.register_dataclass; "
+        "for a key/value cache pass use_cache=False",
+    ),
+    _Known(
+        r"GuardOnDataDependent|data-dependent expression|data-dependent control flow|DataDependentOutput|_local_scalar_dense",
+        "Python that depends on the values in a tensor (an `if`, a slice bound, `.item()`, `int(tensor)`)",
+        "decide on shapes instead, or use torch.where or torch.cond",
+    ),
+    _Known(
+        r"DynamicOutputShape|nonzero|unbacked",
+        "an operator whose output shape depends on the data",
+        "use a mask of fixed shape instead of selecting elements",
+    ),
+    _Known(
+        r"Constraints violated|not all values of|specialized",
+        "an axis that was asked to be dynamic and that the code makes constant",
+        "leave that axis out of `dynamic`, or pass dynamic=False",
+    ),
+    _Known(
+        r"UnsupportedOperatorException|no fake impl|NotImplementedError|Could not run .* from the 'Meta'|not supported",
+        "an operator that cannot be traced",
+        "give it a fake implementation with torch.library.register_fake, or replace it",
+    ),
+    _Known(
+        r"numpy|Expected .* FakeTensor|convert all Tensors to FakeTensors",
+        "a tensor that leaves torch on the way, or is made outside the traced code",
+        "keep it in torch and register it as a buffer",
+    ),
+)
+
+
+def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
+    """The CaptureError for what torch.export raised."""
+    head = f"{type(error).__name__}: {error}"
+    known = next((k for k in _KNOWN if re.search(k.pattern, head, re.IGNORECASE)), None)
+    construct = known.construct if known else "a construct that torch.export does not take"
+    fix = known.fix if known else "run torch.export.draft_export on the model for torch's own full report"
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured. {place_of(error, model)}: {construct}.\n"
+        f"  torch says: {first_line(error)}\n  Mend it: {fix}."
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """`Type: first line` of an exception, at most 300 characters."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line}"[:300]
+
+
+def place_of(error: BaseException, model: nn.Module | None = None) -> str:
+    """`file:line (source line)` of the innermost frame in the user's code; the model's forward where there is none."""
+    frames = [frame for one in _chain(error) for frame in traceback.extract_tb(one.__traceback__) if _is_users(frame.filename)]
+    if frames:
+        frame = frames[-1]
+        source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+        return f"{frame.filename}:{frame.lineno}" + (f" ({source})" if source else "")
+    if model is None:
+        return "place unknown"
+    try:
+        forward = type(model).forward
+        return f"{inspect.getsourcefile(forward)}:{inspect.getsourcelines(forward)[1]} (somewhere in forward)"
+    except (TypeError, OSError):
+        return "in the model's forward"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception and what caused it, outermost first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _is_users(filename: str) -> bool:
+    """Neither torch, nor the standard library, nor effcompile, nor generated code."""
+    if filename.startswith(("<", _TORCH, _OURS)):
+        return False
+    return not filename.startswith(_STDLIB) or "site-packages" in filename

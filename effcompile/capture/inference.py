@@ -1,0 +1,206 @@
+"""From an unmodified torch model to a Program for inference, through torch.export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from effcompile import torch_compat
+from effcompile.capture import axes as dynamic_axes
+from effcompile.capture import cleanup
+from effcompile.capture.diagnose import capture_error, first_line, place_of
+from effcompile.capture.mends import CACHE_MEND, evaluating, mended, named_arguments
+from effcompile.capture.verify import second_sizes
+from effcompile.errors import InputsError
+from effcompile.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
+from effcompile.program import Program
+
+Dynamic = bool | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    """One way to export: torch.export's word for each axis of each leaf (`axes`) or the user's own (`given`)."""
+
+    axes: Sequence[Mapping[int, Any]]
+    wanted: Sequence[Mapping[int, bool]]
+    given: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """What is captured."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    leaves: Sequence[dynamic_axes.Leaf]
+    output_names: Sequence[str]
+    mends: tuple[str, ...]
+
+
+def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, dynamic: Dynamic = None) -> Program:
+    """Capture a model for inference. The model is left as it was: training flags, config, attributes.
+
+    Args:
+        model: any nn.Module; it is run once with the example inputs.
+        args: example positional inputs.
+        kwargs: example keyword inputs.
+        dynamic: None or True: batch and sequence axes are dynamic wherever the model's code allows it (`Program.fixed`
+            says where not, and why); False: all shapes are the example's; a mapping: torch.export's `dynamic_shapes`.
+
+    Raises:
+        InputsError: the model itself raises, or returns NaN, with these inputs.
+        CaptureError: torch.export cannot trace it; names the line, the construct and the fix.
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    with evaluating(model), torch.no_grad():
+        original = _run_eager(model, args, kwargs)
+    with mended(model, kwargs) as mends, named_arguments(model, args, kwargs):
+        cached = CACHE_MEND in mends and any("Cache" in type(leaf).__name__ for leaf in pytree.tree_leaves(original))
+        outputs = _run_eager(model, args, kwargs) if cached else original
+        subject = _Subject(
+            model=model,
+            args=args,
+            kwargs=kwargs,
+            leaves=dynamic_axes.tensor_leaves(model, args, kwargs),
+            output_names=dynamic_axes.output_names(outputs),
+            mends=tuple(mend for mend in mends if mend != CACHE_MEND or cached),
+        )
+        return _first_success(subject, dynamic)
+
+
+def _run_eager(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The model's own output.
+
+    Raises:
+        InputsError: it raises, returns no tensor, or returns NaN.
+    """
+    try:
+        outputs = model(*args, **kwargs)
+    except Exception as error:
+        raise InputsError(
+            f"{type(model).__name__} itself raises with these inputs, before effcompile does anything. {first_line(error)}\n"
+            f"  at {place_of(error, model)}\n  Give inputs that `model(*args, **kwargs)` accepts."
+        ) from error
+    for name, tensor in zip(dynamic_axes.output_names(outputs), _tensors(outputs), strict=True):
+        if tensor.is_floating_point() and not torch_compat.is_fake(tensor) and bool(tensor.isnan().any()):
+            raise InputsError(
+                f"{type(model).__name__}: outputs are NaN for the example inputs ({name}, {int(tensor.isnan().sum())} of "
+                f"{tensor.numel()} values), so that no result could be compared with them. Check the weights and the inputs."
+            )
+    if not _tensors(outputs):
+        raise InputsError(f"{type(model).__name__} returns no tensor with these inputs, but {type(outputs).__name__}.")
+    return outputs
+
+
+def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
+    """Export with as many dynamic axes as the model allows, down to none."""
+    refusals: list[str] = []
+    error: Exception | None = None
+    for attempt in _attempts(subject, dynamic):
+        try:
+            program = _export(subject, attempt)
+        except Exception as raised:
+            error = raised
+            refusals.append(f"{_describe(subject, attempt)}: fixed at the example's sizes. {first_line(raised)} ({place_of(raised)})")
+            continue
+        refusal = _only_example(program)
+        if refusal is None:
+            return replace(program, fixed=(*dict.fromkeys(refusals), *program.fixed))
+        refusals.append(f"{_describe(subject, attempt)}: fixed at the example's sizes, the graph assumes {refusal}")
+    assert error is not None
+    raise capture_error(error, subject.model) from error
+
+
+def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
+    """The user's own shapes, or batch and sequence, then batch; at last nothing dynamic."""
+    static: list[dict[int, Any]] = [{} for _ in subject.leaves]
+    if isinstance(dynamic, Mapping):
+        named = [_given_axes(dynamic, leaf) for leaf in subject.leaves]
+        yield _Attempt(axes=named, wanted=[dict.fromkeys(axes, True) for axes in named], given=dynamic)
+    elif dynamic is not False:
+        wanted = dynamic_axes.candidates(subject.leaves)
+        batch = [{axis: expected for axis, expected in axes.items() if axis == 0} for axes in wanted]
+        for choice in (wanted, batch) if wanted != batch else (batch,):
+            if any(choice):
+                yield _Attempt(axes=[dict.fromkeys(axes, torch.export.Dim.AUTO) for axes in choice], wanted=choice)
+    yield _Attempt(axes=static, wanted=static)
+
+
+def _given_axes(given: Mapping[str, Any], leaf: dynamic_axes.Leaf) -> dict[int, Any]:
+    """Axes that the user's `dynamic_shapes` name for an input; nested inputs are left to torch.export alone."""
+    spec = given.get(leaf.name)
+    pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec) if isinstance(spec, (tuple, list)) else ()
+    return {axis: dim for axis, dim in pairs if dim is not None and dim is not torch.export.Dim.STATIC and not isinstance(dim, int)}
+
+
+def _describe(subject: _Subject, attempt: _Attempt) -> str:
+    """The axes an attempt makes dynamic: `batch and seq of input_ids, attention_mask`."""
+    axes = {axis for wanted in attempt.wanted for axis in wanted}
+    names = [leaf.name for leaf, wanted in zip(subject.leaves, attempt.wanted, strict=True) if wanted]
+    return " and ".join((["batch"] if 0 in axes else []) + (["seq"] if axes - {0} else [])) + f" of {', '.join(names)}"
+
+
+def _export(subject: _Subject, attempt: _Attempt) -> Program:
+    """One export and its clean-up."""
+    args, kwargs = grow(subject.args, subject.kwargs, attempt.axes)
+    shapes = dict(attempt.given) if attempt.given else shapes_for(subject.model, args, kwargs, attempt.axes)
+    with torch_compat.quiet_export():
+        exported = torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    module = fx.GraphModule(module, module.graph)  # without torch's hook that compares sizes with the traced ones
+    found = dynamic_axes.read_boundary(exported, module.graph, subject.leaves, attempt.wanted, subject.output_names)
+    stuck = [_stuck(leaf, spec.shape) for leaf, spec in zip(subject.leaves, found.inputs, strict=True)]
+    if any(stuck):  # the model's code fixed an axis that was 1 and that we had repeated: leave it at 1
+        again = [{a: d for a, d in axes.items() if a not in gone} for axes, gone in zip(attempt.axes, stuck, strict=True)]
+        program = _export(subject, replace(attempt, axes=again, given=None))
+        return replace(program, fixed=tuple(dict.fromkeys((*found.fixed, *program.fixed))))
+    _clean(module, subject)
+    module.meta["effcompile_domain"] = found.domain
+    specs = [{axis: torch.export.Dim.AUTO for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in found.inputs]
+    return Program(
+        name=type(subject.model).__name__,
+        module=module,
+        args=subject.args,
+        kwargs=subject.kwargs,
+        inputs=found.inputs,
+        outputs=found.outputs,
+        dynamic_shapes=shapes_for(module, subject.args, subject.kwargs, specs) if any(specs) else None,
+        mends=subject.mends,
+        fixed=found.fixed,
+    )
+
+
+def _stuck(leaf: dynamic_axes.Leaf, shape: Sequence[int | str]) -> set[int]:
+    """Axes whose constant size in the graph is not the user's: they had been repeated for tracing."""
+    return {axis for axis, dim in enumerate(shape) if isinstance(dim, int) and dim != leaf.tensor.shape[axis]}
+
+
+def _clean(module: fx.GraphModule, subject: _Subject) -> None:
+    cleanup.drop_asserts(module.graph)
+    cleanup.share_tied_weights(module)
+    refresh_shapes(module, subject.args, subject.kwargs)
+    cleanup.drop_copies(module.graph)
+    cleanup.name_modules(module.graph)
+    module.graph.lint()
+    module.recompile()
+
+
+def _only_example(program: Program) -> str | None:
+    """The guard that keeps a dynamic graph from every size but the example's; None where another size is admitted."""
+    here = sizes_of(program)
+    if not here or second_sizes(program, lambda sizes: allowed(program, sizes)) is not None:
+        return None
+    args, kwargs = resized(program, {name: size + max(2, size // 2) for name, size in here.items()})
+    return unmet_guard(program.module, program.module.meta["effcompile_domain"].guards, args, kwargs) or "sizes of the example"
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,133 @@
+"""Known fixes without which a model cannot be captured: applied for the time of the capture, undone after, reported."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile import torch_compat
+
+CACHE_MEND = "use_cache=False: the output has no key/value cache, which torch.export cannot return"
+
+#: What a mend did in the user's words ("" for nothing), and how to undo it.
+Mend = tuple[str, list[Callable[[], object]]]
+_NOTHING: Mend = ("", [])
+_EXPERTS = "_experts_implementation_internal"
+
+
+@contextlib.contextmanager
+def as_reference(model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """The original model as results are compared with: eval mode, no gradient, no key/value cache in the output."""
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        stack.enter_context(evaluating(model))
+        said = _apply(stack, _without_cache(model))
+        if _has_torch_transformer(model):
+            stack.enter_context(torch_compat.traceable_transformer())
+            said += ("torch.nn.Transformer's fused inference path is off: captured as plain operators, masks applied as given",)
+        yield said
+
+
+@contextlib.contextmanager
+def mended(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The model as it is captured: `as_reference` and what only tracing needs. Yields the mends in the user's words."""
+    with contextlib.ExitStack() as stack:
+        said = stack.enter_context(as_reference(model))
+        yield said + _apply(stack, _loss_type(model, kwargs)) + _apply(stack, _batched_experts(model))
+
+
+def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[str, ...]:
+    text, undos = mend
+    for undo in undos:
+        stack.callback(undo)
+    return (text,) if text else ()
+
+
+@contextlib.contextmanager
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """`forward(**kwargs)` with its keywords named in the signature: torch.export loses dynamic axes inside `**kwargs`."""
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError:  # the model's own error message is the better one
+        bound = {}
+    rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD and p.name in bound]
+    if not rest:
+        yield
+        return
+    extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in bound[rest[0].name]]
+    original, was = model.forward, vars(model).get("forward")
+
+    def forward(*given: Any, **named: Any) -> Any:
+        return original(*given, **named)
+
+    vars(forward)["__signature__"] = signature.replace(parameters=[*(p for p in signature.parameters.values() if p not in rest), *extra])
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if was is not None:
+            vars(model)["forward"] = was
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode; each module gets its own flag back."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The distinct HF config objects in a model."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+def _without_cache(model: nn.Module) -> Mend:
+    caching = [config for config in _configs(model) if getattr(config, "use_cache", None) is True]
+    if not caching:
+        return _NOTHING
+    for config in caching:
+        config.use_cache = False
+    return CACHE_MEND, [partial(setattr, config, "use_cache", True) for config in caching]
+
+
+def _has_torch_transformer(model: nn.Module) -> bool:
+    kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def _loss_type(model: nn.Module, kwargs: Mapping[str, Any]) -> Mend:
+    """HF warns through a logger where a class has no loss type; name the loss that it falls back to."""
+    if kwargs.get("labels") is None or getattr(model, "loss_type", "") is not None:
+        return _NOTHING
+    vars(model)["loss_type"] = "ForCausalLM"
+    return "loss_type='ForCausalLM': what HuggingFace falls back to for this class", [partial(setattr, model, "loss_type", None)]
+
+
+def _batched_experts(model: nn.Module) -> Mend:
+    """MoE experts as batched matmuls: their other forms loop over data or exist in no exchange format."""
+    setter = getattr(model, "set_experts_implementation", None)
+    before = [(config, getattr(config, _EXPERTS)) for config in _configs(model) if hasattr(config, _EXPERTS)]
+    if setter is None or not any("Experts" in type(module).__name__ for module in model.modules()):
+        return _NOTHING
+    undos: list[Callable[[], object]] = [partial(setattr, config, _EXPERTS, was) for config, was in before]
+    try:
+        setter("batched_mm")
+    except (ValueError, RuntimeError, NotImplementedError, AttributeError):
+        for undo in undos:
+            undo()
+        return _NOTHING
+    changed = any(getattr(config, _EXPERTS) != was for config, was in before)
+    return "experts_implementation='batched_mm': all experts as batched matmuls" if changed else "", undos

@@ -1,0 +1,206 @@
+"""Proof that a captured graph computes what the model does: at the example, at a second shape, with a padded mask."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from effcompile.capture.diagnose import first_line
+from effcompile.capture.mends import as_reference
+from effcompile.errors import InputsError
+from effcompile.export import allowed, resized, sizes_of
+from effcompile.plan import Check
+from effcompile.program import Program, TensorSpec
+
+#: Relative L2 that re-ordered fp32 arithmetic may cost.
+LIMIT = 1e-5
+
+#: How another length is made from the example's, in the order of trial.
+_STEPS: tuple[Callable[[int], int], ...] = (
+    lambda size: size + max(size // 2, 2),
+    lambda size: size * 2,
+    lambda size: size // 2 if size >= 4 else size + 1,
+    lambda size: size + 1,
+    lambda size: size + 8,
+)
+
+Variant = tuple[str, tuple[Any, ...], dict[str, Any]]
+Sizes = dict[str, int]
+
+
+def verify_capture(program: Program, model: nn.Module) -> list[Check]:
+    """Compare `program.module` with the original model on every variant of the example inputs; errors are relative L2.
+
+    A padded mask must change the output of both: the note gives by how much, or that the model itself ignores it.
+
+    Raises:
+        InputsError: the model itself raises with the example inputs.
+    """
+    with as_reference(model):
+        wanted = _guarded(lambda args, kwargs: model(*args, **kwargs))
+        found = _guarded(lambda args, kwargs: program.module(*args, **kwargs))
+        return [_check(program, variant, wanted, found) for variant in _variants(program, _accepts(program, model))]
+
+
+def variants(program: Program) -> list[Variant]:
+    """Inputs to verify with, as (name, args, kwargs): the example, other sizes, a padded mask; values are the example's.
+
+    Needs no model: a second shape is one that the captured graph admits and runs at.
+    """
+    with torch.no_grad():
+        return _variants(program, _accepts(program, program.module))
+
+
+def relative_error(found: Any, wanted: Any) -> float:
+    """Largest ‖y − y₀‖ / ‖y₀‖ over the tensors of two outputs; inf where they differ in number, shape, NaN or infinities."""
+    ours, theirs = _tensors(found), _tensors(wanted)
+    if len(ours) != len(theirs):
+        return math.inf
+    return max((_relative(a, b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
+
+
+def second_sizes(program: Program, runs: Callable[[Sizes], bool], *, batch_only: bool = False) -> Sizes | None:
+    """Other sizes for all dynamic axes at once (or the batch alone) that the graph admits and that `runs`; None without any.
+
+    Longer sequences are tried first (they also catch constants baked at the example's size), then shorter ones.
+    """
+    here = sizes_of(program)
+    batch = {"batch": here["batch"] + 1} if "batch" in here else {}
+    others = {name: size for name, size in here.items() if name != "batch" and not batch_only}
+    for step in _STEPS if others else _STEPS[:1]:
+        sizes = batch | {name: step(size) for name, size in others.items()}
+        if sizes and allowed(program, sizes) and runs(sizes):
+            return sizes
+    return None
+
+
+def _variants(program: Program, runs: Callable[[Sizes], bool]) -> list[Variant]:
+    here = sizes_of(program)
+    found: list[Variant] = [("example", program.args, dict(program.kwargs))]
+    base, base_sizes = found[0], here
+    sizes = second_sizes(program, runs) or second_sizes(program, runs, batch_only=True)
+    if sizes is not None:
+        base_sizes = here | sizes
+        base = (f"second shape {'×'.join(map(str, base_sizes.values()))}", *resized(program, base_sizes))
+        found.append(base)
+    padded = _padded(program, base)
+    return found if padded is None else [*found, ("padded mask " + _shape_text(base_sizes, program), *padded)]
+
+
+def _shape_text(sizes: Sizes, program: Program) -> str:
+    return "×".join(map(str, sizes.values())) or "×".join(map(str, _mask_shape(program)))
+
+
+def _mask_shape(program: Program) -> tuple[int, ...]:
+    return next((tuple(t.shape) for s, t in zip(program.inputs, program.flat_inputs(), strict=True) if _is_mask(s, t)), ())
+
+
+def _padded(program: Program, base: Variant) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The inputs with the first quarter of every other row masked out; None where no input is a padding mask.
+
+    Left padding: the right end of a causal model's output would not see a pad on its right.
+    """
+    specs = iter(program.inputs)
+    changed = False
+
+    def pad(leaf: Any) -> Any:
+        nonlocal changed
+        if not isinstance(leaf, torch.Tensor) or not _is_mask(next(specs), leaf):
+            return leaf
+        changed = True
+        mask = leaf.clone()
+        keep = mask.flatten().mode().values if mask.dtype is not torch.bool else mask.float().mean() >= 0.5
+        width = max(1, leaf.shape[1] // 4)
+        mask[::2, :width] = (1 - keep) if mask.dtype is not torch.bool else ~keep
+        return mask
+
+    args, kwargs = pytree.tree_map(pad, base[1:])
+    return (args, kwargs) if changed else None
+
+
+def _is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:
+    """A 2-D padding mask of zeros and ones, by its name and values."""
+    named = spec.name.endswith(("attention_mask", "padding_mask")) or spec.name == "mask"
+    if not named or tensor.ndim != 2 or tensor.shape[1] < 2 or not bool(((tensor == 0) | (tensor == 1)).all()):
+        return False
+    return tensor.shape[0] != tensor.shape[1] or spec.name != "mask" or not tensor.is_floating_point()
+
+
+def _check(program: Program, variant: Variant, wanted: Callable[..., Any], found: Callable[..., Any]) -> Check:
+    name, args, kwargs = variant
+    theirs, ours = wanted(args, kwargs), found(args, kwargs)
+    if isinstance(theirs, Exception):
+        if name == "example":
+            raise InputsError(f"{program.name} itself raises with the example inputs: {first_line(theirs)}") from theirs
+        return Check(name=name, error=0.0, limit=LIMIT, note=f"not compared: the model itself raises: {first_line(theirs)}")
+    if isinstance(ours, Exception):
+        return Check(name=name, error=math.inf, limit=LIMIT, note=f"the captured graph raises: {first_line(ours)}")
+    check = Check(name=name, error=relative_error(ours, theirs), limit=LIMIT)
+    return _with_sensitivity(check, program, variant, theirs, wanted) if name.startswith("padded") else check
+
+
+def _with_sensitivity(check: Check, program: Program, variant: Variant, theirs: Any, wanted: Callable[..., Any]) -> Check:
+    """State how much the pad changes the model's own output: an error of 0 proves nothing where that is 0."""
+    unmasked = wanted(*_unpadded(program, variant))
+    effect = math.inf if isinstance(unmasked, Exception) else relative_error(theirs, unmasked)
+    note = "the model itself ignores this mask" if effect == 0 else f"padding changes the output by {effect:.1e}"
+    return replace(check, note=note)
+
+
+def _unpadded(program: Program, variant: Variant) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The padded variant's inputs with the example's mask again."""
+    sizes: Mapping[str, int] = {
+        dim: tensor.shape[axis]
+        for spec, tensor in zip(program.inputs, program.flat_inputs(variant[1], variant[2]), strict=True)
+        for axis, dim in enumerate(spec.shape)
+        if isinstance(dim, str) and dim.isidentifier()
+    }
+    return resized(program, sizes)
+
+
+def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    if found.shape != wanted.shape:
+        return math.inf
+    a, b = found.detach().to(torch.float64), wanted.detach().to(torch.float64)
+    same = (a == b) | (a.isnan() & b.isnan())  # equal infinities and NaNs carry no error
+    if not bool((same | (a.isfinite() & b.isfinite())).all()):
+        return math.inf
+    difference = float(torch.where(same, 0.0, a - b).norm())
+    norm = float(torch.where(b.isfinite(), b, 0.0).norm())
+    return 0.0 if difference == 0 else difference / norm if norm > 0 else math.inf
+
+
+def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call's result, or what it raised."""
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return call(args, kwargs)
+        except Exception as error:
+            return error
+
+    return run
+
+
+def _accepts(program: Program, module: nn.Module) -> Callable[[Sizes], bool]:
+    """Whether `module` runs with the program's inputs at the given sizes."""
+
+    def runs(sizes: Sizes) -> bool:
+        args, kwargs = resized(program, sizes)
+        try:
+            module(*args, **kwargs)
+        except Exception:
+            return False
+        return True
+
+    return runs
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,201 @@
+"""Every private or version-dependent torch API that effcompile uses, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import math
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def fake_mode() -> Any:
+    """A context in which tensors have shapes and no data (torch._subclasses.FakeTensorMode)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(value: object) -> bool:
+    """True for a tensor without data: fake or on the meta device."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
+
+
+def export_guards(exported: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """The conditions on input sizes that the export assumed, as Python expressions over `L`; empty before torch 2.9."""
+    return tuple(getattr(exported, "_guards_code", None) or ())
+
+
+def guard_scope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The names that `export_guards` expressions use."""
+    from torch.utils._sympy.functions import FloorDiv, Mod
+
+    return {"L": dict(arguments), "math": math, "torch": torch, "max": max, "min": min, "FloorDiv": FloorDiv, "Mod": Mod}
+
+
+def guard_holds(guard: str, scope: dict[str, Any]) -> bool:
+    """Whether one guard of `export_guards` holds; a guard that cannot be evaluated counts as holding."""
+    try:
+        return bool(eval(guard, scope))
+    except (NameError, KeyError, TypeError, AttributeError, IndexError, SyntaxError):
+        return True
+
+
+def expression(size: Any) -> Any:
+    """The sympy expression of a size after all that was learned while tracing; a number when it is constant."""
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def specialised_at(value: torch.Tensor) -> dict[tuple[str, int], str]:
+    """(input source, axis) → `file:line` of the user's code that made the axis constant, where torch recorded it."""
+    env = getattr(getattr(value, "fake_mode", None), "shape_env", None)
+    places: dict[tuple[str, int], str] = {}
+    for symbol, sources in getattr(env, "var_to_sources", {}).items():
+        place = _place(getattr(getattr(env, "replacements_slocs", {}).get(symbol), "framework_loc", None))
+        for source in sources:
+            base, axis = getattr(source, "base", None), getattr(source, "idx", None)
+            if place and base is not None and axis is not None:
+                name = base.name if isinstance(base.name, str) else base.name()
+                places[(name, axis)] = place
+    return places
+
+
+def _place(frame: object) -> str | None:
+    """`file:line` of a stack frame outside torch."""
+    if not isinstance(frame, traceback.FrameSummary) or frame.filename.startswith(os.path.dirname(torch.__file__)):
+        return None
+    return f"{frame.filename}:{frame.lineno}"
+
+
+@contextlib.contextmanager
+def traceable_transformer() -> Iterator[None]:
+    """torch.nn.Transformer* as plain operators: no fused inference call, and no look at the values of a mask.
+
+    `_detect_is_causal_mask` compares the mask with a causal one, a branch on data. Its answer is only a hint:
+    with `is_causal=False` the mask itself is applied.
+    """
+    from torch.nn.modules import transformer
+
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    detect = getattr(transformer, "_detect_is_causal_mask", None)
+    torch.backends.mha.set_fastpath_enabled(False)
+    if detect is not None:
+        transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+        if detect is not None:
+            transformer._detect_is_causal_mask = detect
+
+
+def has_onednn() -> bool:
+    """Whether this torch can call oneDNN's packed linears directly (x86 builds since 2.4, Arm builds with oneDNN)."""
+    needed = ((torch.ops.mkldnn, "_linear_pointwise"), (torch.ops.mkldnn, "_reorder_linear_weight"))
+    return torch.backends.mkldnn.is_available() and all(hasattr(space, name) for space, name in needed)
+
+
+def has_onednn_int8() -> bool:
+    """Whether the int8 linears of Inductor's x86 path are there."""
+    needed = ("qlinear_prepack", "qlinear_pointwise")
+    return has_onednn() and "onednn" in torch.backends.quantized.supported_engines and all(hasattr(torch.ops.onednn, n) for n in needed)
+
+
+_META_KERNELS: list[torch.library.Library] = []
+
+
+def allow_tracing_packing() -> None:
+    """Give oneDNN's weight packing the shape functions it lacks, so that export and Dynamo can trace it.
+
+    Torch inserts these operators only after tracing and so never needed them (seen in 2.11-2.13). Without, Dynamo breaks
+    the graph at each. Packing keeps an fp weight's shape and transposes an int8 one.
+    """
+    shapes = {
+        "onednn::qlinear_prepack": lambda weight, x_shape=None: weight.new_empty(tuple(reversed(weight.shape))),
+        "mkldnn::_reorder_linear_weight": lambda weight, batch_size=None: torch.empty_like(weight),
+    }
+    for name, function in shapes.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
+            space, _, operator = name.partition("::")
+            library = torch.library.Library(space, "IMPL", "Meta")
+            library.impl(operator, function)
+            _META_KERNELS.append(library)  # its registrations end with it
+
+
+def activation_observer() -> Any:
+    """Finds the u8 scale and zero point of a tensor: PT2E's default observer of activations for x86."""
+    return _observers().HistogramObserver(dtype=torch.quint8, qscheme=torch.per_tensor_affine)
+
+
+def _observers() -> Any:
+    """The module of quantisation observers, which is moving from torch to torchao."""
+    try:
+        return importlib.import_module("torch.ao.quantization.observer")
+    except ImportError:
+        return importlib.import_module("torchao.quantization.pt2e.observer")
+
+
+def weight_observer(*, per_channel: bool) -> Any:
+    """Finds the symmetric s8 scales of an (N, K) weight, one per row or one in all."""
+    if per_channel:
+        return _observers().PerChannelMinMaxObserver(ch_axis=0, dtype=torch.qint8, qscheme=torch.per_channel_symmetric)
+    return _observers().MinMaxObserver(dtype=torch.qint8, qscheme=torch.per_tensor_symmetric)
+
+
+def packing_operators() -> tuple[Any, ...]:
+    """The operators that only re-arrange a weight for oneDNN; their result depends on the machine and is not saved."""
+    names = ((torch.ops.onednn, "qlinear_prepack"), (torch.ops.mkldnn, "_reorder_linear_weight"))
+    return tuple(getattr(space, name).default for space, name in names if hasattr(space, name))
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """torch.export without its warnings and the half-made graph that it prints when it fails: our errors say what matters."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def freezing() -> Any:
+    """A context in which compilation turns the weights of a module into constants and folds what is computed from them."""
+    import torch._inductor.config
+
+    return torch._inductor.config.patch(freezing=True)
+
+
+def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
+    """An Inductor pass that only reads the final graph; it opts out of the graph cache, whose hits skip passes."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class _Reader(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            read(graph)
+
+        def uuid(self) -> None:
+            return None
+
+    return _Reader()
+
+
+def peak_of_memory_events(profile: torch.profiler.profile) -> int:
+    """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True` recorded."""
+    live = peak = 0
+    events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    for event in events:
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
