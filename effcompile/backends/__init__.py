@@ -1,1 +1,43 @@
-"""Ways to run a program."""
+"""Ways to run a program. Third parties register under the entry point group `effcompile.backends`."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+
+from effcompile.backends.base import Backend
+from effcompile.errors import MissingPackageError, UnknownNameError
+
+#: name → where its class is. Loaded on demand, as each needs packages of its own.
+BACKENDS: dict[str, str] = {
+    "onnxruntime": "effcompile.backends.onnxruntime:OnnxRuntime",
+    "torch-eager": "effcompile.backends.torch:TorchEager",
+    "torch-inductor": "effcompile.backends.torch:TorchInductor",
+    "openvino": "effcompile.backends.openvino:OpenVino",
+}
+
+_GROUP = "effcompile.backends"
+
+
+def known_backends() -> dict[str, str]:
+    """Our backends, then those of installed packages that do not take one of our names."""
+    others = {entry.name: entry.value for entry in entry_points(group=_GROUP)}
+    return {**others, **BACKENDS}
+
+
+def load_backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Raises:
+        UnknownNameError: no such backend. MissingPackageError: a package it is built on is not installed.
+    """
+    known = known_backends()
+    if name not in known:
+        raise UnknownNameError("backend", name, known)
+    module, _, attribute = known[name].partition(":")
+    try:
+        backend: Backend = getattr(importlib.import_module(module), attribute)()
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        raise MissingPackageError(missing, f"The backend {name}", f"pip install {missing}") from error
+    return backend

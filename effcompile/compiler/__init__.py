@@ -1,0 +1,8 @@
+"""The whole path from a model to a verified, measured Executable."""
+
+from effcompile.compiler.compile import frontier, make_plan, optimize
+from effcompile.compiler.executable import Executable
+from effcompile.compiler.machine import calibrate
+from effcompile.compiler.progress import QUIET, Progress
+
+__all__ = ["QUIET", "Executable", "Progress", "calibrate", "frontier", "make_plan", "optimize"]

@@ -1,0 +1,310 @@
+"""The whole path: capture, propose, solve, apply, lower, verify, measure, choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from effcompile.backends import load_backend
+from effcompile.backends.base import Backend
+from effcompile.capture import capture, verify_capture
+from effcompile.compiler import measure
+from effcompile.compiler.executable import Executable
+from effcompile.compiler.machine import AUTO, Machine, resolve, usable_backends
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.search import Search, explain_infeasible, fingerprint
+from effcompile.compiler.settle import Outcome, Workshop, settle
+from effcompile.compiler.verify import references, worst
+from effcompile.errors import CaptureError, EffcompileError, FormatError, InfeasibleError, UsageError
+from effcompile.estimate import sensitivity
+from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.goal import Goal
+from effcompile.passes import Pass, load_passes
+from effcompile.plan import Candidate, Plan
+from effcompile.program import Program
+from effcompile.target import Target
+from effcompile.units import format_error
+
+#: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong.
+SHORTLIST = 1.25
+
+#: Seconds for measuring how much each low-precision option changes the output.
+SENSITIVITY_SECONDS = 15.0
+
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    goal: Goal,
+    target: str | Target = AUTO,
+    backend: str | None = None,
+    passes: Sequence[str] | None = None,
+    dynamic: bool | Mapping[str, Any] | None = None,
+    calibration: Iterable[Inputs] | None = None,
+    progress: Progress = QUIET,
+) -> Plan:
+    """The best plan, predicted and certified; nothing is lowered. Arguments as in `optimize`.
+
+    Raises:
+        CaptureError, InputsError: the model cannot be captured. InfeasibleError: no plan meets the goal.
+    """
+    _inference_only(goal)
+    backends, absent = _backends_for(target, backend)
+    machine = resolve(target, backends)
+    with progress.step("capture"):
+        program = capture(model, args, kwargs, dynamic=dynamic)
+    search = _search(program, goal, machine, load_passes(passes), calibration, progress)
+    plans, candidates = _plans(search, backends, absent, progress)
+    best = plans[0][1]
+    return replace(best, candidates=tuple(candidates), notes=(*best.notes, *machine.keep_timings()))
+
+
+def optimize(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    goal: Goal,
+    target: str | Target = AUTO,
+    backend: str | None = None,
+    plan: Plan | None = None,
+    passes: Sequence[str] | None = None,
+    dynamic: bool | Mapping[str, Any] | None = None,
+    calibration: Iterable[Inputs] | None = None,
+    progress: Progress = QUIET,
+) -> Executable:
+    """Plan, lower, verify and measure; returns the fastest (or smallest) result that is within the goal.
+
+    Args:
+        model: any nn.Module; left as it is.
+        args: positional example inputs; times hold for their shapes.
+        kwargs: example inputs by keyword.
+        goal: what to minimise under which limits.
+        target: "auto" for this machine, a known name, a path to a target file, or a Target.
+        backend: only this one; None chooses among all that run here.
+        plan: an earlier plan of this model, applied without solving.
+        passes: which passes, as `load_passes` takes them.
+        dynamic: see `capture`.
+        calibration: inputs like (args, kwargs) to measure errors with; None generates some.
+        progress: is told what is being done.
+
+    Raises:
+        CaptureError, InputsError: the model cannot be captured. InfeasibleError: no plan meets the goal.
+        VerificationError: no backend's result is within the goal. LoweringError: none could be built.
+    """
+    _inference_only(goal)
+    given = list(calibration) if calibration is not None else None
+    if plan is not None:
+        return _reapply(model, args, kwargs, plan, passes, dynamic, given, progress)
+    backends, absent = _backends_for(target, backend)
+    machine = resolve(target, backends)
+    program, checked = _captured(model, args, kwargs, dynamic, progress)
+    search = _search(program, goal, machine, load_passes(passes), given, progress)
+    plans, candidates = _plans(search, backends, absent, progress)
+    shop = _workshop(program, model, search.passes, goal, given, progress)
+    outcomes, candidates = _settle_all(shop, search, plans, candidates)
+    best = _finish(model, program, outcomes, candidates, goal, progress)
+    notes = (*best.plan.notes, *checked, *machine.keep_timings())
+    return Executable(model, best.program, best.lowered, replace(best.plan, notes=tuple(dict.fromkeys(notes))))
+
+
+def frontier(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, points: int = 8, target: str | Target = AUTO,
+    backend: str | None = None, passes: Sequence[str] | None = None, dynamic: bool | Mapping[str, Any] | None = None,
+    calibration: Iterable[Inputs] | None = None, progress: Progress = QUIET,
+) -> list[Plan]:  # fmt: skip
+    """Predicted plans along the memory-time Pareto front of the best backend, least memory first. Arguments as in `optimize`."""
+    _inference_only(goal)
+    backends, absent = _backends_for(target, backend)
+    machine = resolve(target, backends)
+    with progress.step("capture"):
+        program = capture(model, args, kwargs, dynamic=dynamic)
+    search = _search(program, goal, machine, load_passes(passes), calibration, progress)
+    plans, _ = _plans(search, backends, absent, progress)
+    found = search.frontier(plans[0][0], points)
+    machine.keep_timings()
+    return found
+
+
+def _inference_only(goal: Goal) -> None:
+    if goal.mode != "inference":
+        raise UsageError("mode = 'training' is not built yet: this release plans and lowers inference. Use mode = 'inference'.")
+
+
+def _backends_for(target: str | Target, backend: str | None) -> tuple[list[Backend], dict[str, str]]:
+    """For this machine: what runs here. For another one: only what is named, else the one whose prices its data sheet gives."""
+    if target == AUTO or backend is not None:
+        return usable_backends(backend)
+    return [load_backend("onnxruntime")], {}
+
+
+def _captured(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any, progress: Progress
+) -> tuple[Program, tuple[str, ...]]:
+    """The program, proven to compute what the model does, and a note saying so.
+
+    Raises:
+        CaptureError: the captured graph differs from the model (a mask or a size baked into it).
+    """
+    with progress.step("capture"):
+        program = capture(model, args, kwargs, dynamic=dynamic)
+    with progress.step("verify the capture"):
+        checks = verify_capture(program, model)
+    for check in checks:
+        if not check.passed:
+            raise CaptureError(
+                f"The captured graph of {program.name} differs from the model on {check.name}: relative error "
+                f"{format_error(check.error)}{f' ({check.note})' if check.note else ''}. Capture it with static shapes (--static)."
+            )
+    names = ", ".join(check.name + (f" ({check.note})" if check.note else "") for check in checks)
+    return program, (f"captured graph equals the model on: {names}",)
+
+
+def _search(
+    program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], calibration: Iterable[Inputs] | None, progress: Progress
+) -> Search:
+    measured, text = _sensitivity(program, goal, passes, calibration, progress)
+    notes = (*machine.notes, *program.mends, *(f"fixed: {line}" for line in program.fixed))
+    return Search(program=program, goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes)
+
+
+def _sensitivity(
+    program: Program, goal: Goal, passes: tuple[Pass, ...], calibration: Iterable[Inputs] | None, progress: Progress
+) -> tuple[Sensitivity, str]:
+    """Errors of every low-precision option, where the goal allows any; and which inputs they were measured on."""
+    if goal.exact:
+        return Sensitivity(errors={}, method="the goal allows no error"), "none needed: the plan is exact"
+    given = list(calibration) if calibration is not None else []
+    inputs = given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
+    text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
+    options: dict[str, tuple[str, ...]] = {}
+    for each in passes:
+        wanted: Callable[[], dict[str, tuple[str, ...]]] | None = getattr(each, "measured_options", None)
+        options |= wanted() if wanted else {}
+    with progress.step("measure sensitivity"):
+        tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
+        measured = sensitivity.measure(program, inputs, options, budget_seconds=SENSITIVITY_SECONDS, progress=tell)
+    return measured, f"{text}; {measured.method}"
+
+
+def _plans(
+    search: Search, backends: Sequence[Backend], absent: Mapping[str, str], progress: Progress
+) -> tuple[list[tuple[Backend, Plan]], list[Candidate]]:
+    """A plan per backend, best predicted first, and a candidate line for each backend.
+
+    Raises:
+        InfeasibleError: no backend can meet the goal.
+    """
+    plans: list[tuple[Backend, Plan]] = []
+    candidates = [Candidate(backend=name, note=reason) for name, reason in absent.items()]
+    infeasible: dict[str, InfeasibleError] = {}
+    for backend in backends:
+        if (reason := backend.refuses(search.program, search.goal)) is not None:
+            candidates.append(Candidate(backend=backend.name, note=reason))
+            continue
+        with progress.step(f"price and solve for {backend.name}"):
+            try:
+                plans.append((backend, search.plan_for(backend)))
+            except InfeasibleError as error:
+                infeasible[backend.name] = error
+                candidates.append(Candidate(backend=backend.name, note=f"infeasible: {error}"))
+    if not plans:
+        if infeasible:
+            raise explain_infeasible(infeasible)
+        raise UsageError("No backend takes this model: " + "; ".join(f"{c.backend}: {c.note}" for c in candidates))
+    plans.sort(key=lambda pair: pair[1].certificate.objective)
+    candidates = [Candidate(backend=b.name, predicted_seconds=p.predicted.seconds) for b, p in plans] + candidates
+    return plans, candidates
+
+
+def _workshop(
+    program: Program, model: nn.Module, passes: tuple[Pass, ...], goal: Goal, given: list[Inputs] | None, progress: Progress
+) -> Workshop:
+    inputs = given or ([] if goal.exact else sensitivity.generate_inputs(program, 4, seed=1))
+    flat = [program.flat_inputs(args, kwargs) for args, kwargs in inputs[:8]] or [program.flat_inputs()]
+    with progress.step("reference outputs"):
+        cases = references(program, model, goal, inputs)
+    return Workshop(program=program, passes=passes, goal=goal, cases=cases, calibration=flat, progress=progress)
+
+
+def _settle_all(
+    shop: Workshop, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: list[Candidate]
+) -> tuple[list[Outcome], list[Candidate]]:
+    """Lower and verify every backend on the shortlist; a backend that fails is told and passed over while another works.
+
+    Raises:
+        EffcompileError: all failed; the first one's error.
+    """
+    outcomes: list[Outcome] = []
+    failures: list[EffcompileError] = []
+    best = plans[0][1].certificate.objective
+    for backend, plan in plans:
+        if outcomes and plan.certificate.objective > SHORTLIST * best:
+            why = f"not built: predicted {plan.certificate.objective / best:.2f}× the best"
+            candidates = [replace(c, note=why) if c.backend == backend.name else c for c in candidates]
+            continue
+        try:
+            outcomes.append(settle(shop, backend, plan, partial(search.plan_for, backend)))
+        except EffcompileError as error:
+            failures.append(error)
+            candidates = [replace(c, note=f"failed: {error}") if c.backend == backend.name else c for c in candidates]
+    if not outcomes:
+        raise failures[0]
+    return outcomes, candidates
+
+
+def _finish(
+    model: nn.Module, program: Program, outcomes: Sequence[Outcome], candidates: Sequence[Candidate], goal: Goal, progress: Progress
+) -> Outcome:
+    """Time the original and all outcomes in turn, take the best, and complete its plan with what was measured."""
+    with progress.step("measure"):
+        seconds = measure.compare(program, model, outcomes)
+        if goal.minimize == "time":
+            best = min(outcomes, key=lambda o: seconds[o.plan.backend])
+        else:
+            best = min(outcomes, key=lambda o: (o.lowered.weight_bytes, seconds[o.plan.backend]))
+        errors = {outcome.plan.backend: worst(outcome.checks) for outcome in outcomes}
+        told = tuple(
+            replace(c, measured_seconds=seconds.get(c.backend), error=errors.get(c.backend)) if c.backend in errors else c
+            for c in candidates
+        )
+        plan = replace(
+            best.plan,
+            candidates=told,
+            measured=measure.totals(best, seconds, errors[best.plan.backend]),
+            measured_baseline=measure.baseline_totals(program, model, seconds),
+        )
+    return replace(best, plan=plan)
+
+
+def _reapply(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan, passes: Sequence[str] | None, dynamic: Any,
+    given: list[Inputs] | None, progress: Progress,
+) -> Executable:  # fmt: skip
+    """Carry out a saved plan: nothing is solved, everything is verified and measured again.
+
+    Raises:
+        FormatError: the plan was made for another model.
+    """
+    backends, _ = usable_backends(plan.backend)
+    program, checked = _captured(model, args, kwargs, dynamic, progress)
+    if fingerprint(program) != plan.fingerprint:
+        raise FormatError(
+            f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {program.name} has "
+            f"{fingerprint(program)}. Plan this model anew with `effcompile optimize` without --plan."
+        )
+    shop = _workshop(program, model, load_passes(passes), plan.goal, given, progress)
+    fresh = replace(plan, checks=(), measured=None, measured_baseline=None, candidates=())
+    outcome = settle(shop, backends[0], fresh, None)
+    candidates = [Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note="from a saved plan, not solved again")]
+    best = _finish(model, program, [outcome], candidates, plan.goal, progress)
+    notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))
+    return Executable(model, best.program, best.lowered, replace(best.plan, notes=notes))

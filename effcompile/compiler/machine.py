@@ -1,0 +1,104 @@
+"""Which machine is planned for: a target file, or this machine as calibrated, measuring what a plan still needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from effcompile.backends import BACKENDS, load_backend
+from effcompile.backends.base import Backend
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.errors import MissingPackageError, UsageError
+from effcompile.estimate import calibration as store
+from effcompile.estimate.calibration import Calibration
+from effcompile.machines import load_target
+from effcompile.target import Target
+
+AUTO = "auto"
+
+#: What the unplanned model runs on.
+BASELINE = "torch-eager"
+
+#: Seconds that one plan may spend on timing kernels it has no measurement of; further ones are interpolated.
+PROBE_SECONDS = 25.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A target, and for this machine the store where new timings go."""
+
+    target: Target
+    calibration: Calibration | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def here(self) -> bool:
+        """True when plans for it can be run and timed here."""
+        return self.calibration is not None
+
+    def keep_timings(self) -> tuple[str, ...]:
+        """Save what was measured since; returns a note where it could not be."""
+        note = store.save_if_dirty(self.calibration) if self.calibration is not None else None
+        return (note,) if note else ()
+
+
+def resolve(target: str | Target, backends: Iterable[Backend]) -> Machine:
+    """The machine meant by a name, a path to a target file, or a Target.
+
+    Raises:
+        UnknownNameError: no such target. FormatError: a target file that is not one.
+    """
+    if isinstance(target, Target):
+        return Machine(target=target)
+    if target != AUTO:
+        return Machine(target=load_target(target))
+    timed = [load_backend(BASELINE), *backends]
+    measures = {backend.name: backend.measure for backend in timed}
+    calibration, note = store.load_or_none()
+    if calibration is None:
+        calibration = store.calibrate({})
+    here = store.this_machine(calibration, measures, budget_seconds=PROBE_SECONDS)
+    return Machine(target=here, calibration=calibration, notes=(note,) if note else ())
+
+
+def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, str]]:
+    """The named backend, or every one that can run here; and why the others cannot (name → reason).
+
+    Raises:
+        UnknownNameError: no such backend. MissingPackageError: the named one lacks a package.
+    """
+    if name is not None:
+        backend = load_backend(name)
+        if (reason := backend.unavailable()) is not None:
+            raise MissingPackageError(name, f"The backend {name}", reason.partition(": ")[2] or reason)
+        return [backend], {}
+    found: list[Backend] = []
+    absent: dict[str, str] = {}
+    for known in BACKENDS:
+        try:
+            backend = load_backend(known)
+        except MissingPackageError as error:
+            absent[known] = str(error)
+            continue
+        reason = backend.unavailable()
+        if reason is None:
+            found.append(backend)
+        else:
+            absent[known] = reason
+    if not found:
+        raise UsageError("No backend can run here: " + "; ".join(f"{k}: {v}" for k, v in absent.items()))
+    return found, absent
+
+
+def calibrate(*, quick: bool = False, progress: Progress = QUIET) -> Path:
+    """Measure this machine's kernels on every backend that runs here and keep them; returns the file.
+
+    Raises:
+        UsageError: the cache folder cannot be written (it says how to choose another).
+    """
+    backends, _ = usable_backends(None)
+    measures = {backend.name: backend.measure for backend in backends}
+    with progress.step("calibrate this machine"):
+        measured = store.calibrate(measures, quick=quick, progress=progress.update)
+    return store.save(measured)

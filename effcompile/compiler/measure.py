@@ -1,0 +1,60 @@
+"""What a run really costs: the original and the lowered candidates timed in turn, peak memory of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile import torch_compat
+from effcompile.capture.mends import as_reference
+from effcompile.compiler.settle import Outcome
+from effcompile.plan import Totals
+from effcompile.program import Program
+from effcompile.timing import faster_half_median, interleaved
+
+#: Seconds that comparing may take, and the least and most rounds it is done in.
+_BUDGET, _LEAST, _MOST = 5.0, 4, 40
+
+ORIGINAL = "original"
+
+
+def compare(program: Program, model: nn.Module, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Seconds per call at the example inputs: the original (eager) and each outcome by backend, interleaved."""
+    inputs = program.flat_inputs()
+    with as_reference(model), torch.inference_mode():
+        runs: dict[str, Callable[[], Any]] = {ORIGINAL: lambda: model(*program.args, **program.kwargs)}
+        runs |= {outcome.plan.backend: _call(outcome, inputs) for outcome in outcomes}
+        first = interleaved(runs, 1, repeats=1)
+        once = sum(sum(values) for values in first.values())
+        rounds = max(_LEAST, min(_MOST, int(_BUDGET / max(3 * once, 1e-4))))
+        samples = interleaved(runs, rounds)
+    return {name: faster_half_median(values) for name, values in samples.items()}
+
+
+def baseline_totals(program: Program, model: nn.Module, seconds: Mapping[str, float]) -> Totals:
+    """Measured figures of the original model at the example inputs."""
+    with as_reference(model):
+        model(*program.args, **program.kwargs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            model(*program.args, **program.kwargs)
+    weights = program.weight_bytes()
+    inputs = sum(tensor.nbytes for tensor in program.flat_inputs())
+    peak = weights + inputs + torch_compat.peak_of_memory_events(profile)
+    return Totals(seconds=seconds[ORIGINAL], weight_bytes=weights, peak_bytes=peak, error=0.0)
+
+
+def totals(outcome: Outcome, seconds: Mapping[str, float], error: float) -> Totals:
+    """Measured figures of a lowered plan at the example inputs."""
+    return Totals(
+        seconds=seconds[outcome.plan.backend],
+        weight_bytes=outcome.lowered.weight_bytes,
+        peak_bytes=outcome.lowered.peak_bytes(outcome.program.flat_inputs()),
+        error=error,
+    )
+
+
+def _call(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    return lambda: outcome.lowered(*inputs)

@@ -1,0 +1,314 @@
+"""Passes propose, z3 decides: one solve per backend, every choice of every pass in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from effcompile import planner, sites
+from effcompile.backends.base import Backend
+from effcompile.compiler.machine import BASELINE, Machine
+from effcompile.cost import Cost, Provenance, total
+from effcompile.errors import InfeasibleError
+from effcompile.estimate.nodes import estimate
+from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.estimate.timeline import Timeline, timeline
+from effcompile.goal import Goal
+from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
+from effcompile.plan import Certificate, Decision, Plan, Totals
+from effcompile.program import Program
+from effcompile.units import format_bytes, format_error, format_seconds
+
+#: The solver proves that nothing is cheaper by more than this share.
+GAP = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Everything that may be decided for one backend, and what no choice changes."""
+
+    backend: str
+    choices: tuple[Choice, ...]
+    declined: tuple[Declined, ...]
+    rest: Cost  # nodes that no choice covers; parameters that no choice stores; peak activations
+    provenance: Provenance
+
+    def problem(self, goal: Goal) -> planner.Problem:
+        """As plain numbers for the planner."""
+        limits: dict[str, float] = {"error_squared": (goal.max_error or 0.0) ** 2}
+        if goal.memory is not None:
+            limits["memory"] = float(goal.memory)
+        return planner.Problem(
+            sites={choice.site: tuple(_alternative(option, goal) for option in choice.options) for choice in self.choices},
+            limits=limits,
+            base={"memory": float(self.rest.weight_bytes + self.rest.bytes_kept)},
+            base_objective=_objective(self.rest, goal),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """One model, one goal, one machine; `plan_for` answers for each backend, again with corrected errors."""
+
+    program: Program
+    goal: Goal
+    machine: Machine
+    passes: tuple[Pass, ...]
+    sensitivity: Sensitivity
+    calibration_inputs: str
+    notes: tuple[str, ...] = ()
+    _memory: list[Timeline] = field(default_factory=list)
+    _proposals: dict[str, Proposal] = field(default_factory=dict)
+
+    def plan_for(self, backend: Backend, *, error_scale: float = 1.0, rounds: int = 1, notes: tuple[str, ...] = ()) -> Plan:
+        """The best plan on one backend, predicted and certified.
+
+        Args:
+            backend: where it is to run.
+            error_scale: measured over predicted squared error of an earlier round.
+            rounds: which solve this is.
+            notes: what the earlier rounds found.
+
+        Raises:
+            InfeasibleError: nothing meets the goal on this backend.
+        """
+        proposal = self._proposal(backend.name)
+        scaled = replace(proposal, choices=tuple(_scaled(choice, error_scale) for choice in proposal.choices))
+        problem = scaled.problem(self.goal)
+        solution = planner.solve(problem, gap=GAP, describe=describe_limit)
+        return self._plan(scaled, problem, solution, error_scale, rounds, notes)
+
+    def frontier(self, backend: Backend, points: int) -> list[Plan]:
+        """Plans along the memory-time Pareto front on one backend, least memory first."""
+        proposal = self._proposal(backend.name)
+        problem = proposal.problem(self.goal)
+        solutions = planner.frontier(problem, "memory", points)
+        return [self._plan(proposal, problem, solution, 1.0, 1, ()) for solution in solutions]
+
+    def timeline(self) -> Timeline:
+        """The captured graph's memory over one call."""
+        if not self._memory:
+            self._memory.append(timeline(self.program))
+        return self._memory[0]
+
+    def baseline(self) -> Totals:
+        """Predicted figures of the unplanned model in stock torch."""
+        seconds = estimate(self.program, self.machine.target, BASELINE).seconds
+        return Totals(seconds=seconds, weight_bytes=self.program.weight_bytes(), peak_bytes=self.timeline().peak_bytes, error=0.0)
+
+    def _proposal(self, backend: str) -> Proposal:
+        if backend not in self._proposals:
+            context = Context(goal=self.goal, target=self.machine.target, backend=backend, sensitivity=self.sensitivity.errors)
+            choices, declined = propose_all(self.passes, self.program, context)
+            rest = self._rest(backend, choices)
+            provenance = total([o.cost for c in choices for o in c.options]).provenance
+            self._proposals[backend] = Proposal(
+                backend=backend, choices=tuple(choices), declined=tuple(declined), rest=rest, provenance=provenance
+            )
+        return self._proposals[backend]
+
+    def _rest(self, backend: str, choices: Sequence[Choice]) -> Cost:
+        """Seconds of nodes that no choice covers, bytes of parameters that no choice stores, peak activations."""
+        covered = _covered_nodes(self.program, {choice.site for choice in choices})
+        predicted = estimate(self.program, self.machine.target, backend, overrides=dict.fromkeys(covered, 0.0))
+        stored = sum(choice.option(choice.baseline).cost.weight_bytes for choice in choices)
+        memory = self.timeline()
+        return Cost(
+            seconds=predicted.seconds,
+            weight_bytes=max(memory.weight_bytes - stored, 0),
+            bytes_kept=memory.activation_bytes + memory.input_bytes,
+        )
+
+    def _plan(
+        self,
+        proposal: Proposal,
+        problem: planner.Problem,
+        solution: planner.Solution,
+        error_scale: float,
+        rounds: int,
+        notes: tuple[str, ...],
+    ) -> Plan:
+        chosen = {choice.site: choice.option(solution.choice[choice.site]) for choice in proposal.choices}
+        cost = total([proposal.rest, *(option.cost for option in chosen.values())])
+        return Plan(
+            model=self.program.name,
+            fingerprint=fingerprint(self.program),
+            parameters=self.program.parameter_count(),
+            goal=self.goal,
+            target=self.machine.target.name,
+            target_line=self.machine.target.describe(),
+            backend=proposal.backend,
+            decisions=tuple(_decision(choice, chosen[choice.site]) for choice in proposal.choices),
+            declined=(*proposal.declined, *_not_taken(proposal.choices, chosen, problem, solution, self.goal)),
+            certificate=_certificate(solution, rounds, error_scale),
+            baseline=self.baseline(),
+            predicted=Totals(
+                seconds=cost.seconds,
+                weight_bytes=cost.weight_bytes,
+                peak_bytes=cost.weight_bytes + cost.bytes_kept,
+                error=cost.error,
+            ),
+            inputs=tuple(f"{spec.name} {_shape(spec.shape)} {spec.dtype}" for spec in self.program.inputs),
+            calibration_inputs=self.calibration_inputs,
+            notes=(*self.notes, *notes),
+            versions=_versions(),
+        )
+
+
+def fingerprint(program: Program) -> str:
+    """A short hash of the graph's operators, constants' shapes and inputs: a plan fits only the model it was made for."""
+    digest = hashlib.sha256()
+    for spec in program.inputs:
+        digest.update(f"{spec.name}{spec.dtype}{len(spec.shape)};".encode())
+    for node in program.graph.nodes:
+        tensor = program.tensor(node)
+        digest.update(f"{node.op}:{node.target}:{tuple(tensor.shape) if tensor is not None else ''};".encode())
+    return digest.hexdigest()[:16]
+
+
+def describe_limit(resource: str, value: float) -> str:
+    """A limit in the user's words."""
+    if resource == "error_squared":
+        return f"error {format_error(value**0.5)}"
+    return f"{'peak memory' if resource == 'memory' else resource} {format_bytes(value)}"
+
+
+def explain_infeasible(errors: Mapping[str, InfeasibleError]) -> InfeasibleError:
+    """One error for a goal that no backend meets: the nearest misses, with errors as errors and not as squares."""
+    best = min(errors.values(), key=lambda e: sum(e.nearest.values(), start=0.0))
+    nearest = {("max_error" if k == "error_squared" else k): (v**0.5 if k == "error_squared" else v) for k, v in best.nearest.items()}
+    return InfeasibleError(str(best), binding=best.binding, nearest=nearest)
+
+
+def _alternative(option: Option, goal: Goal) -> planner.Alternative:
+    cost = option.cost
+    return planner.Alternative(
+        name=option.name,
+        objective=_objective(cost, goal),
+        resources={"error_squared": cost.error_squared, "memory": float(cost.weight_bytes)},
+        requires=option.requires,
+    )
+
+
+def _objective(cost: Cost, goal: Goal) -> float:
+    """Seconds; or weight bytes, a microsecond counting as a byte so that of two equally small options the faster is taken."""
+    return cost.seconds if goal.minimize == "time" else float(cost.weight_bytes) + cost.seconds * 1e6
+
+
+def _scaled(choice: Choice, factor: float) -> Choice:
+    if factor == 1.0:
+        return choice
+    return replace(choice, options=tuple(replace(o, cost=o.cost.with_error_scaled(factor)) for o in choice.options))
+
+
+def _covered_nodes(program: Program, decided: set[str]) -> set[Any]:
+    """Graph nodes whose time is in a choice's options."""
+    finders: tuple[Callable[[Program], Sequence[Any]], ...] = (
+        sites.linears,
+        sites.embeddings,
+        sites.attentions,
+        sites.add_norms,
+        sites.gelus,
+    )
+    found = [site for finder in finders for site in finder(program) if site.site in decided]
+    return {site.node for site in found} | {site.add for site in found if isinstance(site, sites.AddNormSite)}
+
+
+def _decision(choice: Choice, option: Option) -> Decision:
+    baseline = choice.option(choice.baseline)
+    return Decision(
+        site=choice.site,
+        kind=choice.kind,
+        option=option.name,
+        baseline=choice.baseline,
+        by=option.by,
+        cost=option.cost,
+        baseline_cost=baseline.cost,
+        why=_why(option, baseline, len(choice.options)),
+    )
+
+
+def _why(option: Option, baseline: Option, alternatives: int) -> str:
+    if option is baseline:
+        return "nothing else is possible here" if alternatives == 1 else "no alternative is worth its cost here"
+    parts = []
+    saved = baseline.cost.seconds - option.cost.seconds
+    if saved:
+        parts.append(f"{format_seconds(abs(saved))} {'faster' if saved > 0 else 'slower'}")
+    if option.cost.weight_bytes < baseline.cost.weight_bytes:
+        parts.append(f"{format_bytes(baseline.cost.weight_bytes - option.cost.weight_bytes)} smaller")
+    if option.cost.error_squared:
+        parts.append(f"adds error {format_error(option.cost.error)}")
+    return ", ".join(parts) or option.note
+
+
+def _not_taken(
+    choices: Sequence[Choice], chosen: Mapping[str, Option], problem: planner.Problem, solution: planner.Solution, goal: Goal
+) -> list[Declined]:
+    return [
+        Declined(
+            site=choice.site,
+            kind=choice.kind,
+            option=option.name,
+            by=option.by,
+            reason=_reason(option, chosen[choice.site], problem, solution, goal),
+            cost=option.cost,
+        )
+        for choice in choices
+        for option in choice.options
+        if option.name != chosen[choice.site].name
+    ]
+
+
+def _reason(option: Option, taken: Option, problem: planner.Problem, solution: planner.Solution, goal: Goal) -> str:
+    """Why this option lost: not better, or better but over a limit if taken here with all else unchanged."""
+    gain = _objective(taken.cost, goal) - _objective(option.cost, goal)
+    if gain <= 0:
+        if goal.minimize == "time":
+            return f"not faster: {format_seconds(option.cost.seconds)} against {format_seconds(taken.cost.seconds)} ({taken.name})"
+        return f"not smaller: {format_bytes(option.cost.weight_bytes)} against {format_bytes(taken.cost.weight_bytes)} ({taken.name})"
+    for site, allowed in option.requires.items():
+        if solution.choice.get(site) not in allowed:
+            return f"needs {site} to be {' or '.join(allowed)}, which costs more than it gains"
+    moved = {
+        "error_squared": option.cost.error_squared - taken.cost.error_squared,
+        "memory": float(option.cost.weight_bytes - taken.cost.weight_bytes),
+    }
+    for resource, limit in problem.limits.items():
+        would_be = solution.resources[resource] + moved[resource]
+        if would_be > limit:
+            return f"would bring the whole to {describe_limit(resource, would_be)}, above {describe_limit(resource, limit)}"
+    return f"within the proven gap of {solution.gap:.1%}"
+
+
+def _certificate(solution: planner.Solution, rounds: int, error_scale: float) -> Certificate:
+    return Certificate(
+        status=solution.status,
+        objective=solution.objective,
+        bound=solution.bound,
+        gap=solution.gap,
+        sites=solution.sites,
+        alternatives=solution.alternatives,
+        seconds=solution.seconds,
+        solver=solution.solver,
+        rounds=rounds,
+        error_scale=error_scale,
+    )
+
+
+def _shape(dims: Sequence[int | str]) -> str:
+    return f"[{' × '.join(map(str, dims))}]"
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("effcompile", "torch", "onnxruntime", "openvino", "z3-solver", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,156 @@
+"""From a plan to a verified result: apply, lower, count what changed, compare, and correct the error model where it was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from effcompile import sites
+from effcompile.backends.base import Backend, Lowered
+from effcompile.capture.verify import relative_error
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.verify import Reference, verify, worst
+from effcompile.errors import VerificationError
+from effcompile.goal import EXACT_TOLERANCE, Goal
+from effcompile.passes import Pass
+from effcompile.plan import Check, Plan
+from effcompile.program import Program
+from effcompile.units import format_error
+
+#: Solves at the most, the first one included.
+MAX_ROUNDS = 5
+
+#: A measured squared error is met by planning for this much more.
+_MARGIN = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A lowered plan whose checks passed. `plan` has what was found in the artifact, and the checks."""
+
+    plan: Plan
+    program: Program
+    lowered: Lowered
+    checks: tuple[Check, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """What every round of settling needs."""
+
+    program: Program
+    passes: tuple[Pass, ...]
+    goal: Goal
+    cases: Sequence[Reference]
+    calibration: Sequence[Sequence[torch.Tensor]]
+    progress: Progress = QUIET
+
+
+def settle(shop: Workshop, backend: Backend, plan: Plan, replan: Callable[..., Plan] | None) -> Outcome:
+    """Lower a plan and verify it; while its error is over the limit, correct the error model and plan again.
+
+    The predicted squared error is scaled by measured / predicted, so that the next plan takes fewer or milder options.
+
+    Args:
+        shop: the program and what to verify with.
+        backend: lowers it.
+        plan: the first plan.
+        replan: makes another one from error_scale, rounds and notes; None for a plan that must be taken as it is.
+
+    Raises:
+        VerificationError: no round came within the limit. LoweringError: it could not be built.
+    """
+    scale, notes = plan.certificate.error_scale, plan.notes
+    for round_number in range(1, MAX_ROUNDS + 1):
+        outcome = _lower_and_check(shop, backend, plan)
+        if all(check.passed for check in outcome.checks):
+            return outcome
+        measured, predicted = worst(outcome.checks), plan.predicted.error or 0.0
+        if replan is None or predicted == 0.0 or not measured < float("inf") or round_number == MAX_ROUNDS:
+            raise _failed(outcome)
+        factor = max((measured / predicted) ** 2, (measured / shop.goal.tolerance) ** 2, 1.0) * _MARGIN
+        scale *= factor
+        text = f"round {round_number}: measured error {format_error(measured)} against predicted {format_error(predicted)}"
+        corrections = (f"{text}; errors scaled by {factor**0.5:.2f} and solved again",)
+        notes = (*notes, *corrections)
+        plan = replan(error_scale=scale, rounds=round_number + 1, notes=corrections)
+        plan = replace(plan, notes=tuple(dict.fromkeys((*notes, *plan.notes))))
+    raise AssertionError("unreachable")
+
+
+def apply_passes(program: Program, passes: Sequence[Pass], plan: Plan) -> Program:
+    """Every pass in turn, the program checked after each.
+
+    Raises:
+        VerificationError: an exact pass changed the result; names it and those before it.
+    """
+    before: list[str] = []
+    reference: Any = None
+    for each in passes:
+        edited = each.apply(program, plan)
+        if edited.module is not program.module:
+            edited.graph.lint()
+        if each.exact and edited.module is not program.module and plan.goal.reads == "all" and not _approximates(each, plan):
+            with torch.no_grad():
+                reference = program.module(*program.args, **program.kwargs) if reference is None else reference
+                result = edited.module(*edited.args, **edited.kwargs)
+            error = relative_error(result, reference)
+            if not error <= EXACT_TOLERANCE:
+                done = f" after {', '.join(before)}" if before else ""
+                raise VerificationError(
+                    f"The pass {each.name!r}{done} must not change results but did: relative error {format_error(error)}. "
+                    f"Leave it out with --pass no-{each.name}, and report it."
+                )
+        before.append(each.name)
+        program = edited
+    return program
+
+
+def _approximates(each: Pass, plan: Plan) -> bool:
+    """Whether this plan has a decision of the pass that makes an error by itself."""
+    return any(d.by == each.name and d.cost.error_squared > 0 for d in plan.decisions)
+
+
+def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
+    with shop.progress.step(f"lower to {backend.name}"):
+        tagged = apply_passes(shop.program, shop.passes, plan)
+        lowered = backend.lower(tagged, plan, shop.calibration)
+    with shop.progress.step(f"verify {backend.name}"):
+        checks = verify(lowered, tagged, shop.cases, shop.goal)
+    plan = _counted(plan, shop.program, lowered)
+    plan = replace(plan, checks=tuple(checks), settings=dict(lowered.settings))
+    return Outcome(plan=plan, program=tagged, lowered=lowered, checks=tuple(checks))
+
+
+def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
+    """The plan with what each site became in the artifact; a site that is not as planned is told, never passed over."""
+    groups = sites.merges(program)
+    merged = {member.site: group.merged_site for group in groups for member in group.members}
+    made = {group.site: "merged" if group.merged_site in lowered.applied else "separate" for group in groups}
+    found = {
+        d.site: made.get(d.site) or lowered.applied.get(d.site) or lowered.applied.get(merged.get(d.site, ""), "") for d in plan.decisions
+    }
+    decisions = tuple(replace(d, applied=found[d.site]) for d in plan.decisions)
+    differing = [d for d in decisions if d.applied and d.applied != _plain(d.option)]
+    notes = []
+    for kind, option, applied in sorted({(d.kind, _plain(d.option), d.applied) for d in differing}):
+        count = sum((d.kind, _plain(d.option), d.applied) == (kind, option, applied) for d in differing)
+        notes.append(f"{count} × {kind}: planned {option}, the {plan.backend} artifact has {applied}")
+    return replace(plan, decisions=decisions, notes=(*plan.notes, *notes))
+
+
+def _plain(option: str) -> str:
+    """`merged` of `merged@int8_dynamic`."""
+    return option.partition("@")[0]
+
+
+def _failed(outcome: Outcome) -> VerificationError:
+    bad = max(outcome.checks, key=lambda check: check.error)
+    note = f" ({bad.note})" if bad.note else ""
+    return VerificationError(
+        f"The {outcome.plan.backend} result is not within the declared error: {bad.name}: relative error {format_error(bad.error)} > "
+        f"{format_error(bad.limit)}{note}. Allow more error, choose another backend, or leave a pass out with --pass no-NAME."
+    )
