@@ -31,8 +31,8 @@ Measure = Callable[[KernelCall], float | None]
 #: Called after each kernel of the grid with the backend's name, kernels done and kernels in all.
 Progress = Callable[[str, int, int], None]
 
-#: Backend → packages whose version its points depend on; for a backend not named here, torch.
-_DEPENDS = {"torch": ("torch", "torchao"), "onnxruntime": ("onnxruntime",), "openvino": ("openvino",)}
+#: Backend → packages whose version its points depend on; every other backend runs on torch.
+_DEPENDS = {"onnxruntime": ("onnxruntime",), "openvino": ("openvino",)}
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0)]
 _Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -171,19 +171,19 @@ def _measured(points: BackendPoints, measure: Measure, call: KernelCall) -> floa
 
 
 def _peaks(backends: Mapping[str, BackendPoints]) -> dict[str, float]:
-    """dtype → the best FLOP/s that any linear reached; fp32 from torch's own product where no backend gave one."""
-    peaks: dict[str, float] = {}
+    """dtype → the best FLOP/s that any linear reached; fp32 at least that of torch's own product."""
+    peaks = {"fp32": matmul_peak()}
     for points in backends.values():
         for kernel, timed in points.points.items():
             if kernel.startswith("linear/") and kernel not in ("linear/w8", "linear/w4"):  # those compute in mixed dtypes
                 best = max(KernelCall(kernel, dims).flops / seconds for dims, seconds in timed)
                 dtype = KERNELS[kernel].dtype
                 peaks[dtype] = max(best, peaks.get(dtype, 0.0))
-    return peaks if "fp32" in peaks else {"fp32": matmul_peak(), **peaks}
+    return peaks
 
 
 def _versions_of(backend: str) -> dict[str, str]:
-    depends = _DEPENDS.get(backend, ("torch",))
+    depends = _DEPENDS.get(backend, ("torch", "torchao"))
     return {package: version for package, version in package_versions().items() if package in depends}
 
 
