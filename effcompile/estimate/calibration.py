@@ -124,7 +124,7 @@ def calibrate(
 
     Args:
         measures: backend → how it times a kernel.
-        quick: one small shape per kernel and a smaller bandwidth buffer.
+        quick: one small shape per kernel instead of the grid.
         keep: an earlier calibration of this machine; its points of backends not in `measures` are kept.
         progress: called after each kernel call of the grid.
     """
@@ -134,7 +134,7 @@ def calibrate(
     return Calibration(
         machine=this_hardware(),
         date=date.today().isoformat(),
-        memory_bandwidth=read_bandwidth(2**26 if quick else 2**28),
+        memory_bandwidth=read_bandwidth(),
         peak_flops=_peaks(backends),
         backends=backends,
         dirty=True,

@@ -45,7 +45,7 @@ class Fake:
 @pytest.fixture(autouse=True)
 def _isolated(tmp_path, monkeypatch):
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "read_bandwidth", lambda nbytes: 27e9)
+    monkeypatch.setattr(module, "read_bandwidth", lambda: 27e9)
     monkeypatch.setattr(module, "matmul_peak", lambda: 5e9)
 
 
