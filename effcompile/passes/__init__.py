@@ -1,1 +1,108 @@
-"""One file per idea; each proposes choices and applies the plan."""
+"""The passes by name, in order of application. Third parties register under the entry point group `effcompile.passes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib.metadata import entry_points
+from typing import Any, get_type_hints
+
+from effcompile.errors import UnknownNameError, UsageError
+from effcompile.passes.attention import Attention
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
+from effcompile.passes.fuse import Fuse
+from effcompile.passes.logits import Logits
+from effcompile.passes.merge import Merge
+from effcompile.passes.propose import propose_all
+from effcompile.passes.quantize import Quantize
+
+__all__ = ["PASSES", "Choice", "Context", "Declined", "Option", "Pass", "load_passes", "propose_all", "registered"]
+
+#: name → class. Structure changes first, so that precision is put on what is left.
+PASSES: dict[str, type[Any]] = {
+    "merge": Merge,
+    "logits": Logits,
+    "attention": Attention,
+    "fuse": Fuse,
+    "quantize": Quantize,
+}
+
+_GROUP = "effcompile.passes"
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+
+
+def registered() -> dict[str, type[Any]]:
+    """Our passes, then those of installed packages.
+
+    Raises:
+        UsageError: an installed pass cannot be imported, or takes a name that is in use.
+    """
+    found = dict(PASSES)
+    for entry in entry_points(group=_GROUP):
+        if entry.name in found:
+            raise UsageError(f"The pass {entry.name!r} of {entry.value} has a name that is taken. Rename its entry point in {_GROUP}.")
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            raise UsageError(f"The pass {entry.name!r} ({entry.value}) cannot be imported: {error}. Mend or remove it.") from error
+    return found
+
+
+def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
+    """Passes from their description, in order of application.
+
+    `quantize` selects: once a name is given, only the named passes run. `quantize.group_size=64` sets an option (and
+    selects its pass where others are selected). `no-merge` leaves one out. None or an empty list: all of them.
+
+    Raises:
+        UnknownNameError: no such pass. UsageError: no such option, or a value that does not fit its type.
+    """
+    known = registered()
+    names: list[str] = []
+    excluded: set[str] = set()
+    settings: dict[str, dict[str, Any]] = {}
+    for item in spec or ():
+        head, equals, value = item.partition("=")
+        name, dot, option = head.strip().partition(".")
+        if not dot and not equals and name.startswith("no-") and name not in known:
+            excluded.add(_known(name.removeprefix("no-"), known))
+        elif dot or equals:
+            settings.setdefault(_known(name, known), {})[option] = _value(known[name], name, option, equals, value.strip())
+        else:
+            names.append(_known(name, known))
+    selected = {*names, *settings} if names else set(known)
+    return tuple(cls(**settings.get(name, {})) for name, cls in known.items() if name in selected - excluded)
+
+
+def _known(name: str, known: dict[str, type[Any]]) -> str:
+    if name not in known:
+        raise UnknownNameError("pass", name, known)
+    return name
+
+
+def _value(cls: type[Any], name: str, option: str, equals: str, text: str) -> Any:
+    """The text of an option as its field's type."""
+    allowed = [f.name for f in fields(cls)]
+    listing = ", ".join(f"{name}.{field}" for field in allowed) or "none"
+    if option not in allowed or not equals:
+        raise UsageError(f"The pass {name!r} has no option {option!r}. Write NAME.OPTION=VALUE; options: {listing}.")
+    kind = get_type_hints(cls)[option]
+    try:
+        return _parse(kind, text)
+    except ValueError as error:
+        raise UsageError(f"{name}.{option} = {text!r} is not {_describe(kind)}. Options of {name!r}: {listing}.") from error
+
+
+def _parse(kind: Any, text: str) -> Any:
+    if kind is bool:
+        if text.lower() not in _TRUE + _FALSE:
+            raise ValueError(text)
+        return text.lower() in _TRUE
+    if kind in (int, float, str):
+        return kind(text)
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _describe(kind: Any) -> str:
+    names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    return names.get(kind, "a list like a,b,c")

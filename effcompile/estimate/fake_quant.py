@@ -1,0 +1,72 @@
+"""The numerics of each precision, emulated in fp32: what a backend's quantiser does to weights and activations.
+
+Rules as in ONNX Runtime, which quantises in the lowered model: symmetric s8 weights with scale max|w| / 127
+(`onnxruntime.quantization.quant_utils.compute_scale_zp`), u8 activations by the ONNX operator DynamicQuantizeLinear, and
+weight-only groups along K with scale = (the value of largest magnitude, with its sign) / −2^(bits−1)
+(`quantize_matmul_4bits` / `_8bits`). Tests compare each with the library.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: Range of a tensor: (least, greatest).
+Range = tuple[float, float]
+
+
+def per_tensor(w: torch.Tensor, peak: float | None = None) -> torch.Tensor:
+    """s8 with one scale. `peak`: the largest magnitude to scale by, where other tensors share the scale."""
+    scale = (peak_of(w) if peak is None else peak) / 127
+    return torch.round(w / scale).mul_(scale) if scale > 0 else w
+
+
+def peak_of(w: torch.Tensor) -> float:
+    """The largest magnitude."""
+    low, high = range_of(w)
+    return max(-low, high)
+
+
+def per_channel(w_nk: torch.Tensor) -> torch.Tensor:
+    """s8 with one scale per row."""
+    scale = w_nk.abs().amax(dim=1, keepdim=True).div_(127)
+    scale[scale == 0] = 1
+    return torch.round(w_nk / scale).mul_(scale)
+
+
+def grouped(w_nk: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """Signed `bits`-bit weights in groups along K; the value of largest magnitude is exact. K must be a multiple of the group."""
+    groups = w_nk.reshape(w_nk.shape[0], -1, group_size)
+    low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+    half = 2 ** (bits - 1)
+    scale = torch.where(high > -low, high, low).div_(-half)
+    scale[scale == 0] = 1
+    return torch.round(groups / scale).clamp_(-half, half - 1).mul_(scale).view(w_nk.shape)
+
+
+def block_int8(x: torch.Tensor, group_size: int) -> torch.Tensor:
+    """s8 activations with one scale per group along the last axis, as MatMulNBits rounds them at accuracy_level 4."""
+    groups = x.reshape(*x.shape[:-1], -1, group_size)
+    scale = groups.abs().amax(dim=-1, keepdim=True).div_(127)
+    scale[scale == 0] = 1
+    return torch.round(groups / scale).mul_(scale).view(x.shape)
+
+
+def bf16(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to bf16 and back."""
+    return x.to(torch.bfloat16).to(x.dtype)
+
+
+def range_of(x: torch.Tensor) -> Range:
+    """Least and greatest value, 0 included so that it is represented exactly."""
+    low, high = torch.aminmax(x)
+    return min(float(low), 0.0), max(float(high), 0.0)
+
+
+def uint8(x: torch.Tensor, within: Range | None = None) -> torch.Tensor:
+    """u8 with a zero point, over the tensor's own range (dynamic) or a given one (static: values outside saturate)."""
+    low, high = within or range_of(x)
+    scale = (high - low) / 255
+    if scale == 0:
+        return x
+    zero = round(min(max(-low / scale, 0.0), 255.0))
+    return torch.round(x / scale).add_(zero).clamp_(0, 255).sub_(zero).mul_(scale)

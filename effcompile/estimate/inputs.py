@@ -1,0 +1,87 @@
+"""Calibration inputs for a model whose user gave none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.program import Program
+
+aten = torch.ops.aten
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+#: What an index tensor may pass on its way to an embedding without changing its values.
+_VALUE_KEEPING = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.to.dtype,
+    aten._to_copy.default,
+)
+
+
+def describe_generated(count: int) -> str:
+    """What a plan says of inputs that `generate_inputs` made."""
+    return f"generated: {count} random inputs shaped like the example"
+
+
+def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inputs]:
+    """`count` random inputs of the example's shapes and dtypes.
+
+    Integers that index an embedding are drawn uniformly from its rows; floats are normal with the example's mean and
+    deviation; everything else (masks, token types, flags, integers whose meaning is not known) is kept as in the example.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
+    rows = [_rows_indexed(program, node) for node in program.graph.nodes if node.op == "placeholder"]
+    rows += [None] * (len(leaves) - len(rows))
+    return [
+        pytree.tree_unflatten([_drawn(leaf, limit, generator) for leaf, limit in zip(leaves, rows, strict=False)], structure)
+        for _ in range(count)
+    ]
+
+
+def _drawn(leaf: Any, rows: int | None, generator: torch.Generator) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.is_floating_point():
+        if bool(((leaf == 0) | (leaf == 1)).all()):  # a mask kept in floats
+            return leaf
+        noise = torch.randn(leaf.shape, generator=generator).to(leaf)
+        deviation = leaf.std() if leaf.numel() > 1 else leaf.abs().amax()
+        return leaf.mean() + deviation * noise
+    if rows is None or rows <= 2 or leaf.dtype is torch.bool:
+        return leaf
+    return torch.randint(0, rows, leaf.shape, generator=generator).to(leaf)
+
+
+def _rows_indexed(program: Program, node: fx.Node) -> int | None:
+    """Rows of the smallest embedding that a placeholder indexes; None where it indexes none."""
+    found: list[int] = []
+    todo, seen = [node], {node}
+    while todo:
+        value = todo.pop()
+        for user in value.users:
+            if user.target is aten.embedding.default and user.args[1] is value:
+                table = user.args[0]
+                weight = program.tensor(table) if isinstance(table, fx.Node) else None
+                found += [weight.shape[0]] if weight is not None else []
+            elif user.target in _VALUE_KEEPING and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return min(found, default=None)

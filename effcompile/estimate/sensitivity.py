@@ -1,0 +1,319 @@
+"""How much each low-precision option at each site changes the model's output, without running the model once per option.
+
+An option replaces a site's result f(x) by f(x) + δ(x). To first order the output moves by J·δ, J being the Jacobian of the
+outputs with respect to the site's result, and for v of independent random signs
+    E (vᵀ J δ)² = ‖J δ‖²                     (Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix")
+where vᵀJ is one backward pass from v, the same for every site and option. So one forward pass and a few backward passes per
+input price all of them; each then costs only its own δ (computed with the backend's rounding) and dot products.
+Samples of a batch that do not influence each other are draws of their own. Squares of different sites add because
+their errors are nearly uncorrelated (HAWQ-V2, Dong et al. 2020, §3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
+from effcompile.estimate.perturb import MERGED, Record, Site, delta_of, find_sites, static_range
+from effcompile.program import Program
+from effcompile.sites import linears, merges
+
+__all__ = ["Inputs", "Sensitivity", "describe_generated", "generate_inputs", "measure"]
+
+#: Rows (batch × sequence) of all calibration inputs together that δ and gradients are computed for.
+MAX_ROWS = 256
+#: Bytes of gradients kept for the dot products.
+MAX_GRADIENT_BYTES = 512 * 2**20
+#: Share of the time budget after which no further probe is started (the rest is for the options).
+_PROBE_SHARE = 0.5
+
+#: (what is being done, share done in [0, 1])
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sensitivity:
+    """`errors`: (site, option) → squared relative L2 error at the output, the largest over the floating outputs.
+
+    Entries (merge site, "merged@int8_dynamic") hold what the members' common weight scale adds to their own errors.
+    """
+
+    errors: Mapping[tuple[str, str], float]
+    method: str
+    draws: int = 0
+    seconds: float = 0.0
+
+
+def measure(
+    program: Program,
+    inputs: Sequence[Inputs],
+    options: Mapping[str, tuple[str, ...]],
+    *,
+    probes: int = 8,
+    budget_seconds: float = 20.0,
+    group_size: int = 32,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Squared relative output error of every option at every site, each as if taken alone.
+
+    Args:
+        program: the captured model, in fp32.
+        inputs: calibration inputs as (args, kwargs); cut along the batch, then in number, to about MAX_ROWS rows.
+        options: kind ("linear", "embedding", "gelu") → options to price there.
+        probes: backward passes per input and output group (three quarters of it where there are several outputs).
+        budget_seconds: half of it bounds the probing, of which one round is always done. Sites whose turn comes late
+            are priced on one input instead of all; the method says so.
+        group_size: weights per scale of w8 and w4; linears whose K is no multiple of it are not priced for those.
+        seed: of the random signs.
+        progress: told what is done and the share done.
+    """
+    clock = _Clock(budget=budget_seconds, tell=progress or (lambda what, share: None))
+    sites = find_sites(program, options, group_size)
+    if not sites or not inputs:
+        return Sensitivity(errors={}, method="nothing to measure: no site with an option that makes an error, or no inputs")
+    clock.tell("forward passes", 0.0)
+    records = [_forward(program, sites, given) for given in _capped(program, inputs)]
+    task = _Task(program=program, records=records, scales=_output_scales(records), group_size=group_size)
+    rounds = _probe(task, probes, torch.Generator().manual_seed(seed), clock)
+    errors, late = _price(task, sites, clock)
+    _fold_merged(program, errors)
+    method = (
+        f"‖Jδ‖² at the output by {rounds} random-sign backward passes on each of {len(records)} calibration inputs "
+        "(Hutchinson 1990), δ from the emulated quantisers"
+    )
+    if late:
+        method += f"; {late} of {len(sites)} sites on one input only, as the time was up"
+    return Sensitivity(errors=errors, method=method, draws=rounds * sum(r.batch for r in records), seconds=clock.elapsed)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Clock:
+    """The time budget and who is told."""
+
+    budget: float
+    tell: Progress
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.started
+
+    def late(self, share: float) -> bool:
+        """True when more than this share of the budget is used up."""
+        return self.elapsed > share * self.budget
+
+
+@dataclass(slots=True, kw_only=True)
+class _Task:
+    """What all sites are priced with. `scales`: see `_output_scales`."""
+
+    program: Program
+    records: list[Record]
+    scales: list[list[float]]
+    group_size: int
+
+
+#: site's node → the nodes of its input and its bias
+_Watched = Mapping[fx.Node, tuple[fx.Node | None, fx.Node | None]]
+
+
+class _Recorder(fx.Interpreter):
+    """Runs the flat graph; keeps the inputs and results of sites, the latter as points to differentiate at."""
+
+    def __init__(self, program: Program, watched: _Watched | None = None, shift: Mapping[fx.Node, torch.Tensor] | None = None) -> None:
+        super().__init__(program.module)
+        self.watched, self.shift = watched or {}, shift or {}
+        self.results: dict[fx.Node, Any] = {}
+        self.entering: dict[fx.Node, Any] = {}
+        self.biases: dict[fx.Node, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "get_attr" and isinstance(result, torch.Tensor):
+            return result.detach()
+        if n in self.shift:
+            return result + self.shift[n]
+        if n not in self.watched:
+            return result
+        for place, kept in zip(self.watched[n], (self.entering, self.biases), strict=True):
+            if place is not None:
+                kept[n] = self.env[place].detach()
+        self.results[n] = result if result.requires_grad else result.detach().requires_grad_()
+        return self.results[n]
+
+
+def _forward(program: Program, sites: list[Site], inputs: Inputs) -> Record:
+    """One recorded forward pass, with the autograd graph behind its floating outputs."""
+    flat = _flat(program, inputs)
+    recorder = _Recorder(program, {s.node: (s.x, s.bias) for s in sites})
+    with torch.enable_grad():
+        outputs = _floating(recorder.run(*flat, enable_io_processing=False))
+    sizes = [t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()]
+    batch = sizes[0] if sizes and outputs and all(o.dim() and o.shape[0] == sizes[0] for o in outputs) else 1
+    return Record(inputs=flat, outputs=outputs, results=recorder.results, entering=recorder.entering, biases=recorder.biases, batch=batch)
+
+
+def _flat(program: Program, inputs: Inputs) -> list[Any]:
+    """Leaves in the order of the placeholders."""
+    args, kwargs = inputs
+    return pytree.tree_leaves((tuple(args), {key: kwargs[key] for key in program.kwargs if key in kwargs}))
+
+
+def _floating(outputs: Any) -> list[torch.Tensor]:
+    return [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.is_floating_point()]
+
+
+def _capped(program: Program, inputs: Sequence[Inputs]) -> list[Inputs]:
+    """Inputs cut along a dynamic batch axis, then in number (at least two), to about MAX_ROWS rows."""
+    rows = max((s.m for s in linears(program)), default=1)
+    first = program.inputs[0].shape[0] if program.inputs and program.inputs[0].shape else None
+    axes = {spec.shape[0] for spec in program.inputs if spec.shape}
+    leading = {t.shape[0] for t in program.flat_inputs() if t.dim()}
+    if isinstance(first, str) and axes == {first} and len(leading) == 1:
+        batch = leading.pop()
+        keep = max(1, min(batch, MAX_ROWS * batch // (2 * rows)))
+        inputs = [pytree.tree_map_only(torch.Tensor, lambda t: t[:keep] if t.dim() else t, tuple(given)) for given in inputs]
+        rows = max(1, rows * keep // batch)
+    return list(inputs[: max(2, MAX_ROWS // rows)])
+
+
+def _output_scales(records: list[Record]) -> list[list[float]]:
+    """Groups of outputs probed together, each as one weight per output: the first output, then all others (an upper bound).
+
+    Weights are 1 / ‖y‖ over all inputs, 0 for an output outside the group, so that ‖Jδ‖² comes out relative.
+    """
+    if not records or not records[0].outputs:
+        return []
+    norms = [math.sqrt(sum(float(r.outputs[o].detach().double().square().sum()) for r in records)) for o in range(len(records[0].outputs))]
+    weights = [1 / n if 0 < n < math.inf else 0.0 for n in norms]
+    groups = [[w if o == 0 else 0.0 for o, w in enumerate(weights)], [w if o else 0.0 for o, w in enumerate(weights)]]
+    return [group for group in groups if any(group)]
+
+
+def _probe(task: _Task, probes: int, generator: torch.Generator, clock: _Clock) -> int:
+    """Draw the gradients; the number of rounds done within their share of the time (at least one)."""
+    for record in task.records:
+        record.gradients = [{} for _ in task.scales]
+        if record.batch > 1:
+            record.separate = _separate(record, generator)
+    rounds = _rounds(task, probes)
+    for done in range(rounds):
+        if done and clock.late(_PROBE_SHARE):
+            return done
+        clock.tell("backward passes", _PROBE_SHARE * done / rounds)
+        for record, group in itertools.product(task.records, range(len(task.scales))):
+            for node, gradient in _backward(record, _signs(record, task.scales[group], generator)).items():
+                record.gradients[group].setdefault(node, []).append(gradient.to(torch.bfloat16))
+    return rounds
+
+
+def _rounds(task: _Task, probes: int) -> int:
+    """Backward passes per input and output group that are wanted and that the gradients' memory allows."""
+    groups = len(task.scales)
+    per_round = 2 * groups * sum(t.numel() for record in task.records for t in record.results.values())
+    wanted = probes if groups == 1 else math.ceil(0.75 * probes)
+    return max(1, min(wanted, MAX_GRADIENT_BYTES // max(per_round, 1)))
+
+
+def _signs(record: Record, weights: list[float], generator: torch.Generator) -> list[torch.Tensor]:
+    """Random signs of each output's shape, times its weight."""
+    draws = (torch.randint(0, 2, o.shape, generator=generator, dtype=torch.int8) for o in record.outputs)
+    return [(d.to(o.dtype) * 2 - 1) * w for d, o, w in zip(draws, record.outputs, weights, strict=True)]
+
+
+def _backward(record: Record, v: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """VᵀJ at every site that the outputs with a non-zero v depend on differentiably."""
+    pairs = [(o, w) for o, w in zip(record.outputs, v, strict=True) if o.requires_grad and bool(w.any())]
+    if not pairs:
+        return {}
+    nodes = list(record.results)
+    points = [record.results[n] for n in nodes]
+    found = torch.autograd.grad([o for o, _ in pairs], points, [w for _, w in pairs], retain_graph=True, allow_unused=True)
+    return {n: g for n, g in zip(nodes, found, strict=True) if g is not None}
+
+
+def _separate(record: Record, generator: torch.Generator) -> set[fx.Node]:
+    """Sites whose result is cut by sample: the gradient of the first sample's outputs is zero in all other samples' rows."""
+    signs = _signs(record, [1.0] * len(record.outputs), generator)
+    for v in signs:
+        v[1:] = 0
+    return {
+        node
+        for node, g in _backward(record, signs).items()
+        if g.dim() and g.shape[0] % record.batch == 0 and not bool(g.reshape(record.batch, -1)[1:].any())
+    }
+
+
+def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[str, str], float], int]:
+    """Errors of all options, and the number of sites that came so late that one input had to do."""
+    errors: dict[tuple[str, str], float] = {}
+    late = 0
+    for index, site in enumerate(sites):
+        share = _PROBE_SHARE + (1 - _PROBE_SHARE) * index / len(sites)
+        clock.tell(f"precisions of {site.name}", share)
+        behind = len(task.records) > 1 and clock.late(max(share, 0.6))
+        late += behind
+        used = task.records[:1] if behind else task.records
+        reached = any(site.node in group for record in task.records for group in record.gradients)
+        for option in site.options:
+            deltas = _deltas(task, site, option, used)
+            errors[site.name, option] = _from_gradients(task, site, deltas) if reached else _by_running(task, site, deltas)
+        site.cache.clear()
+    return errors, late
+
+
+def _deltas(task: _Task, site: Site, option: str, used: list[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+    """δ on each input, one at a time."""
+    limits = static_range(site, task.records) if option == "int8_static" else None
+    for record in used:
+        yield record, delta_of(site, option, record, task.group_size, limits)
+
+
+def _from_gradients(task: _Task, site: Site, deltas: Iterator[tuple[Record, torch.Tensor]]) -> float:
+    """The largest over the output groups of Σ_inputs mean_draws Σ_samples (vᵀJδ)²."""
+    totals, seen = [0.0] * len(task.scales), 0
+    for record, delta in deltas:
+        seen += 1
+        samples = record.batch if site.node in record.separate else 1
+        flat = delta.reshape(samples, -1)
+        for group, gradients in enumerate(record.gradients):
+            drawn = gradients.get(site.node, [])
+            squares = [float((g.reshape(samples, -1) * flat).sum(dim=1).square().sum()) for g in drawn]
+            totals[group] += sum(squares) / max(len(squares), 1)
+    return max(totals, default=0.0) * len(task.records) / max(seen, 1)  # scales are relative to the norm over all inputs
+
+
+def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[Record, torch.Tensor]]) -> float:
+    """The error by running the model with δ added, for sites behind which nothing can be differentiated."""
+    moved: dict[int, float] = defaultdict(float)
+    norms: dict[int, float] = defaultdict(float)
+    for record, delta in deltas:
+        with torch.no_grad():
+            outputs = _floating(_Recorder(task.program, shift={site.node: delta}).run(*record.inputs, enable_io_processing=False))
+        for o, (y, z) in enumerate(zip(record.outputs, outputs, strict=True)):
+            moved[o] += float((z - y.detach()).square().sum())
+            norms[o] += float(y.detach().square().sum())
+    return max((moved[o] / norms[o] for o in norms if norms[o] > 0), default=0.0)
+
+
+def _fold_merged(program: Program, errors: dict[tuple[str, str], float]) -> None:
+    """Turn the members' errors under a common weight scale into what the merge itself adds."""
+    for merge in merges(program):
+        extra = 0.0
+        for member in merge.members:
+            shared = errors.pop((member.site, MERGED), None)
+            if shared is not None:
+                extra += shared - errors[member.site, "int8_dynamic"]
+        if extra > 0:
+            errors[merge.site, "merged@int8_dynamic"] = extra

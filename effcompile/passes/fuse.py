@@ -1,0 +1,76 @@
+"""Fusions that backends offer ready-made: the residual add with its LayerNorm, and GELU's tanh form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
+from effcompile.plan import Plan
+from effcompile.program import Program
+from effcompile.sites import add_norms, gelus
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fuse:
+    """`norms`: add + LayerNorm as one kernel (exact). `gelu`: the tanh form, only where the goal allows error."""
+
+    norms: bool = True
+    gelu: bool = True
+
+    name: ClassVar[str] = "fuse"
+    exact: ClassVar[bool] = True
+
+    def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
+        if self.norms:
+            for norm in add_norms(program):
+                yield from self._pair(context, norm.site, "norm", "add_norm", ("split", "fused"), (norm.rows, norm.cols))
+        if not self.gelu:
+            return
+        found = gelus(program)
+        if found and context.goal.exact:
+            yield no_error_allowed("gelu", "tanh", self.name)
+        for gelu in found:
+            forms = ("erf",) if context.goal.exact else ("erf", "tanh")
+            yield from self._pair(context, gelu.site, "gelu", "gelu", forms, (gelu.elements,))
+
+    def apply(self, program: Program, plan: Plan) -> Program:
+        chosen = plan.options()
+        edited = program.editable(self.name)
+        tags = {site.site: chosen[site.site] for site in add_norms(edited) if site.site in chosen}
+        for gelu in gelus(edited):
+            if gelu.site in chosen:
+                tags[gelu.site] = chosen[gelu.site]
+                if chosen[gelu.site] == "tanh":
+                    gelu.node.kwargs = {**gelu.node.kwargs, "approximate": "tanh"}
+        edited.module.recompile()
+        return replace(edited, tags={**program.tags, **tags})
+
+    def _pair(
+        self, context: Context, site: str, kind: str, kernel: str, names: tuple[str, ...], dims: tuple[int, ...]
+    ) -> Iterator[Choice | Declined]:
+        """The baseline form and, where it pays, the other one."""
+        options: list[Option] = []
+        for name in names:
+            cost = price(context, f"{kernel}/{name}", *dims)
+            reason = ""
+            if cost is None:
+                reason = no_kernel(context, f"{kernel}/{name}")
+            elif options and cost.seconds > options[0].cost.seconds:
+                reason = no_gain(cost, options[0].cost, options[0].name)
+            elif name == "tanh":
+                error = context.sensitivity.get((site, name))
+                reason = "" if error is not None else "its error at the output was not measured"
+                cost = replace(cost, error_squared=error or 0.0)
+            if reason or cost is None:
+                yield Declined(site=site, kind=kind, option=name, by=self.name, reason=reason, cost=cost)
+            else:
+                options.append(Option(name=name, cost=cost, by=self.name))
+        if options:
+            yield Choice(site=site, kind=kind, baseline=options[0].name, options=tuple(options))

@@ -1,0 +1,38 @@
+"""What the passes share: the price of a kernel and the sentences for what cannot be or does not pay."""
+
+from __future__ import annotations
+
+from effcompile.cost import Cost
+from effcompile.passes.base import Context
+from effcompile.plan import Declined
+from effcompile.target import KernelCall
+from effcompile.units import format_seconds
+
+#: What a `site` of one refusal for all sites of a kind is called.
+EVERYWHERE = "*"
+
+
+def price(context: Context, kernel: str, *dims: int) -> Cost | None:
+    """Seconds of one kernel on the context's backend; None where it has no such kernel."""
+    found = context.target.price(context.backend, KernelCall(kernel, dims))
+    return None if found is None else Cost(seconds=found[0], provenance=found[1])
+
+
+def no_kernel(context: Context, kernel: str) -> str:
+    """Why an option that the backend cannot run is not offered."""
+    return f"{context.backend} has no {kernel} kernel here"
+
+
+def no_gain(cost: Cost, other: Cost, name: str) -> str:
+    """Why an option that is slower than another and saves nothing is not offered."""
+    return f"no gain here: {format_seconds(cost.seconds)} > {format_seconds(other.seconds)} ({name})"
+
+
+def no_error_allowed(kind: str, option: str, by: str) -> Declined:
+    """One refusal for a kind of site where the goal is exact."""
+    return Declined(site=EVERYWHERE, kind=kind, option=option, by=by, reason="goal allows no error (max_error = 0)")
+
+
+def base_option(option: str) -> str:
+    """`merged` of `merged@int8_dynamic`: what the graph becomes, without the precision it was priced at."""
+    return option.partition("@")[0]
