@@ -14,16 +14,17 @@ LAYERS: list[tuple[str, ...]] = [
     ("units",),
     ("cost",),
     ("goal", "target"),
-    ("machines", "torch_compat"),
+    ("plan", "machines", "torch_compat"),
     ("program",),
     ("sites",),
     ("export",),
-    ("capture", "plan"),
+    ("capture",),
     ("estimate", "planner"),
     ("passes", "backends"),
     ("loader",),
     ("compiler",),
     ("report",),
+    ("dynamo", "console"),
     ("api",),
     ("cli", "__init__"),
 ]
@@ -66,7 +67,7 @@ def test_private_torch_apis_stand_in_torch_compat(file: Path) -> None:
         assert not private or module.startswith("torch.utils._pytree"), f"{file}:{line}: {module} belongs in torch_compat.py"
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            assert not node.attr.startswith("_"), f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
+            assert not node.attr.startswith("_") or node.attr.startswith("__"), f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
 
 
 def test_every_layer_exists() -> None:

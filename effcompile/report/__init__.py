@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from effcompile.report.diff import diff
 from effcompile.report.explain import explain, find_site
+from effcompile.report.frontier import print_frontier
 from effcompile.report.html import html_report
 from effcompile.report.infeasible import flag, print_infeasible
 from effcompile.report.progress import Steps
 from effcompile.report.targets import targets_table
 from effcompile.report.terminal import print_plan
 
-__all__ = ["Steps", "diff", "explain", "find_site", "flag", "html_report", "print_infeasible", "print_plan", "targets_table"]
+__all__ = [
+    "Steps",
+    "diff",
+    "explain",
+    "find_site",
+    "flag",
+    "html_report",
+    "print_frontier",
+    "print_infeasible",
+    "print_plan",
+    "targets_table",
+]

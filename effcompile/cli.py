@@ -1,0 +1,335 @@
+"""The command line. Exit status: 0 done, 1 infeasible or not verified, 2 the request is wrong (130 interrupted).
+
+torch takes seconds to import, so each command imports what it needs: `--help`, `targets`, `explain` and `diff` do not need it.
+Results go to stdout, progress and errors to stderr; with `--json` stdout carries one JSON document, an error's too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from effcompile import console, report
+from effcompile.errors import EffcompileError
+from effcompile.goal import Goal
+from effcompile.plan import Plan, write_atomically
+
+if TYPE_CHECKING:
+    from effcompile.compiler import Executable
+    from effcompile.loader import Loaded
+    from effcompile.target import Target
+
+app = typer.Typer(
+    help="Declare the budget; get the fastest transformer that fits, with proof.",
+    epilog="Start with:  effcompile optimize examples/bert.py --max-error 0.031 -o out/bert",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_GOAL, _HOW, _OUTPUT = "The goal", "How to get there", "Output"
+
+ModelFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL.PY[:NAME]", help="A file that defines `model` (or NAME) and `inputs`: objects, or functions without arguments."
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="A saved plan.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Peak bytes live during the call: 6GiB, 900MB.", rich_help_panel=_GOAL)]
+MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=_GOAL)]
+Minimize = Annotated[str | None, typer.Option(metavar="time|memory", help="What to make least within the limits.", rich_help_panel=_GOAL)]
+Mode = Annotated[
+    str | None, typer.Option(metavar="inference|training", help="Training comes with the next release.", rich_help_panel=_GOAL)
+]
+Reads = Annotated[str | None, typer.Option(metavar="all|last", help="Which rows of the logits are read.", rich_help_panel=_GOAL)]
+TargetName = Annotated[str, typer.Option("--target", help="A machine (see `effcompile targets`) or a .toml file.", rich_help_panel=_HOW)]
+BackendName = Annotated[str | None, typer.Option("--backend", help="Only this backend; otherwise the fastest.", rich_help_panel=_HOW)]
+PassNames = Annotated[
+    list[str] | None, typer.Option("--pass", metavar="NAME", help="Repeatable: NAME, no-NAME or NAME.OPTION=VALUE.", rich_help_panel=_HOW)
+]
+Dynamic = Annotated[
+    bool | None, typer.Option("--dynamic/--static", help="Keep batch and sequence free, or fix every shape.", rich_help_panel=_HOW)
+]
+SavedPlan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Apply this plan; nothing is solved.", rich_help_panel=_HOW)]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="DIR", help="Write plan.json, report.html and the artifact there.", rich_help_panel=_OUTPUT),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="One row per site, all refusals.", rich_help_panel=_OUTPUT)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=_OUTPUT)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What `optimize`, `plan` and `frontier` have in common. `changes` are the goal fields given on the command line."""
+
+    file: str
+    changes: Mapping[str, Any]
+    target: str
+    backend: str | None
+    passes: list[str] | None
+    dynamic: bool | None
+
+    @classmethod
+    def of(
+        cls, file: str, target: str, backend: str | None, passes: list[str] | None, dynamic: bool | None = None, **goal_fields: Any
+    ) -> Job:
+        """The job, with all checked that can be before torch and the model load.
+
+        Raises:
+            UsageError: a goal, target or pass that does not exist or is not allowed.
+        """
+        changes = {name: value for name, value in goal_fields.items() if value is not None}
+        Goal.of(**changes)
+        if target != "auto":
+            from effcompile.machines import load_target
+
+            load_target(target)
+        return cls(file=file, changes=changes, target=target, backend=backend, passes=passes, dynamic=dynamic)
+
+    def load(self, steps: report.Steps, plan: Plan | None = None) -> tuple[Loaded, Goal]:
+        """The user's model, and the goal: that of a saved plan, or that of the file changed by the command line."""
+        with steps.step("load the model"):
+            from effcompile.api import declare, goal_of_plan
+            from effcompile.loader import load
+            from effcompile.passes import load_passes
+
+            load_passes(self.passes)
+            loaded = load(self.file)
+        if plan is not None:
+            return loaded, goal_of_plan(plan, None, self.changes, self.backend)
+        return loaded, declare(loaded.goal, None, self.changes)
+
+    def request(self, loaded: Loaded, goal: Goal, steps: report.Steps) -> dict[str, Any]:
+        """Keyword arguments of `compiler.optimize` and `compiler.make_plan`."""
+        return {
+            "goal": goal,
+            "target": self.target,
+            "backend": self.backend,
+            "passes": self.passes,
+            "dynamic": self.dynamic,
+            "calibration": loaded.calibration or None,
+            "progress": steps,
+        }
+
+
+@app.command()
+def optimize(
+    model: ModelFile,
+    memory: Memory = None,
+    max_error: MaxError = None,
+    minimize: Minimize = None,
+    mode: Mode = None,
+    reads: Reads = None,
+    target: TargetName = "auto",
+    backend: BackendName = None,
+    passes: PassNames = None,
+    dynamic: Dynamic = None,
+    plan: SavedPlan = None,
+    output: Output = None,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan, lower and verify a model; print what was decided and measured."""
+    job = Job.of(model, target, backend, passes, dynamic, memory=memory, max_error=max_error, minimize=minimize, mode=mode, reads=reads)
+    saved = None if plan is None else Plan.load(plan)
+    if output is not None:
+        console.check_writable(output)
+    written: list[Path] = []
+    with console.steps(as_json, verbose) as steps:
+        from effcompile import compiler
+
+        loaded, goal = job.load(steps, saved)
+        with console.explaining(goal, as_json):
+            executable = compiler.optimize(loaded.model, loaded.args, loaded.kwargs, plan=saved, **job.request(loaded, goal, steps))
+        if output is not None:
+            written = _write(executable, output)
+    if as_json:
+        console.emit({**executable.plan.to_dict(), "met": executable.plan.met, "written": [str(path) for path in written]})
+    else:
+        _print_plan(executable.plan, verbose, output, hint="Add -o DIR to write plan.json, report.html and the artifact.")
+    if not executable.plan.met:
+        raise typer.Exit(1)
+
+
+@app.command("plan")
+def plan_command(
+    model: ModelFile,
+    memory: Memory = None,
+    max_error: MaxError = None,
+    minimize: Minimize = None,
+    mode: Mode = None,
+    reads: Reads = None,
+    target: TargetName = "auto",
+    backend: BackendName = None,
+    passes: PassNames = None,
+    dynamic: Dynamic = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=_OUTPUT)
+    ] = None,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
+    job = Job.of(model, target, backend, passes, dynamic, memory=memory, max_error=max_error, minimize=minimize, mode=mode, reads=reads)
+    if output is not None:
+        console.check_writable(output)
+    with console.steps(as_json, verbose) as steps:
+        from effcompile import compiler
+
+        loaded, goal = job.load(steps)
+        with console.explaining(goal, as_json):
+            made = compiler.make_plan(loaded.model, loaded.args, loaded.kwargs, **job.request(loaded, goal, steps))
+        written = [] if output is None else [made.save(output / "plan.json"), _write_report(made, output)]
+    if as_json:
+        console.emit({**made.to_dict(), "written": [str(path) for path in written]})
+    else:
+        _print_plan(made, verbose, output, hint="Add -o DIR to write plan.json and report.html.")
+
+
+@app.command()
+def frontier(
+    model: ModelFile,
+    memory: Memory = None,
+    max_error: MaxError = None,
+    minimize: Minimize = None,
+    mode: Mode = None,
+    reads: Reads = None,
+    target: TargetName = "auto",
+    backend: BackendName = None,
+    passes: PassNames = None,
+    dynamic: Dynamic = None,
+    points: Annotated[int, typer.Option(min=1, help="How many plans at the most.", rich_help_panel=_HOW)] = 8,
+    as_json: AsJson = False,
+) -> None:
+    """What each byte of memory buys: predicted plans, none both larger and slower than another."""
+    job = Job.of(model, target, backend, passes, dynamic, memory=memory, max_error=max_error, minimize=minimize, mode=mode, reads=reads)
+    with console.steps(as_json) as steps:
+        from effcompile import compiler
+
+        loaded, goal = job.load(steps)
+        with console.explaining(goal, as_json):
+            plans = compiler.frontier(loaded.model, loaded.args, loaded.kwargs, points=points, **job.request(loaded, goal, steps))
+    if as_json:
+        console.emit([plan.to_dict() for plan in plans])
+    else:
+        report.print_frontier(plans)
+
+
+@app.command()
+def explain(
+    plan: PlanFile,
+    site: Annotated[str | None, typer.Argument(metavar="[SITE]", help="A site, or a part of its name; without it, all sites.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Why this choice, and why not another."""
+    loaded = Plan.load(plan)
+    if not as_json:
+        report.explain(loaded, site)
+        return
+    name = None if site is None else report.find_site(loaded, site)
+    data = loaded.to_dict()
+    console.emit({part: [entry for entry in data[part] if name in (None, entry["site"])] for part in ("decisions", "declined")})
+
+
+@app.command()
+def diff(a: PlanFile, b: PlanFile, as_json: AsJson = False) -> None:
+    """How two plans differ: goals, totals, decisions."""
+    left, right = Plan.load(a), Plan.load(b)
+    if not as_json:
+        report.diff(left, right)
+        return
+    was, now = left.options(), right.options()
+    sites = [site for site in {**was, **now} if was.get(site) != now.get(site)]
+    sides = {name: {key: plan.to_dict()[key] for key in _COMPARED} for name, plan in (("a", left), ("b", right))}
+    console.emit({**sides, "decisions": [{"site": site, "a": was.get(site), "b": now.get(site)} for site in sites]})
+
+
+_COMPARED = ("model", "fingerprint", "goal", "target", "backend", "predicted", "measured")
+
+
+@app.command()
+def targets(verbose: Verbose = False, as_json: AsJson = False) -> None:
+    """The machines that effcompile has figures of."""
+    from effcompile.machines import known_targets, load_target
+
+    known = [load_target(name) for name in known_targets()]
+    if as_json:
+        console.emit([_target_data(target) for target in known])
+    else:
+        report.targets_table(known, verbose=verbose)
+
+
+@app.command()
+def calibrate(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes: seconds instead of minutes.")] = False, as_json: AsJson = False
+) -> None:
+    """Measure this machine once; `--target auto` reads the result."""
+    with console.steps(as_json) as steps:
+        from effcompile import compiler
+
+        path = compiler.calibrate(quick=quick, progress=steps)
+    if as_json:
+        console.emit({"path": str(path)})
+    else:
+        typer.echo(f"Measured this machine; the figures are in {path}")
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", is_eager=True)] = False) -> None:
+    if version:
+        from effcompile import __version__
+
+        typer.echo(f"effcompile {__version__}")
+        raise typer.Exit
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; errors raised on purpose are told without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app(args=arguments, prog_name="effcompile")
+    except EffcompileError as error:
+        if os.environ.get("EFFCOMPILE_DEBUG"):
+            traceback.print_exc()
+        status = console.tell(error, "--json" in arguments)
+    except KeyboardInterrupt:
+        sys.stderr.write("Interrupted.\n")
+        status = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except Exception as error:
+        status = console.tell_bug(error, "--json" in arguments)
+    sys.exit(status)
+
+
+def _write(executable: Executable, directory: Path) -> list[Path]:
+    """Artifact and plan (whole or nothing), then the report beside them."""
+    artifact = executable.save(directory)
+    return [artifact, directory / "plan.json", _write_report(executable.plan, directory)]
+
+
+def _write_report(plan: Plan, directory: Path) -> Path:
+    return write_atomically(directory / "report.html", report.html_report(plan).encode())
+
+
+def _print_plan(plan: Plan, verbose: bool, directory: Path | None, *, hint: str) -> None:
+    report.print_plan(plan, verbose=verbose, directory=None if directory is None else str(directory))
+    if directory is None:
+        typer.echo(f"\n Nothing was written. {hint}")
+
+
+def _target_data(target: Target) -> dict[str, Any]:
+    """A target's figures; measured laws and the probe are not for reading."""
+    return {f.name: getattr(target, f.name) for f in fields(target) if f.name not in ("laws", "probe")}

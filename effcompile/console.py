@@ -1,0 +1,97 @@
+"""What a command says: progress and errors on stderr, one JSON document on stdout, and checks before the work starts."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from effcompile.errors import EffcompileError, InfeasibleError, UsageError
+from effcompile.goal import Goal
+from effcompile.report import Steps, print_infeasible
+
+
+def emit(data: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
+    sys.stdout.flush()
+
+
+def tell(error: EffcompileError, as_json: bool) -> int:
+    """An error raised on purpose, as one block without a traceback; returns the exit status."""
+    if as_json:
+        emit({"error": error_data(error, error.exit_code)})
+    else:
+        Console(stderr=True, soft_wrap=True).print(Text("✘ ", style="bold red") + Text(str(error)))
+    return error.exit_code
+
+
+def tell_bug(error: Exception, as_json: bool) -> int:
+    """An error that nobody foresaw: its traceback, and what to do about it; returns the exit status."""
+    traceback.print_exc()
+    sys.stderr.write(
+        f"\n✘ effcompile stopped on an error that it did not foresee: {type(error).__name__}. This is a bug in effcompile; "
+        "please report it with the lines above and your model file.\n"
+    )
+    if as_json:
+        emit({"error": error_data(error, 1)})
+    return 1
+
+
+def error_data(error: Exception, status: int) -> dict[str, Any]:
+    """An error as data for `--json`."""
+    data: dict[str, Any] = {"type": type(error).__name__, "message": str(error), "exit_code": status}
+    if isinstance(error, InfeasibleError):
+        data |= {"binding": list(error.binding), "nearest": error.nearest}
+    return data
+
+
+@contextmanager
+def steps(as_json: bool, verbose: bool = False) -> Iterator[Steps]:
+    """Progress on stderr, silent with --json; and the libraries below us kept quiet unless `verbose`."""
+    with warnings.catch_warnings():
+        if not verbose:
+            warnings.filterwarnings("ignore", module=r"(torch|torchao|onnx|onnxscript|transformers|copyreg)(\..*)?")
+            for name in ("torchao", "torch.utils._pytree", "torch.onnx", "onnxscript", "transformers", "nncf"):
+                logging.getLogger(name).setLevel(logging.ERROR)
+        with Steps(enabled=not as_json) as running:
+            yield running
+
+
+@contextmanager
+def explaining(goal: Goal, as_json: bool) -> Iterator[None]:
+    """An infeasible goal is explained, with the flags to type that would make it feasible."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if as_json:
+            raise
+        print_infeasible(error, goal, Console(stderr=True))
+        raise typer.Exit(error.exit_code) from error
+
+
+def check_writable(directory: Path) -> None:
+    """Fail before the work, not after it.
+
+    Raises:
+        UsageError: `directory` is no folder, or nothing can be written there.
+    """
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"-o {str(directory)!r}: {str(there)!r} is a file. Give a folder; it is made when it does not exist.")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UsageError(f"Cannot write in {str(there)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error

@@ -1,0 +1,73 @@
+"""The names users rely on, pinned: removing or renaming one is a decision, not an accident."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import effcompile
+from effcompile.errors import EffcompileError
+
+NAMES = [
+    "CaptureError",
+    "EffcompileError",
+    "Executable",
+    "FormatError",
+    "Goal",
+    "InfeasibleError",
+    "InputsError",
+    "LoweringError",
+    "MissingPackageError",
+    "Plan",
+    "Target",
+    "UnknownNameError",
+    "UsageError",
+    "VerificationError",
+    "compilations",
+    "frontier",
+    "optimize",
+    "plan",
+]
+
+
+def test_names_are_these() -> None:
+    assert sorted(effcompile.__all__) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_resolves(name: str) -> None:
+    assert getattr(effcompile, name) is not None
+    assert name in dir(effcompile)
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="optimise"):
+        effcompile.optimise  # noqa: B018
+
+
+def test_plan_stays_the_function_after_the_module_is_imported() -> None:
+    import effcompile.plan as module_or_function
+    from effcompile.plan import Plan
+
+    assert callable(effcompile.plan)
+    assert module_or_function is effcompile.plan
+    assert Plan is effcompile.Plan
+
+
+def test_optimize_takes_the_agreed_arguments() -> None:
+    parameters = inspect.signature(effcompile.optimize).parameters
+    assert next(iter(parameters)) == "model"
+    for name in ("inputs", "goal", "target", "backend", "plan", "optimizer"):
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameters["target"].default == "auto"
+
+
+def test_every_error_is_ours_and_exits_1_or_2() -> None:
+    errors = [getattr(effcompile, name) for name in NAMES if name.endswith("Error")]
+    assert all(issubclass(error, EffcompileError) and error.exit_code in (1, 2) for error in errors)
+
+
+def test_import_needs_no_torch() -> None:
+    code = "import sys, effcompile; effcompile.Plan, effcompile.Goal; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
