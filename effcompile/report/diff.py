@@ -11,7 +11,7 @@ from rich.text import Text
 from effcompile.goal import Goal
 from effcompile.plan import Plan, Totals
 from effcompile.report import figures as f
-from effcompile.report.names import collapse
+from effcompile.report.names import collapse, printed
 from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
 from effcompile.units import format_bytes, format_error, format_seconds
 
@@ -19,8 +19,8 @@ from effcompile.units import format_bytes, format_error, format_seconds
 def diff(a: Plan, b: Plan, console: Console | None = None) -> None:
     """Print goal differences, totals side by side (measured where both were), and decisions that differ, grouped."""
     page = Page(console)
-    page.line(Text(" "), page.text("plan a", STRONG), page.text(f"  {a.model}: {a.goal.describe()}"))
-    page.line(Text(" "), page.text("plan b", STRONG), page.text(f"  {b.model}: {b.goal.describe()}"))
+    page.field("plan a", f"{a.model}: {a.goal.describe()}")
+    page.field("plan b", f"{b.model}: {b.goal.describe()}")
     page.blank()
     _settings(page, a, b)
     _totals(page, a, b)
@@ -111,4 +111,4 @@ def _by_kind(sites: Iterable[str], kinds: Mapping[str, str]) -> dict[str, list[s
 
 
 def _names(sites: Iterable[str]) -> list[Cell]:
-    return [f"{t.text} ({t.count})" if t.count > 1 else t.text for t in collapse(sites)]
+    return [*printed(collapse(sites))]

@@ -10,7 +10,7 @@ from effcompile.errors import UsageError
 from effcompile.plan import Decision, Declined, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import groups, saved_seconds, saved_weight_bytes, share
-from effcompile.report.names import collapse
+from effcompile.report.names import collapse, printed
 from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
 from effcompile.units import format_bytes, format_error, format_seconds
 
@@ -36,14 +36,14 @@ def find_site(plan: Plan, name: str) -> str:
     Raises:
         UnknownNameError: none. UsageError: several.
     """
-    known = list(dict.fromkeys([*(d.site for d in plan.decisions), *(d.site for d in plan.declined)]))
+    known = list(dict.fromkeys(site for site in (*plan.options(), *(d.site for d in plan.declined)) if site))
     if name in known:
         return name
     for matches in ([s for s in known if s.startswith(name)], [s for s in known if name in s]):
         if len(matches) == 1:
             return matches[0]
         if matches and name:
-            listed = [f"{t.text} ({t.count})" for t in collapse(matches)]
+            listed = printed(collapse(matches))
             more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
             raise UsageError(f"{name!r} fits {len(matches)} sites. Give one in full: {', '.join(listed[:_LISTED])}{more}.")
     return plan.decision(name).site
@@ -52,17 +52,14 @@ def find_site(plan: Plan, name: str) -> str:
 def _sites(page: Page, plan: Plan) -> None:
     page.line(Text(" "), page.text(f"sites of the plan for {plan.model}", STRONG))
     page.blank()
-    columns = [Column(header="what"), Column(header="choice"), Column(header="site", fit="cut")]
     rows: list[Row] = []
-    kind = ""
-    for group in groups(plan.decisions):
-        for number, template in enumerate(group.sites):
-            choice = Text(f.format_choice(group.option, group.baseline), style=DIM if group.kept else STRONG)
-            name = f"{template.text} ({template.count})" if template.count > 1 else template.text
-            rows.append(Row(cells=["" if group.kind == kind else group.kind, choice, name] if number == 0 else ["", "", name]))
-            kind = group.kind
+    found = groups(plan.decisions)
+    for place, group in enumerate(found):
+        kind = "" if place and found[place - 1].kind == group.kind else group.kind
+        choice = Text(f.format_choice(group.option, group.baseline), style=DIM if group.kept else STRONG)
+        rows.append(Row(cells=[kind, choice, str(len(group.decisions))], below=[*printed(group.sites)]))
     if rows:
-        page.table(columns, rows)
+        page.table([Column(header="what"), Column(header="choice"), Column(header="sites", right=True)], rows)
     else:
         page.line(page.text("   none: there was nothing to decide", DIM))
     page.blank()

@@ -38,8 +38,8 @@ class Measure:
 
     @property
     def accuracy(self) -> float | None:
-        """Predicted ÷ measured of the result."""
-        return ratio(*self.after)
+        """Predicted ÷ measured of the result; None where nothing was predicted to compare with."""
+        return ratio(*self.after) if self.after[0] else None
 
     def text(self, value: float | None) -> str:
         return NONE if value is None else self.show(value)

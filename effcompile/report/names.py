@@ -29,16 +29,23 @@ def collapse(sites: Iterable[str]) -> list[Template]:
     Numbers between separators become ranges; names that differ at one place only, over the same ranges,
     become alternatives. Every template expands to sites that are all in the list: nothing is implied.
     """
-    skeletons: dict[str, set[tuple[int, ...]]] = {}
+    skeletons: dict[tuple[str, int], set[tuple[int, ...]]] = {}
     for site in dict.fromkeys(sites):
-        indices = tuple(int(number) for number in _INDEX.findall(site))
-        # a number written with leading zeros cannot be printed as a range: it stays a name of its own
-        plain = site if any(f"{i}" != n for i, n in zip(indices, _INDEX.findall(site), strict=True)) else _INDEX.sub("\0", site)
-        skeletons.setdefault(plain, set()).add(indices if "\0" in plain else ())
+        numbers = _INDEX.findall(site)
+        indices = tuple(map(int, numbers))
+        # numbers with leading zeros or other digits cannot be printed as a range: such a name stays as it is
+        simple = "\0" not in site and all(str(index) == number for index, number in zip(indices, numbers, strict=True))
+        key = (_INDEX.sub("\0", site), len(indices)) if simple else (site, 0)
+        skeletons.setdefault(key, set()).add(indices if simple else ())
     counted: list[tuple[Tokens, int]] = []
-    for skeleton, members in skeletons.items():
+    for (skeleton, _), members in skeletons.items():
         counted.extend((_tokens(skeleton, box), prod(map(len, box))) for box in _boxes(members))
     return [Template(text="".join(map(_alternatives, tokens)), count=count) for tokens, count in _merge(counted)]
+
+
+def printed(templates: Sequence[Template]) -> list[str]:
+    """Each template with its count, which is left out where it says nothing: one site, or one template."""
+    return [f"{t.text} ({t.count})" if t.count > 1 and len(templates) > 1 else t.text for t in templates]
 
 
 def _boxes(members: set[tuple[int, ...]]) -> list[Box]:
@@ -56,7 +63,7 @@ def _boxes(members: set[tuple[int, ...]]) -> list[Box]:
 
 def _tokens(skeleton: str, box: Box) -> Tokens:
     sets = iter(box)
-    filled = re.sub("\0", lambda _: _ranges(next(sets)), skeleton)
+    filled = re.sub("\0", lambda _: _ranges(next(sets)), skeleton) if box else skeleton
     return tuple((token,) for token in _TOKEN.split(filled))
 
 

@@ -20,10 +20,11 @@ WIDE = 128  # from this width on, sites get a column of their own
 _WIDEST = 160
 _NARROWEST = 40
 _GAP = 2
+_LEAST = 12  # a column that gives way keeps this much
 _LABEL_WIDTH = 10
 
 _ASCII = str.maketrans(
-    {"·": "-", "→": ">", "…": "~", "–": "-", "—": "-", "−": "-", "×": "x", "÷": "/", "≤": "<=", "≥": ">=", "✔": "+", "✘": "!"}
+    {"·": "-", "→": "->", "…": "~", "–": "-", "—": "-", "−": "-", "×": "x", "÷": "/", "≤": "<=", "≥": ">=", "✔": "+", "✘": "!"}
     | {"●": "*", "◌": "?", "─": "-", "│": "|", "µ": "u", "²": "2", "•": "*", "⚠": "!", "▸": ">"}
 )
 _GLUE = re.compile(r"(?<=\d) (?=(?:s|ms|µs|us|B|[KMGT]i?B|[kMGT])\b|%)| (?=· |- )")  # figure and unit, and a separator, stay on a line
@@ -130,7 +131,7 @@ class Page:
         shorter = None if prose else _cut_name(head, room, dots)
         if shorter is None:
             left = room // 2
-            shorter = set_cell_size(head, left) + dots + head[len(head) - (room - left - 1) :]
+            shorter = set_cell_size(head, left) + dots + set_cell_size(head[::-1], room - left - 1)[::-1]
         return shorter + tail
 
     def table(self, columns: Sequence[Column], rows: Sequence[Row]) -> None:
@@ -138,6 +139,9 @@ class Page:
         styles = [[column.style for column in (*columns[:1], *columns[row.span :])] for row in rows]
         texts = [[self.text(cell, s) for cell, s in zip(row.cells, style, strict=True)] for row, style in zip(rows, styles, strict=True)]
         widths = self._widths(columns, rows, texts)
+        if sum(widths) + _GAP * (len(widths) - 1) + 1 > self.width:
+            self._records(columns, rows, texts)
+            return
         for line in self._header(columns, widths):
             self.line(line)
         longest = max((self.text(below).cell_len for row in rows for below in row.below), default=0)
@@ -149,6 +153,18 @@ class Page:
             for below in row.below:
                 text = self.text(below, DIM)
                 self.line(Text(" " * indent), Text(self.cut(text.plain, self.width - indent - 1), style=text.style))
+
+    def _records(self, columns: Sequence[Column], rows: Sequence[Row], texts: Sequence[Sequence[Text]]) -> None:
+        """A table too wide for the page: each row as its first cell and a line per figure."""
+        for row, (first, *cells) in zip(rows, texts, strict=True):
+            if first.plain.strip():
+                self.line(Text(" "), Text(self.cut(first.plain, self.width - 1), style=first.style))
+            for column, cell in zip(columns[row.span :], cells, strict=True):
+                title = self.text(" ".join(f"{column.group} {column.header}".split()), DIM)
+                for number, line in enumerate(self.wrap(cell, self.width - 26) if cell.plain.strip() not in ("", "–", "-") else []):
+                    self.line(Text("   "), _pad(Text(self.cut(title.plain if number == 0 else "", 20), style=DIM), 22), line)
+            for below in row.below:
+                self.line(Text("     "), Text(self.cut(self.text(below).plain, self.width - 6), style=DIM))
 
     def _widths(self, columns: Sequence[Column], rows: Sequence[Row], texts: Sequence[Sequence[Text]]) -> list[int]:
         widths = []
@@ -165,10 +181,10 @@ class Page:
             if row.span > 1 and missing > 0:
                 widths[next(i for i in range(row.span) if columns[i].fit == "cut" or i == row.span - 1)] += missing
         excess = sum(widths) + _GAP * (len(widths) - 1) + 2 - self.width
-        for fit in ("wrap", "cut", "rigid"):  # give way in this order; the last only on a very narrow page
+        for fit in ("wrap", "cut"):  # give way in this order
             for place in sorted(range(len(widths)), key=lambda i: -widths[i]):
                 if excess > 0 and columns[place].fit == fit:
-                    give = min(excess, max(widths[place] - (16 if fit != "rigid" else 5), 0))
+                    give = min(excess, max(widths[place] - _LEAST, 0))
                     widths[place] -= give
                     excess -= give
         return widths

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from effcompile.plan import Candidate, Check, Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import Group, Refusal, groups, refusals, saved_seconds, saved_weight_bytes, share
-from effcompile.report.names import Template, collapse
+from effcompile.report.names import Template, collapse, printed
 from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
 from effcompile.units import format_count, format_error, format_seconds
 
@@ -53,7 +54,7 @@ def _head(page: Page, plan: Plan) -> None:
     title = f"plan for {plan.model} ({format_count(plan.parameters)} parameters) · {plan.goal.mode}"
     inputs = " · ".join(plan.inputs)
     rest = page.cut(page.text(f" · {title}").plain, page.width - len(" effcompile"))
-    fits = inputs and len(" effcompile") + len(rest) + 3 + len(inputs) <= page.width
+    fits = inputs and cell_len(f" effcompile{rest} · {inputs}") <= page.width
     page.line(Text(" "), Text("effcompile", style=STRONG), Text(rest), page.text(f" · {inputs}" if fits else ""))
     page.field("target", f.target_text(plan))
     if inputs and not fits:
@@ -172,7 +173,7 @@ def _savings(seconds: float, weight_bytes: int) -> list[Cell]:
 def _where(templates: Sequence[Template]) -> list[Cell]:
     """Two templates, then how many more; three where there are three, as that takes no more room."""
     shown = len(templates) if len(templates) <= _TEMPLATES_SHOWN + 1 else _TEMPLATES_SHOWN
-    lines: list[Cell] = [f"{t.text} ({t.count})" if t.count > 1 and len(templates) > 1 else t.text for t in templates[:shown]]
+    lines: list[Cell] = [*printed(templates)[:shown]]
     if rest := templates[shown:]:
         lines.append(f"+{len(rest)} more ({sum(t.count for t in rest)})")
     return lines
@@ -193,7 +194,7 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
         rows.append(Row(cells=cells, below=_refused_where(plan, refusal, verbose)))
     page.table(columns, rows)
     if rest := found[len(shown) :]:
-        page.line(page.text(f"   +{len(rest)} more groups: --verbose, or effcompile explain plan.json SITE", DIM))
+        page.field("", Text(f"+{len(rest)} more groups: --verbose, or effcompile explain plan.json SITE", style=DIM))
 
 
 def _refused_where(plan: Plan, refusal: Refusal, verbose: bool) -> list[Cell]:
@@ -204,8 +205,8 @@ def _refused_where(plan: Plan, refusal: Refusal, verbose: bool) -> list[Cell]:
     templates = collapse(refusal.sites)
     if set(refusal.sites) >= everywhere > set() or not any(refusal.sites):
         return []
-    first = _where(templates[:1])
-    return [*first, f"+{len(templates) - 1} more ({sum(t.count for t in templates[1:])})"] if len(templates) > 1 else first
+    rest = templates[1:]
+    return [*printed(templates)[:1], *([f"+{len(rest)} more ({sum(t.count for t in rest)})"] if rest else [])]
 
 
 def _checks(page: Page, plan: Plan) -> None:
