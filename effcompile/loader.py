@@ -159,15 +159,13 @@ def _attribute(module: ModuleType, name: str, path: Path) -> Any:
 
 
 def _defined(module: ModuleType) -> list[str]:
-    """Public names that the file made itself, not what it imported."""
-    return sorted(
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and not isinstance(value, ModuleType)
-        and getattr(value, "__module__", module.__name__) == module.__name__
-        or isinstance(value, nn.Module)
-    )
+    """Public names that the file made itself: its functions, classes, models and data, not what it imported."""
+
+    def own(value: object) -> bool:
+        made_here = getattr(value, "__module__", module.__name__) == module.__name__
+        return isinstance(value, (nn.Module, torch.Tensor)) or (made_here and not isinstance(value, ModuleType))
+
+    return sorted(name for name, value in vars(module).items() if not name.startswith("_") and own(value))
 
 
 def _models_in(module: ModuleType) -> str:
@@ -204,7 +202,7 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[..., Any] |
 
 
 def _a(value: object) -> str:
-    """ "a list", "an int", "None"."""
+    """A value's type as a phrase: `a list`, `an int`, `None`."""
     if value is None:
         return "None"
     name = type(value).__name__

@@ -81,7 +81,7 @@ def _is_whole_slice(node: fx.Node) -> bool:
     if node.target is not aten.slice.Tensor or node.kwargs or len(node.args) > 4:
         return False
     start, end = (*node.args[2:], None, None)[:2]
-    return start in (0, None) and (end is None or end == sys.maxsize)
+    return bool(start in (0, None) and (end is None or end == sys.maxsize))
 
 
 def _same_layout(node: fx.Node, source: fx.Node) -> bool:

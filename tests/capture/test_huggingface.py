@@ -1,0 +1,76 @@
+"""Each capture in a process of its own: HF registers pytree classes globally, so that a warm process proves less."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+SCRIPT = """
+import json, sys, torch, transformers
+from effcompile.capture import capture, verify_capture
+from effcompile.program import module_path, shape_of
+from effcompile.sites import attentions, linears
+torch.manual_seed(0)
+small = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+ids, ones = torch.randint(1, 64, (1, 8)), torch.ones(1, 8, dtype=torch.long)
+kind = sys.argv[1]
+if kind == "bert":
+    model = transformers.BertModel(transformers.BertConfig(**small))
+elif kind == "gpt2":
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+else:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, num_key_value_heads=2))
+cache = model.config.use_cache
+model.train()
+program = capture(model, (), {"attention_mask": ones, "input_ids": ids})
+print("ANSWER" + json.dumps({
+    "inputs": [(s.name, s.shape) for s in program.inputs],
+    "outputs": [(s.name, s.shape) for s in program.outputs],
+    "mends": program.mends, "fixed": program.fixed,
+    "restored": model.config.use_cache is cache and model.training,
+    "linears": [(s.site, s.dims) for s in linears(program)],
+    "attentions": [(s.site, s.dims) for s in attentions(program)],
+    "bare": [n.name for n in program.calls() if "val" not in n.meta or not n.meta.get("nn_module_stack")],
+    "type": type(program.module(input_ids=ids, attention_mask=ones)).__name__,
+    "checks": [(c.name, c.error, c.passed, c.note) for c in verify_capture(program, model)],
+}))
+"""
+
+
+def answer(kind: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
+    assert lines, done.stderr[-2000:]
+    return json.loads(lines[0].removeprefix("ANSWER"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cached", "first", "attention", "outputs"),
+    [
+        ("bert", False, "encoder.layer.0.attention.self.query", "encoder.layer.0.attention.self", ["last_hidden_state", "pooler_output"]),
+        ("gpt2", True, "transformer.h.0.attn.c_attn", "transformer.h.0.attn", ["logits"]),
+        ("llama", True, "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn", ["logits"]),
+    ],
+)
+def test_a_tiny_model_from_a_batch_1_example(kind: str, cached: bool, first: str, attention: str, outputs: list[str]) -> None:
+    found = answer(kind)
+    assert found["inputs"] == [["attention_mask", ["batch", "seq"]], ["input_ids", ["batch", "seq"]]]
+    assert [name for name, _ in found["outputs"]] == outputs
+    assert found["outputs"][0][1][:2] == ["batch", "seq"]
+    assert found["fixed"] == []
+    assert bool(found["mends"]) is cached
+    assert found["restored"]
+    assert found["bare"] == []
+    assert found["linears"][0][0] == first
+    assert found["linears"][0][1][:2] == [8, 16]
+    assert found["attentions"] == [[f"{attention}:attention", [1, 2, 8, 8, 8]]]
+    assert "Output" in found["type"]
+    assert [name.split()[0] for name, *_ in found["checks"]] == ["example", "second", "padded"]
+    assert all(passed for _, _, passed, _ in found["checks"])
+    assert found["checks"][2][3].startswith("padding changes the output")
