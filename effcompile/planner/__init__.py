@@ -2,6 +2,18 @@
 
 from effcompile.planner.explain import WhyNot, why_not
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Alternative, Problem, Solution
-from effcompile.planner.solver import frontier, solve
+from effcompile.planner.solver import UndecidedError, frontier, solve
 
-__all__ = ["OPTIMAL", "SINGLE", "UNPROVEN", "Alternative", "Problem", "Solution", "WhyNot", "frontier", "solve", "why_not"]
+__all__ = [
+    "OPTIMAL",
+    "SINGLE",
+    "UNPROVEN",
+    "Alternative",
+    "Problem",
+    "Solution",
+    "UndecidedError",
+    "WhyNot",
+    "frontier",
+    "solve",
+    "why_not",
+]

@@ -19,6 +19,7 @@ import z3
 from effcompile.planner.reduce import Reduced
 
 _ROUNDS = 40
+_AMPLE = 4  # a limit this many times the largest total never binds, so a larger one need not be told apart
 _BOX = 1e4  # λ in normalised units; a multiplier this large is never needed once the limit can hold
 
 
@@ -41,15 +42,18 @@ class Dual:
 
 
 def scaled(reduced: Reduced) -> Scaled:
-    """Divide each dimension by the largest total it can reach, so that every number below is near 1."""
+    """Divide each dimension by its limit or, where that is larger, by the largest total it can reach.
+
+    Every quotient stays below 2^21 whatever the exponents of the floats: tiny limits and ample ones are capped.
+    """
     sizes = [1] * (1 + len(reduced.slack))
     for group in reduced.groups:
         for d in range(len(sizes)):
             sizes[d] += max(abs(c.vector[d]) for c in group)
     for r, slack in enumerate(reduced.slack):
-        sizes[r + 1] = min(sizes[r + 1], slack) if slack > 0 else sizes[r + 1]
+        sizes[r + 1] = min(sizes[r + 1], max(slack, sizes[r + 1] >> 20, 1))
     groups = tuple(tuple(tuple(v / s for v, s in zip(c.vector, sizes, strict=True)) for c in group) for group in reduced.groups)
-    return Scaled(groups, tuple(v / s for v, s in zip(reduced.slack, sizes[1:], strict=True)), tuple(sizes))
+    return Scaled(groups, tuple(min(v, _AMPLE * s) / s for v, s in zip(reduced.slack, sizes[1:], strict=True)), tuple(sizes))
 
 
 def maximise_dual(problem: Scaled, *, weight: float = 1.0, box: float = _BOX) -> Dual:

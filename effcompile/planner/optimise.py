@@ -62,14 +62,17 @@ def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Out
 
 
 def _first(reduced: Reduced, problem: Scaled, dual: Dual, deadline: float) -> list[int]:
-    """A feasible choice: polished from the dual's, else from z3."""
-    found = [p for picks in dual.picks[:_STARTS] if (p := polish(reduced, problem, picks, dual.multipliers))]
+    """A feasible choice: polished from the dual's, else from the leanest in the limits' own dual, else from z3."""
     if not reduced.groups:
         return []
+    found = [p for picks in dual.picks[:_STARTS] if (p := polish(reduced, problem, picks, dual.multipliers))]
     if found:
         return min(found, key=lambda p: reduced.sums(p)[0])
-    farkas = _weights(problem, maximise_dual(problem, weight=0.0, box=1.0), objective=False)
-    verdict = refute(reduced, None, (farkas,), deadline)
+    lean = maximise_dual(problem, weight=0.0, box=1.0)
+    for picks in lean.picks:
+        if mended := polish(reduced, problem, picks, lean.multipliers, weight=0.0):
+            return mended
+    verdict = refute(reduced, None, (_weights(problem, lean, objective=False),), deadline)
     if verdict.answer == "refuted":
         raise Impossible
     if verdict.reduced is None:

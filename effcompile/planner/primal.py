@@ -11,9 +11,12 @@ _PASSES = 60
 _Wanted = Callable[[list[float], list[float]], bool]  # (room, change of (objective, *resources))
 
 
-def polish(reduced: Reduced, problem: Scaled, picks: Sequence[int], multipliers: Sequence[float]) -> list[int] | None:
-    """A feasible choice near `picks` that no single move improves, or None where repair fails."""
-    search = _Search(reduced, problem, multipliers)
+def polish(reduced: Reduced, problem: Scaled, picks: Sequence[int], multipliers: Sequence[float], weight: float = 1.0) -> list[int] | None:
+    """A feasible choice near `picks` that no single move improves, or None where repair fails.
+
+    Repairs at prices weight · objective + multipliers · resources.
+    """
+    search = _Search(reduced, problem, reduced_costs(problem, multipliers, weight))
     current = search.mend_links(list(picks))
     if current is None or not search.repair(current):
         return None
@@ -24,9 +27,8 @@ def polish(reduced: Reduced, problem: Scaled, picks: Sequence[int], multipliers:
 class _Search:
     """Moves change one group's configuration; totals are kept in Scaled's units."""
 
-    def __init__(self, reduced: Reduced, problem: Scaled, multipliers: Sequence[float]) -> None:
-        self.reduced, self.problem = reduced, problem
-        self.prices = reduced_costs(problem, multipliers)
+    def __init__(self, reduced: Reduced, problem: Scaled, prices: list[list[float]]) -> None:
+        self.reduced, self.problem, self.prices = reduced, problem, prices
         self.links: dict[int, list[int]] = {}
         for number, link in enumerate(reduced.links):
             self.links.setdefault(link.left, []).append(number)
@@ -85,7 +87,7 @@ class _Search:
     def _room(self, picks: list[int]) -> list[float]:
         """Exact totals, then divided: floats summed in another order could drift over a limit."""
         sums = self.reduced.sums(picks)[1:]
-        return [(s - u) / size for s, u, size in zip(self.reduced.slack, sums, self.problem.sizes[1:], strict=True)]
+        return [min(s - u, size << 20) / size for s, u, size in zip(self.reduced.slack, sums, self.problem.sizes[1:], strict=True)]
 
     def _moves(self, picks: list[int]) -> Iterator[tuple[int, int, list[float]]]:
         """Every change of one group that keeps the links, with its change of (objective, *resources)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -14,6 +13,7 @@ OPTIMAL = "optimal within gap"
 UNPROVEN = "feasible, bound not proven"
 SINGLE = "only one alternative"
 
+_LARGEST = 1e300  # sums of larger floats would overflow
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _FREE: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
@@ -152,5 +152,5 @@ def _check_site(problem: Problem, site: str, alternatives: tuple[Alternative, ..
 
 
 def _finite(what: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise UsageError(f"The {what} is {value!r}; it must be a finite number. Leave out a limit that does not bind.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
+        raise UsageError(f"The {what} is {value!r}; it must be a finite number, at most 1e300. Leave out a limit that does not bind.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
@@ -15,6 +16,10 @@ from effcompile.planner.infeasible import Describe, explain, plain, with_objecti
 from effcompile.planner.optimise import Impossible, Outcome, Undecided, optimise
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Problem, Solution, check
 from effcompile.planner.reduce import reduce_problem
+
+
+class UndecidedError(EffcompileError):
+    """Neither a feasible choice nor a proof that there is none was found in time."""
 
 
 def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0, describe: Describe | None = None) -> Solution:
@@ -32,7 +37,7 @@ def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0, describ
     Raises:
         UsageError: the problem, the gap or the timeout is malformed.
         InfeasibleError: proven that nothing fits; `.binding` names the limits, `.nearest` what would fit.
-        EffcompileError: neither a feasible choice nor a proof of there being none was found in time.
+        UndecidedError: neither a feasible choice nor a proof of there being none was found in time.
     """
     check(problem)
     if not (math.isfinite(gap) and gap >= 0) or not (math.isfinite(timeout) and timeout > 0):
@@ -50,7 +55,7 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float, describe: Des
     except Impossible:
         raise explain(problem, describe, timeout) from None
     except Undecided:
-        raise EffcompileError(
+        raise UndecidedError(
             f"No choice within the limits was found in {timeout:g} s, nor a proof that there is none. Raise the timeout or loosen a limit."
         ) from None
     return _solution(problem, outcome, reduced.scale, gap, start)
@@ -67,7 +72,7 @@ def _solution(problem: Problem, outcome: Outcome, scale: int, gap: float, start:
         choice=choice,
         objective=float(value),
         bound=_down(bound),
-        gap=float((value - bound) / abs(value)) if value else float(bound < 0),
+        gap=float(min((value - bound) / abs(value), Fraction(10**300))) if value else float(bound < 0),
         status=SINGLE if alternatives == len(problem.sites) else OPTIMAL if proven else UNPROVEN,
         sites=len(problem.sites),
         alternatives=alternatives,
@@ -103,7 +108,8 @@ def frontier(problem: Problem, resource: str, points: int = 8, *, gap: float = 0
     found = [top]
     for limit in _spaced(low, high, points):
         ceiling = replace(problem, limits={**problem.limits, resource: _cover(problem, lean.choice, resource, limit)})
-        found.append(solve_checked(ceiling, gap=gap, timeout=share, describe=plain))
+        with suppress(UndecidedError):  # the point exists, but was not found in its share of the time
+            found.append(solve_checked(ceiling, gap=gap, timeout=share, describe=plain))
     return _pareto(found, resource)
 
 

@@ -120,7 +120,15 @@ def test_frontier_is_pareto_and_reaches_both_ends(problem: Problem, resource: st
         assert problem.violations(solution.choice) == []
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1", None, True])
+def test_numbers_of_any_exponent_are_exact() -> None:
+    tiny = Alternative(name="tiny", objective=1e-300, resources={"memory": 1e-300})
+    huge = Alternative(name="huge", objective=1.0, resources={"memory": -1e290})
+    for limit, expected in ((0.0, "huge"), (1e-300, "tiny"), (1e299, "tiny")):
+        problem = Problem(sites={"a": (huge, tiny)}, limits={"memory": limit})
+        assert solve(problem, gap=0).choice == {"a": expected}
+
+
+@pytest.mark.parametrize("bad", [1e301, math.nan, math.inf, -math.inf, "1", None, True])
 def test_numbers_that_are_none_are_refused(bad: float) -> None:
     for problem in (
         two_options(limits={"error_squared": bad}),
@@ -148,3 +156,12 @@ def test_malformed_problems_are_refused() -> None:
             solve(two_options(), **options)
     with pytest.raises(UsageError, match="at least 2"):
         frontier(two_options(), "error_squared", points=1)
+
+
+@pytest.mark.parametrize("resource", ["error_squared", "weight_bytes"])
+def test_frontier_of_a_large_problem_is_proven_to_its_lean_end(resource: str) -> None:
+    problem = realistic(24)
+    front = frontier(problem, resource, points=4, timeout=60)
+    assert len(front) == 4
+    assert {s.status for s in front} == {OPTIMAL}
+    assert all(problem.violations(s.choice) == [] for s in front)
