@@ -70,7 +70,8 @@ def _site(page: Page, plan: Plan, site: str) -> None:
     decision = next((d for d in plan.decisions if d.site == site), None)
     declined = [d for d in plan.declined if d.site == site]
     kind = decision.kind if decision else declined[0].kind
-    page.line(Text(" "), Text(page.cut(page.text(site).plain, page.width - 2 - len(kind) - 3), style=STRONG), page.text(f" · {kind}", DIM))
+    tail = page.text(f" · {kind}", DIM)
+    page.line(Text(" "), Text(page.cut(page.text(site).plain, page.width - 1 - tail.cell_len), style=STRONG), tail)
     page.blank()
     if decision is None:
         page.field("choice", "nothing was decided here: no option was possible")

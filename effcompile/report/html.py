@@ -226,9 +226,9 @@ def _checks(plan: Plan) -> str:
 
 def _foot(plan: Plan) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
-    commands = 'model = effcompile.optimize(model, plan="plan.json")   # re-applies without solving\neffcompile explain plan.json SITE'
+    commands = 'model = effcompile.optimize(model, plan="plan.json")   # no solving\neffcompile explain plan.json SITE'
     if plan.measured is not None and plan.backend == "onnxruntime":
-        commands = 'onnxruntime.InferenceSession("model.onnx")                # no effcompile needed\n' + commands
+        commands = 'onnxruntime.InferenceSession("model.onnx")               # plain ONNX Runtime\n' + commands
     versions = " · ".join(f"{name} {version}" for name, version in plan.versions.items())
     return (
         (_section("Notes", f"<ul>{notes}</ul>") if notes else "")

@@ -52,9 +52,9 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
 
 def _head(page: Page, plan: Plan) -> None:
     title = f"plan for {plan.model} ({format_count(plan.parameters)} parameters) · {plan.goal.mode}"
-    inputs = " · ".join(plan.inputs)
+    inputs = page.text(" · ".join(plan.inputs)).plain
     rest = page.cut(page.text(f" · {title}").plain, page.width - len(" effcompile"))
-    fits = inputs and cell_len(f" effcompile{rest} · {inputs}") <= page.width
+    fits = inputs and cell_len(f" effcompile{rest} - {inputs}") <= page.width
     page.line(Text(" "), Text("effcompile", style=STRONG), Text(rest), page.text(f" · {inputs}" if fits else ""))
     page.field("target", f.target_text(plan))
     if inputs and not fits:
