@@ -6,7 +6,7 @@ backend reports as applied is what was done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -31,14 +31,34 @@ def apply_forms(exported: Exported, tags: Mapping[str, str]) -> dict[str, str]:
     return applied
 
 
-def linears_as_matmul(exported: Exported) -> None:
-    """Turn Gemm with a constant weight into MatMul + Add: ORT's quantisers silently skip Gemm (facts: inference, 3.6)."""
+def linears_as_matmul(exported: Exported, quantised: Collection[str]) -> None:
+    """Give every node that is to be quantised the only form that ORT's quantisers see: MatMul with a constant (K, N).
+
+    They silently skip Gemm, and a weight behind a Transpose, which is how a large tied table is exported
+    (facts: inference, 3.6).
+    """
     graph = exported.model.graph
-    planned = set(exported.linears.values())
+    planned = set(exported.linears.values()) & set(quantised)
     for node in list(graph):
-        constant = node.op_type == "Gemm" and node.inputs[1] is not None and node.inputs[1].const_value is not None
-        if constant and node.name in planned and _plain_gemm(node):
+        if node.name not in planned:
+            continue
+        if node.op_type == "Gemm" and _constant(node.inputs[1]) and _plain_gemm(node):
             _split_gemm(graph, node)
+        elif node.op_type == "MatMul" and (weight := _behind_transpose(node.inputs[1])) is not None:
+            node.replace_input_with(1, _transposed(graph, weight))
+    ir.passes.common.RemoveUnusedNodesPass()(exported.model)
+
+
+def _constant(value: ir.Value | None) -> bool:
+    return value is not None and value.const_value is not None
+
+
+def _behind_transpose(value: ir.Value | None) -> ir.Value | None:
+    """The constant matrix whose transpose a value is; None for anything else."""
+    producer = value.producer() if value is not None else None
+    if producer is None or producer.op_type != "Transpose" or not _constant(producer.inputs[0]):
+        return None
+    return producer.inputs[0]
 
 
 def keep_norm_apart(graph: ir.Graph, norm: ir.Node) -> bool:
@@ -153,7 +173,8 @@ def _transposed(graph: ir.Graph, weight: ir.Value | None) -> ir.Value:
     name = f"{weight.name}.transposed"
     if name not in graph.initializers:
         tensor = ir.tensor(np.ascontiguousarray(weight.const_value.numpy().T), name=name)
-        graph.register_initializer(ir.Value(name=name, const_value=tensor, type=weight.type, shape=ir.Shape(tensor.shape)))
+        shape = ir.Shape(list(weight.const_value.numpy().T.shape))
+        graph.register_initializer(ir.Value(name=name, const_value=tensor, type=weight.type, shape=shape))
     return graph.initializers[name]
 
 

@@ -49,7 +49,7 @@ def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], f
     applied = apply_forms(exported, program.tags)
     precision, ranges = _planned(program, exported, calibration)
     if precision:
-        linears_as_matmul(exported)
+        linears_as_matmul(exported, precision)
     path = folder / "model.onnx"
     model = _serialised(exported.model, path, quantising=bool(precision))
     if model is not None:
