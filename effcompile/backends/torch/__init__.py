@@ -1,1 +1,6 @@
-"""Stock torch: eager, Inductor, bf16 and int8 through oneDNN."""
+"""Lowering to torch itself, eager and compiled by Inductor."""
+
+from effcompile.backends.torch.backend import TorchEager, TorchInductor
+from effcompile.backends.torch.lowered import TorchLowered, load
+
+__all__ = ["TorchEager", "TorchInductor", "TorchLowered", "load"]

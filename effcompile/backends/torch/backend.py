@@ -1,0 +1,66 @@
+"""The torch backends: one set of graph edits, run operator by operator or compiled by Inductor."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from effcompile.backends.torch.edit import edit
+from effcompile.backends.torch.lowered import TorchLowered, lower_eager, lower_inductor
+from effcompile.backends.torch.measure import measure
+from effcompile.goal import Goal
+from effcompile.plan import Plan
+from effcompile.program import Program
+from effcompile.target import KernelCall
+
+
+class TorchEager:
+    """Runs the edited graph as it is. Nothing is compiled: ready at once, at any shape."""
+
+    name: ClassVar[str] = "torch-eager"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def refuses(self, program: Program, goal: Goal) -> str | None:
+        return _not_inference(goal)
+
+    def measure(self, call: KernelCall) -> float | None:
+        return measure(call, "eager")
+
+    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
+        """See `backends.base.Backend.lower`; acts on `program.tags`."""
+        return lower_eager(edit(program, calibration))
+
+
+class TorchInductor:
+    """Compiles the edited graph with Inductor, weights frozen: element-wise work is fused, linears stay oneDNN calls."""
+
+    name: ClassVar[str] = "torch-inductor"
+
+    def unavailable(self) -> str | None:
+        compilers = (os.environ.get("CXX"), "g++", "clang++", "cl")
+        if not any(name and shutil.which(name) for name in compilers):
+            return "Inductor needs a C++ compiler and none was found. Install one with: apt-get install g++"
+        if importlib.util.find_spec("torch._inductor") is None:
+            return "this torch was built without Inductor. Install one with: pip install torch"
+        return None
+
+    def refuses(self, program: Program, goal: Goal) -> str | None:
+        return _not_inference(goal)
+
+    def measure(self, call: KernelCall) -> float | None:
+        return None if self.unavailable() else measure(call, "inductor")
+
+    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
+        """See `backends.base.Backend.lower`; acts on `program.tags`."""
+        return lower_inductor(edit(program, calibration))
+
+
+def _not_inference(goal: Goal) -> str | None:
+    return None if goal.mode == "inference" else "it lowers forward calls only; training runs through the training backend"

@@ -1,0 +1,62 @@
+"""Finds the ranges of activations on calibration inputs, with torch's own observers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile import torch_compat
+from effcompile.errors import LoweringError
+from effcompile.program import Program
+
+Range = tuple[float, int]  # scale, zero point
+
+
+def activation_ranges(
+    program: Program, nodes: Collection[fx.Node], calibration: Sequence[Sequence[torch.Tensor]]
+) -> Mapping[fx.Node, Range]:
+    """node → (scale, zero) of u8 codes for its values over all calibration inputs (flat tensor lists).
+
+    Raises:
+        LoweringError: there are nodes and no calibration inputs.
+    """
+    if not nodes:
+        return {}
+    if not calibration:
+        raise LoweringError("int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them.")
+    observers = {node: torch_compat.activation_observer() for node in nodes}
+    interpreter = _Observing(program.module, observers)
+    with torch.no_grad():
+        for inputs in calibration:
+            interpreter.run(*leaves_with(program, inputs), enable_io_processing=False)
+    return {node: _qparams(observer) for node, observer in observers.items()}
+
+
+def leaves_with(program: Program, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """The leaves of the example's arguments with its tensors replaced by `inputs`, as the graph's placeholders take them."""
+    given = iter(inputs)
+    leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
+    return [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _qparams(observer: Any) -> Range:
+    scale, zero = observer.calculate_qparams()
+    return float(scale), int(zero)
+
+
+class _Observing(fx.Interpreter):
+    """Shows every value of some nodes to their observers."""
+
+    def __init__(self, module: fx.GraphModule, observers: Mapping[fx.Node, Any]) -> None:
+        super().__init__(module)
+        self._observers = observers
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n in self._observers:
+            self._observers[n](result.float())
+        return result

@@ -1,0 +1,178 @@
+"""Reads off an emitted graph what was applied at each site: from operators and the dtypes of tensors, never from tags."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from effcompile.backends.torch.edit import SITE
+from effcompile.program import Program, module_path
+from effcompile.sites import add_norms, argument, linears, merges
+
+aten = torch.ops.aten
+
+#: What a compiled graph and the graph it was compiled from must agree on: option and weight shape.
+Signature = tuple[str, int, int]
+NOT_FOUND = "not found"
+
+_FLOAT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ROWS_LAST = (aten.slice.Tensor, aten.select.int, aten.index_select.default)
+
+
+def applied(program: Program, module: fx.GraphModule) -> dict[str, str]:
+    """site → option of everything in `module`, the graph that runs; `program` is what it was made of."""
+    found = {node.meta[SITE]: signature[0] for node, signature in signatures(module) if SITE in node.meta}
+    found.update(_attentions(module))
+    found.update(_gelus(module))
+    found.update(_structure(program, found))
+    return found
+
+
+def signatures(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Signature]]:
+    """Each linear and embedding with a constant weight: its option, and K and N (or rows and columns of the table)."""
+    for node in module.graph.nodes:
+        signature = _signature(module, node) if node.op == "call_function" else None
+        if signature is not None:
+            yield node, signature
+
+
+def confirm(found: Mapping[str, str], edited: fx.GraphModule, compiled: Counter[Signature]) -> dict[str, str]:
+    """`found` with NOT_FOUND at every site whose kind of kernel occurs less often in the compiled graph than in the edited one.
+
+    A compiler may not lose reduced precision; fp32 linears it may rewrite as it likes, and lookups of constant ids it folds.
+    """
+    by_signature: dict[Signature, list[str]] = defaultdict(list)
+    for node, signature in signatures(edited):
+        if SITE in node.meta and signature[0] != "fp32" and _packet(node) is not aten.embedding:
+            by_signature[signature].append(node.meta[SITE])
+    missing = {site for signature, sites in by_signature.items() if compiled[signature] < len(sites) for site in sites}
+    return {site: NOT_FOUND if site in missing else option for site, option in found.items()}
+
+
+def _signature(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    if "packed_weight" in node.kwargs:  # Inductor's fused form of a qlinear
+        return _int8(module, *(node.kwargs[name] for name in ("packed_weight", "w_scale", "x_scale")))
+    reader = _READERS.get(_packet(node))
+    return reader(module, node) if reader else None
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
+    """The tensor behind a get_attr node, also behind the packing of one."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.op == "call_function" and _packet(node) in (torch.ops.onednn.qlinear_prepack, torch.ops.mkldnn._reorder_linear_weight):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value: object = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _float_linear(position: int, *, transposed: bool = False) -> Callable[[fx.GraphModule, fx.Node], Signature | None]:
+    def read(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+        weight = _constant(module, node.args[position])
+        if weight is None or weight.dim() != 2 or weight.dtype not in _FLOAT:
+            return None
+        n, k = reversed(weight.shape) if transposed else weight.shape
+        return _FLOAT[weight.dtype], int(k), int(n)
+
+    return read
+
+
+def _packed_float(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    weight = _constant(module, argument(node, "W"))
+    return None if weight is None else (_FLOAT[weight.dtype], int(weight.shape[1]), int(weight.shape[0]))
+
+
+def _qlinear(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    return _int8(module, *(argument(node, name) for name in ("qw", "w_scale", "x_scale")))
+
+
+def _int8(module: fx.GraphModule, weight_node: object, scale_node: object, x_scale: object) -> Signature | None:
+    weight, scale = _constant(module, weight_node), _constant(module, scale_node)
+    if weight is None or scale is None or weight.dtype != torch.int8:
+        return None
+    static = not isinstance(x_scale, fx.Node)
+    option = "int8_static" if static else "int8_dynamic" if scale.numel() == 1 else "int8_channel"
+    packed = weight.layout == torch._mkldnn  # type: ignore[attr-defined]
+    k, n = weight.shape if packed else reversed(weight.shape)
+    return option, int(k), int(n)
+
+
+def _w8(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    weight = _constant(module, node.args[1])
+    return None if weight is None else ("w8", int(weight.shape[1]), int(weight.shape[0]))
+
+
+def _w4(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    weight = _constant(module, node.args[1])  # two 4-bit values in a byte
+    return None if weight is None else ("w4", 2 * int(weight.shape[1]), int(weight.shape[0]))
+
+
+def _embedding(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    table = _constant(module, node.args[0])
+    if table is None:
+        return None
+    option = "int8" if table.dtype == torch.int8 else _FLOAT.get(table.dtype)
+    return None if option is None else (option, int(table.shape[0]), int(table.shape[1]))
+
+
+_READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = {
+    aten.linear: _float_linear(1),
+    aten.addmm: _float_linear(2, transposed=True),
+    aten.mm: _float_linear(1, transposed=True),
+    aten.matmul: _float_linear(1, transposed=True),
+    torch.ops.mkldnn._linear_pointwise: _packed_float,
+    torch.ops.onednn.qlinear_pointwise: _qlinear,
+    aten._weight_int8pack_mm: _w8,
+    aten._weight_int4pack_mm_for_cpu: _w4,
+    aten.embedding: _embedding,
+}
+
+
+def _attentions(module: fx.GraphModule) -> dict[str, str]:
+    forms: dict[object, str] = {aten.scaled_dot_product_attention: "sdpa", aten._scaled_dot_product_attention_math: "math"}
+    return {node.meta[SITE]: forms[_packet(node)] for node in module.graph.nodes if SITE in node.meta and _packet(node) in forms}
+
+
+def _gelus(module: fx.GraphModule) -> dict[str, str]:
+    taken: Counter[str] = Counter()
+    found = {}
+    for node in module.graph.nodes:
+        if node.target is aten.gelu.default:
+            name = f"{module_path(node) or node.name}:gelu"
+            taken[name] += 1
+            name = name if taken[name] == 1 else f"{name}#{taken[name]}"
+            found[name] = "tanh" if argument(node, "approximate") == "tanh" else "erf"
+    return found
+
+
+def _structure(program: Program, found: Mapping[str, str]) -> dict[str, str]:
+    """Sites that are a shape of the graph: merged linears, norms after sums, and rows of the logits."""
+    result = {site.site: "split" for site in add_norms(program)}
+    separate = {site.site for site in merges(program) if all(member.site in found for member in site.members)}
+    last = {f"{site.site}:rows" for site in linears(program) if site.x.target in _ROWS_LAST}
+    for site, option in program.tags.items():
+        if site.endswith(":merge"):
+            result[site] = "separate" if site in separate else _merged(site, option, found)
+        elif site.endswith(":rows"):
+            result[site] = "last" if site in last else "all"
+    return result
+
+
+def _merged(site: str, option: str, found: Mapping[str, str]) -> str:
+    """`merged`, with the precision of the one linear where the plan's option names it (`merged@int8_channel`)."""
+    parent = site.removesuffix(":merge")
+    precisions = {found[s] for s in found if s.rpartition(".")[0] == parent and "_" in s.rpartition(".")[2]}
+    if "@" in option and option.partition("@")[2] in precisions:
+        return f"merged@{option.partition('@')[2]}"
+    return "merged"

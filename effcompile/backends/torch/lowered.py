@@ -1,0 +1,188 @@
+"""An edited program made runnable by one of torch's two engines, with its artifact `model.pt2`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import fx
+
+from effcompile import torch_compat
+from effcompile.backends.torch import found
+from effcompile.backends.torch.pack import flatten, pack
+from effcompile.errors import FormatError, LoweringError, UsageError
+from effcompile.export import reexport
+from effcompile.program import Program
+
+ARTIFACT = "model.pt2"
+_HEADER = "effcompile.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchLowered:
+    """See `backends.base.Lowered`. `program` is the edited one, which `save` exports."""
+
+    program: Program
+    engine: str
+    run: Callable[..., Any]
+    applied: Mapping[str, str]
+    settings: Mapping[str, Any]
+    weight_bytes: int
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(self.run(*inputs))
+
+    def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
+        """Weights plus the highest sum of live CPU allocations during one call, from the profiler's memory events."""
+        self(*inputs)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            self(*inputs)
+        return self.weight_bytes + torch_compat.peak_of_memory_events(profile)
+
+    def save(self, directory: Path) -> Path:
+        """Export the edited program to `directory/model.pt2`, whole or not at all.
+
+        Raises:
+            LoweringError: torch cannot export the program. UsageError: the folder cannot be written.
+        """
+        header = {"format": "effcompile-torch", "version": 1, "engine": self.engine}
+        try:
+            exported = reexport(self.program)
+        except Exception as error:
+            raise LoweringError(f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend.") from error
+        path, temporary = directory / ARTIFACT, directory / f".{os.getpid()}.{ARTIFACT}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            torch.export.save(exported, temporary, extra_files={_HEADER: json.dumps(header)})
+            os.replace(temporary, path)
+        except (OSError, RuntimeError) as error:
+            raise UsageError(f"Cannot write {str(path)!r}: {_line(error)}. Choose a folder you may write to with -o.") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+
+def load(path: Path) -> Callable[..., Any]:
+    """The saved artifact as a callable with the original model's signature; compiled at the first call for Inductor.
+
+    Raises:
+        UsageError: no such file. FormatError: not a model.pt2 of effcompile.
+    """
+    if not path.is_file():
+        raise UsageError(f"There is no {str(path)!r}. Give the folder that `effcompile optimize -o` wrote.")
+    torch_compat.allow_tracing_packing()
+    files = {_HEADER: ""}
+    try:
+        exported = torch.export.load(path, extra_files=files)
+        header = json.loads(files[_HEADER])
+    except Exception as error:
+        raise FormatError(f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again.") from error
+    module = exported.module()
+    assert isinstance(module, fx.GraphModule)
+    run = _compile(module, None) if header["engine"] == "inductor" else pack(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return run(*args, **kwargs)
+
+    return call
+
+
+def lower_eager(program: Program) -> TorchLowered:
+    """Run the edited graph operator by operator, weights packed."""
+    module = pack(flatten(program))
+    _try(module, program)
+    return TorchLowered(
+        program=program,
+        engine="eager",
+        run=module,
+        applied=found.applied(program, module),
+        settings={"threads": torch.get_num_threads()},
+        weight_bytes=_artifact_bytes(program),
+    )
+
+
+def lower_inductor(program: Program) -> TorchLowered:
+    """Compile the edited graph at the example's shapes, weights frozen into it."""
+    module = flatten(program)
+    kept: Counter[found.Signature] = Counter()
+    compiled = _compile(module, kept)
+    start = perf_counter()
+    _try(compiled, program)
+    seconds = perf_counter() - start
+    return TorchLowered(
+        program=program,
+        engine="inductor",
+        run=_Shaped(program, compiled),
+        applied=found.confirm(found.applied(program, module), module, kept),
+        settings={
+            "threads": torch.get_num_threads(),
+            "freezing": True,
+            "compile_seconds": round(seconds, 1),
+            "other_shapes": "run uncompiled, weights packed",
+        },
+        weight_bytes=_artifact_bytes(program),
+    )
+
+
+class _Shaped:
+    """The compiled function at the shapes it was compiled for; at any other the same graph, packed and uncompiled.
+
+    So a new sequence length costs a slower call, not half a minute of compiling.
+    """
+
+    def __init__(self, program: Program, compiled: Callable[..., Any]) -> None:
+        self._program, self._compiled = program, compiled
+        self._shapes = [(t.shape, t.dtype, t.device) for t in program.flat_inputs()]
+        self._eager: fx.GraphModule | None = None
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        if [(t.shape, t.dtype, t.device) for t in inputs] == self._shapes:
+            return self._compiled(*inputs)
+        if self._eager is None:
+            self._eager = pack(flatten(self._program))
+        return self._eager(*inputs)
+
+
+def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> Callable[..., Any]:
+    """torch.compile with frozen weights; `kept` receives the kernels found in Inductor's final graph."""
+    options: dict[str, Any] = {}
+    if kept is not None:
+        options["post_grad_custom_post_pass"] = torch_compat.graph_reader(
+            lambda graph: kept.update(signature for _, signature in found.signatures(graph.owning_module))  # type: ignore[arg-type]
+        )
+    compiled = torch.compile(module, dynamic=False, fullgraph=True, options=options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch_compat.freezing():  # Dynamo reads it whenever it compiles; as an option it would reach Inductor only
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def _try(run: Callable[..., Any], program: Program) -> None:
+    try:
+        with torch.no_grad():
+            run(*program.flat_inputs())
+    except Exception as error:
+        raise LoweringError(f"torch cannot run {program.name} as planned: {_line(error)}. Plan again with another backend.") from error
+
+
+def _artifact_bytes(program: Program) -> int:
+    """Bytes of the weights that the edited graph reads, each storage once."""
+    module = fx.GraphModule(program.module, program.graph)  # keeps only what the graph reads
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"

@@ -1,0 +1,180 @@
+"""Times single kernels as each engine would run them. Results are for this machine and torch's current thread count."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from effcompile import torch_compat
+from effcompile.backends.torch import numerics
+from effcompile.backends.torch.edit import PACK_ROWS
+from effcompile.target import Dims, KernelCall
+from effcompile.timing import median_seconds
+
+aten = torch.ops.aten
+Body = Callable[[], Any]
+
+
+def measure(call: KernelCall, engine: str) -> float | None:
+    """Seconds of one warm call, or None where torch has no such kernel on CPU."""
+    kind, _, option = call.kernel.partition("/")
+    with torch.no_grad():
+        if kind == "linear":
+            body = _linear(option, call.dims, engine)
+        else:
+            make = _KERNELS.get(call.kernel)
+            body = None if make is None else make(call.dims, engine)
+        return None if body is None else median_seconds(body)
+
+
+def _linear(option: str, dims: Dims, engine: str) -> Body | None:
+    m, k, n = dims
+    if numerics.why_not(option, m, k, n) is not None:
+        return None
+    x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+    if option in ("fp32", "bf16"):
+        return _float(option, x, weight, bias, engine)
+    return _int8(option, x, weight, bias, engine) if option.startswith("int8") else _weight_only(option, x, weight, bias, engine)
+
+
+def _float(option: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+    if option == "fp32" and (len(x) < PACK_ROWS or not torch_compat.has_onednn()):
+        return lambda: F.linear(x, weight, bias)
+    dtype = torch.float32 if option == "fp32" else torch.bfloat16
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), len(x))
+    product = torch.ops.mkldnn._linear_pointwise.default
+    if option == "fp32":
+        return lambda: product(x, packed, bias, "none", [], "")
+    narrow, widen = _engine(_to_bf16, engine), _engine(_widen_and_add, engine)
+    return lambda: widen(product(narrow(x), packed, None, "none", [], ""), bias)
+
+
+def _int8(option: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+    q, scale = numerics.quantize_weight(weight, per_channel=option != "int8_dynamic")
+    packed = torch.ops.onednn.qlinear_prepack(q, None)
+    tail: tuple[Any, ...] = (packed, scale, torch.zeros(len(scale), dtype=torch.int32), bias, 1.0, 0, torch.float32, "none", [], "")
+    qlinear = torch.ops.onednn.qlinear_pointwise
+    if option == "int8_static":
+        quantize = _engine(_static_at_unit_range, engine)
+        return lambda: qlinear.default(quantize(x), 8.0 / 255.0, 128, *tail)
+    dynamic = _engine(numerics.quantize_dynamic, engine)
+    return lambda: qlinear.tensor(*dynamic(x), *tail)
+
+
+def _weight_only(option: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+    narrow, widen = _engine(_to_bf16, engine), _engine(_widen_and_add, engine)
+    if option == "w8":
+        q, scale = numerics.quantize_weight(weight, per_channel=True)
+        scale = scale.to(torch.bfloat16)
+        return lambda: widen(aten._weight_int8pack_mm(narrow(x), q, scale), bias)
+    packed, scales = numerics.quantize_w4(weight)
+    return lambda: widen(aten._weight_int4pack_mm_for_cpu(narrow(x), packed, numerics.W4_GROUP, scales), bias)
+
+
+def _to_bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.bfloat16)
+
+
+def _widen_and_add(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return y.to(torch.float32) + bias
+
+
+def _static_at_unit_range(x: torch.Tensor) -> torch.Tensor:
+    return numerics.quantize_static(x, 8.0 / 255.0, 128)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _engine(function: Callable[..., Any], engine: str) -> Callable[..., Any]:
+    """The function as the engine runs it. One compilation serves all shapes, 1-3 s each, kept for the process."""
+    return _compiled(function) if engine == "inductor" else function
+
+
+def _on_random(function: Callable[..., Any], shapes: Callable[[Dims], list[tuple[int, ...]]]) -> Callable[[Dims, str], Body]:
+    def make(dims: Dims, engine: str) -> Body:
+        inputs = [torch.randn(shape) for shape in shapes(dims)]
+        run = _engine(function, engine)
+        return lambda: run(*inputs)
+
+    return make
+
+
+def _attention(function: Callable[..., Any]) -> Callable[[Dims, str], Body]:
+    """Heads split from and merged to (B, S, H·D), as in the model."""
+
+    def make(dims: Dims, engine: str) -> Body:
+        b, h, sq, sk, d = dims
+        q, k, v = (torch.randn(b, s, h, d).transpose(1, 2) for s in (sq, sk, sk))
+        return lambda: function(q, k, v).transpose(1, 2).reshape(b, sq, h * d)
+
+    return make
+
+
+def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return aten._scaled_dot_product_attention_math(q, k, v)[0]
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, (x.shape[-1],), weight, bias)
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight)
+
+
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x + residual, (x.shape[-1],), weight, bias)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
+def _pointwise(x: torch.Tensor) -> torch.Tensor:
+    return x + 1.0
+
+
+#: A table for timing lookups: larger than a vocabulary's cached part, small enough to allocate at once.
+_TABLE_ROWS = 30_000
+
+
+def _embedding(dims: Dims, engine: str) -> Body:
+    rows, cols = dims
+    table, ids = torch.randn(_TABLE_ROWS, cols), torch.randint(0, _TABLE_ROWS, (rows,))
+    run = _engine(F.embedding, engine)
+    return lambda: run(ids, table)
+
+
+def _embedding_int8(dims: Dims, engine: str) -> Body:
+    rows, cols = dims
+    table, scale = numerics.quantize_rows(torch.randn(_TABLE_ROWS, cols))
+    ids = torch.randint(0, _TABLE_ROWS, (rows,))
+    run = _engine(numerics.lookup_int8, engine)
+    return lambda: run(table, scale, ids)
+
+
+_KERNELS: dict[str, Callable[[Dims, str], Body]] = {
+    "matmul/fp32": _on_random(torch.matmul, lambda d: [(d[0], d[1], d[2]), (d[0], d[2], d[3])]),
+    "attention/sdpa": _attention(F.scaled_dot_product_attention),
+    "attention/math": _attention(_math),
+    "norm/layer": _on_random(_norm, lambda d: [d, d[1:], d[1:]]),
+    "norm/rms": _on_random(_rms, lambda d: [d, d[1:]]),
+    "add_norm/split": _on_random(_add_norm, lambda d: [d, d, d[1:], d[1:]]),
+    "gelu/erf": _on_random(F.gelu, lambda d: [d]),
+    "gelu/tanh": _on_random(_gelu_tanh, lambda d: [d]),
+    "embedding/fp32": _embedding,
+    "embedding/int8": _embedding_int8,
+    "pointwise/fp32": _on_random(_pointwise, lambda d: [d]),
+    "softmax/fp32": _on_random(_softmax, lambda d: [d]),
+}
