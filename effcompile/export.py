@@ -114,7 +114,8 @@ def allowed(program: Program, sizes: Mapping[str, int]) -> bool:
     domain = domain_of(program)
     for name, size in sizes.items():
         low, high = domain.bounds.get(name, (0, None))
-        if size < min(low, 1) or (high is not None and size > high):
+        low = low if low > 2 else 1  # tracing assumes every dynamic size to be at least 2; that is torch's, not the model's
+        if size < low or (high is not None and size > high):
             return False
     args, kwargs = resized(program, sizes)
     return unmet_guard(program.module, domain.guards, args, kwargs) is None

@@ -29,6 +29,13 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
+def data_dependent_errors() -> tuple[type[Exception], ...]:
+    """What a fake tensor raises when a shape depends on data that is not there."""
+    from torch._subclasses import fake_tensor
+
+    return (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException)
+
+
 def export_guards(exported: torch.export.ExportedProgram) -> tuple[str, ...]:
     """The conditions on input sizes that the export assumed, as Python expressions over `L`; empty before torch 2.9."""
     return tuple(getattr(exported, "_guards_code", None) or ())

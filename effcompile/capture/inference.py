@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,19 +102,20 @@ def _run_eager(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
     """Export with as many dynamic axes as the model allows, down to none."""
-    refusals: list[str] = []
+    refusals: list[tuple[_Attempt, str]] = []
     error: Exception | None = None
     for attempt in _attempts(subject, dynamic):
         try:
             program = _export(subject, attempt)
         except Exception as raised:
             error = raised
-            refusals.append(f"{_describe(subject, attempt)}: fixed at the example's sizes. {first_line(raised)} ({place_of(raised)})")
+            refusals.append((attempt, f"{first_line(raised)} ({place_of(raised)})"))
             continue
         refusal = _only_example(program)
         if refusal is None:
-            return replace(program, fixed=(*dict.fromkeys(refusals), *program.fixed))
-        refusals.append(f"{_describe(subject, attempt)}: fixed at the example's sizes, the graph assumes {refusal}")
+            lines = {why: f"{_lost(subject, refused, attempt)}: fixed at the example's size. {why}" for refused, why in reversed(refusals)}
+            return replace(program, fixed=(*reversed(lines.values()), *program.fixed))
+        refusals.append((attempt, f"the graph assumes {refusal}"))
     assert error is not None
     raise capture_error(error, subject.model) from error
 
@@ -140,10 +142,11 @@ def _given_axes(given: Mapping[str, Any], leaf: dynamic_axes.Leaf) -> dict[int, 
     return {axis: dim for axis, dim in pairs if dim is not None and dim is not torch.export.Dim.STATIC and not isinstance(dim, int)}
 
 
-def _describe(subject: _Subject, attempt: _Attempt) -> str:
-    """The axes an attempt makes dynamic: `batch and seq of input_ids, attention_mask`."""
-    axes = {axis for wanted in attempt.wanted for axis in wanted}
-    names = [leaf.name for leaf, wanted in zip(subject.leaves, attempt.wanted, strict=True) if wanted]
+def _lost(subject: _Subject, refused: _Attempt, taken: _Attempt) -> str:
+    """The axes that one attempt would have made dynamic and another does not: `batch and seq of input_ids, labels`."""
+    gone = [set(before) - set(after) for before, after in zip(refused.wanted, taken.wanted, strict=True)]
+    names = [leaf.name for leaf, axes in zip(subject.leaves, gone, strict=True) if axes]
+    axes = set().union(*gone)
     return " and ".join((["batch"] if 0 in axes else []) + (["seq"] if axes - {0} else [])) + f" of {', '.join(names)}"
 
 
@@ -186,7 +189,8 @@ def _stuck(leaf: dynamic_axes.Leaf, shape: Sequence[int | str]) -> set[int]:
 def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     cleanup.drop_asserts(module.graph)
     cleanup.share_tied_weights(module)
-    refresh_shapes(module, subject.args, subject.kwargs)
+    with contextlib.suppress(*torch_compat.data_dependent_errors()):  # then nodes keep torch.export's symbolic values
+        refresh_shapes(module, subject.args, subject.kwargs)
     cleanup.drop_copies(module.graph)
     cleanup.name_modules(module.graph)
     module.graph.lint()

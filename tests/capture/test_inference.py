@@ -222,3 +222,29 @@ def test_resized_inputs_stay_among_the_examples_values() -> None:
     assert longer.tolist() == [[3, 5, 7, 3, 5]] * 2
     (shorter,), _ = resized(program, {"seq": 2})
     assert shorter.tolist() == [[3, 5]]
+
+
+def test_when_a_dynamic_sequence_cannot_be_traced_the_batch_stays_dynamic_and_the_reason_is_said() -> None:
+    class Blocks(nn.Module):
+        """Runs at any length eagerly; as a loop over a symbolic length it cannot be traced."""
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_exporting() and not isinstance(ids.shape[1], int):
+                raise NotImplementedError("no symbolic length")
+            return ids * 2
+
+    model = Blocks()
+    program = capture(model, (torch.ones(2, 6, dtype=torch.long),))
+    assert program.inputs[0].shape == ("batch", 6)
+    assert len(program.fixed) == 1
+    assert program.fixed[0].startswith("seq of ids: fixed at the example's size. NotImplementedError: no symbolic length (")
+    assert all(check.passed for check in verify_capture(program, model))
+
+
+def test_a_model_on_the_meta_device_can_be_captured_but_not_run() -> None:
+    with torch.device("meta"):
+        model = mlp()
+        program = capture(model, (torch.randn(2, 8),))
+    assert program.inputs[0].shape == ("batch", 8)
+    assert [shape_of(node) for node in program.calls()] == [(2, 16), (2, 16), (2, 4)]
+    assert all(parameter.is_meta for parameter in program.module.parameters())
