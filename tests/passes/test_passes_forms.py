@@ -1,0 +1,103 @@
+"""attention, fuse and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pass_helpers import by_work, context, outputs, plan_with, split
+
+from effcompile.export import reexport
+from effcompile.goal import Goal
+from effcompile.passes.attention import Attention
+from effcompile.passes.fuse import Fuse
+from effcompile.passes.logits import Logits
+from effcompile.program import Program
+from effcompile.sites import attentions, gelus, linears
+from effcompile.target import KernelCall
+
+LAST = Goal(max_error=0.05, reads="last")
+
+
+def test_attention_offers_the_forms_that_exist_and_pay(bert: Program) -> None:
+    def price(call: KernelCall) -> float | None:
+        return {"attention/sdpa": 2e-3, "attention/packed": 1e-3}.get(call.kernel)
+
+    choices, declined = split(Attention().propose(bert, context(price, goal=Goal())))
+    assert [s.site for s in attentions(bert)] == list(choices)
+    assert all([o.name for o in c.options] == ["sdpa", "packed"] for c in choices.values())
+    assert {d.reason for d in declined} == {"onnxruntime has no attention/math kernel here"}
+    site = next(iter(choices))
+    assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: "packed"}
+
+
+def test_attention_is_not_packed_where_heads_are_not_split_before_it(bert: Program) -> None:
+    edited = bert.editable("test")
+    node = attentions(edited)[0].node
+    with edited.graph.inserting_before(node):
+        turned = edited.graph.call_function(torch.ops.aten.neg.default, (node.args[0],))
+    turned.meta = dict(node.args[0].meta)
+    node.update_arg(0, turned)
+    _, declined = split(Attention().propose(edited, context(lambda call: 1e-3)))
+    assert [d.reason for d in declined] == ["the heads of q are not split right before it, so packing would add a transpose"]
+
+
+def test_a_slower_fusion_is_declined_with_both_figures(bert: Program) -> None:
+    def price(call: KernelCall) -> float:
+        return {"add_norm/split": 1e-4, "add_norm/fused": 5e-4}.get(call.kernel, 1e-3)
+
+    choices, declined = split(Fuse(gelu=False).propose(bert, context(price)))
+    assert {tuple(o.name for o in c.options) for c in choices.values()} == {("split",)}
+    assert {d.reason for d in declined} == {"no gain here: 500 µs > 100 µs (split)"}
+
+
+def test_tanh_needs_a_goal_with_error_and_a_measured_one(bert: Program) -> None:
+    choices, declined = split(Fuse(norms=False).propose(bert, context(goal=Goal())))
+    assert {o.name for c in choices.values() for o in c.options} == {"erf"}
+    assert [d.reason for d in declined] == ["goal allows no error (max_error = 0)"]
+    _, declined = split(Fuse(norms=False).propose(bert, context(lambda call: 1e-3, sensitivity={})))
+    assert {d.reason for d in declined} == {"its error at the output was not measured"}
+
+
+def test_tanh_rewrites_the_graph_of_a_copy(bert: Program) -> None:
+    first, second = [g.site for g in gelus(bert)]
+    after = Fuse().apply(bert, plan_with({first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"}))
+    assert [g.site for g in gelus(after)] == [second] and len(gelus(bert)) == 2
+    assert after.tags == {first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"}
+    moved = (outputs(after)[0] - outputs(bert)[0]).norm() / outputs(bert)[0].norm()
+    assert 0 < moved < 1e-3
+
+
+def test_logits_are_all_kept_unless_only_the_last_is_read(gpt2: Program, bert: Program) -> None:
+    assert list(Logits().propose(gpt2, context())) == []
+    assert list(Logits().propose(bert, context(goal=LAST))) == []
+
+
+def test_last_is_priced_by_the_rows_it_computes(gpt2: Program) -> None:
+    choices, _ = split(Logits().propose(gpt2, context(goal=LAST)))
+    option = choices["lm_head:rows"].option("last@int8_dynamic")
+    m, k, n = next(s.dims for s in linears(gpt2) if s.site == "lm_head")
+    spent = [by_work(KernelCall("linear/int8_dynamic", (rows, k, n))) for rows in (2, m)]
+    assert option.cost.seconds == pytest.approx(spent[0] - spent[1]) and option.requires == {"lm_head": ("int8_dynamic",)}
+    exact, _ = split(Logits().propose(gpt2, context(goal=Goal(reads="last"))))
+    assert [o.name for o in exact["lm_head:rows"].options] == ["all", "last"]
+
+
+def test_last_computes_the_last_row_only(gpt2: Program) -> None:
+    after = Logits().apply(gpt2, plan_with({"lm_head:rows": "last@w8"}))
+    after.graph.lint()
+    (full,), (last,) = outputs(gpt2), outputs(after)
+    assert last.shape == (2, 1, 100)
+    torch.testing.assert_close(last, full[:, -1:], rtol=1e-6, atol=1e-6)
+    assert after.outputs[0].shape[1:] == (1, 100) and gpt2.outputs[0].shape[1] != 1
+    assert next(s for s in linears(after) if s.site == "lm_head").m == 2
+    assert after.tags == {"lm_head:rows": "last"}
+    ids = torch.randint(0, 100, (3, 9))
+    other = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    again = torch.utils._pytree.tree_leaves(reexport(after).module()(**other))
+    torch.testing.assert_close(again[0], outputs(gpt2, **other)[0][:, -1:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_plan_without_logits_leaves_the_program(gpt2: Program) -> None:
+    assert Logits().apply(gpt2, plan_with({})) == replace(gpt2, history=("logits",))

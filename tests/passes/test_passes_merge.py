@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pass_helpers import Block, by_work, context, outputs, plan_with, split
+from torch import nn
+
+from effcompile.capture.inference import capture
+from effcompile.export import reexport
+from effcompile.goal import Goal
+from effcompile.passes.merge import Merge
+from effcompile.program import Program
+from effcompile.sites import linears, merges
+from effcompile.target import KernelCall
+
+
+def merged(program: Program, precision: str = "int8_dynamic") -> Program:
+    chosen = {site.site: f"merged@{precision}" for site in merges(program)}
+    chosen |= {m.site: precision for site in merges(program) for m in site.members}
+    return Merge().apply(program, plan_with(chosen))
+
+
+@pytest.mark.parametrize("name", ["block", "bert"])
+def test_a_merge_changes_nothing_but_the_graph(name: str, request: pytest.FixtureRequest) -> None:
+    program = request.getfixturevalue(name)
+    before, keys = outputs(program), sorted(dict(program.module.named_parameters()))
+    found = merges(program)
+    assert found
+    after = merged(program)
+    after.graph.lint()
+    for y, z in zip(before, outputs(after), strict=True):
+        torch.testing.assert_close(z, y, rtol=1e-6, atol=1e-6)
+    names = {site.site for site in linears(after)}
+    for site in found:
+        assert site.merged_site in names
+        assert after.tags[site.merged_site] == "int8_dynamic" and after.tags[site.site] == "merged"
+        assert not names & {m.site for m in site.members}
+        assert not any(key.startswith(m.site + ".") for m in site.members for key in dict(after.module.named_parameters()))
+    assert sorted(dict(program.module.named_parameters())) == keys
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(program), strict=True))
+
+
+def test_a_merged_program_exports_again_with_its_dynamic_axes(bert: Program) -> None:
+    after = merged(bert)
+    again = reexport(after).module()
+    other = {"input_ids": torch.randint(0, 100, (3, 11)), "attention_mask": torch.ones(3, 11, dtype=torch.long)}
+    other["attention_mask"][0, :4] = 0
+    with torch.no_grad():
+        got = torch.utils._pytree.tree_leaves(again(**other))
+    for y, z in zip(outputs(bert, **other), got, strict=True):
+        torch.testing.assert_close(z, y, rtol=1e-5, atol=1e-6)
+
+
+def test_transposed_weights_are_stacked_along_their_columns() -> None:
+    class Conv(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(8, 6))
+            self.bias = nn.Parameter(torch.randn(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([torch.mm(x, self.a), torch.addmm(self.bias, x, self.b)], dim=1)
+
+    program = capture(Conv().eval(), (torch.randn(3, 8),))
+    after = merged(program)
+    assert [site.dims for site in linears(after)] == [(3, 8, 10)]
+    torch.testing.assert_close(outputs(after)[0], outputs(program)[0], rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=5, deadline=None)
+@given(widths=st.tuples(*[st.integers(1, 20)] * 3), rows=st.integers(2, 6))
+def test_any_widths_merge(widths: tuple[int, int, int], rows: int) -> None:
+    program = capture(Block(k=8, widths=widths).eval(), (torch.randn(2, rows, 8),))
+    torch.testing.assert_close(outputs(merged(program))[0], outputs(program)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_separate_leaves_the_graph(block: Program) -> None:
+    site = merges(block)[0]
+    after = Merge().apply(block, plan_with({site.site: "separate"}))
+    assert [s.site for s in linears(after)] == [s.site for s in linears(block)]
+    assert after.tags[site.site] == "separate" and after.history == ("merge",)
+
+
+def test_each_precision_is_priced_and_required_of_all_members(block: Program) -> None:
+    choices, _ = split(Merge().propose(block, context()))
+    choice = choices[merges(block)[0].site]
+    option = choice.option("merged@int8_dynamic")
+    assert option.requires == {"q": ("int8_dynamic",), "k": ("int8_dynamic",), "v": ("int8_dynamic",)}
+    members = [by_work(KernelCall("linear/int8_dynamic", m.dims)) for m in merges(block)[0].members]
+    expected = by_work(KernelCall("linear/int8_dynamic", (10, 32, 56))) + by_work(KernelCall("pointwise/fp32", (560,))) - sum(members)
+    assert option.cost.seconds == pytest.approx(expected)
+    assert option.cost.weight_bytes == 4 * 32  # zeros for the bias that k lacks
+    on_torch, _ = split(Merge().propose(block, context(backend="torch")))
+    assert on_torch[choice.site].option("merged").cost.seconds < choice.option("merged").cost.seconds
+
+
+def test_an_exact_goal_merges_in_fp32_only_and_a_missing_kernel_is_declined(block: Program) -> None:
+    exact, declined = split(Merge().propose(block, context(goal=Goal())))
+    assert [o.name for o in exact[":merge"].options] == ["separate", "merged"] and not declined
+    choices, declined = split(Merge().propose(block, context(lambda call: None if "bf16" in call.kernel else 1e-3)))
+    assert "merged@bf16" not in [o.name for o in choices[":merge"].options]
+    assert [d.reason for d in declined] == ["onnxruntime has no linear/bf16 kernel here"]

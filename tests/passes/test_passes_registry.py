@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
+from typing import ClassVar
+
+import pytest
+from pass_helpers import context
+
+import effcompile.passes as registry
+from effcompile.cost import Cost
+from effcompile.errors import UnknownNameError, UsageError
+from effcompile.goal import Goal
+from effcompile.passes import PASSES, Choice, Declined, Option, load_passes, propose_all
+from effcompile.passes.base import Pass
+from effcompile.passes.quantize import Quantize
+from effcompile.program import Program
+
+
+def names(*spec: str) -> list[str]:
+    return [p.name for p in load_passes(spec)]
+
+
+def test_all_passes_in_order_and_of_the_contract() -> None:
+    assert names() == list(PASSES) == ["merge", "logits", "attention", "fuse", "quantize"]
+    assert all(isinstance(p, Pass) for p in load_passes(None))
+    assert {p.name for p in load_passes() if not p.exact} == {"quantize"}
+
+
+def test_selecting_excluding_and_setting() -> None:
+    assert names("quantize", "merge") == ["merge", "quantize"]
+    assert names("no-merge", "no-fuse") == ["logits", "attention", "quantize"]
+    assert names("merge", "fuse.norms=false") == ["merge", "fuse"]
+    found = load_passes(["quantize.group_size=64", "quantize.embeddings=no", "quantize.options=w8, bf16"])
+    assert found[-1] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(found) == len(PASSES)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("quantise", "Did you mean 'quantize'"),
+        ("no-marge", "Did you mean 'merge'"),
+        ("quantize.groups=3", "quantize.options, quantize.group_size, quantize.embeddings"),
+        ("quantize.group_size", "NAME.OPTION=VALUE"),
+        ("quantize.group_size=many", "whole number"),
+        ("fuse.norms=maybe", "true or false"),
+        ("quantize.options=int9", "No precision is named 'int9'"),
+    ],
+)
+def test_a_wrong_spec_says_what_is_allowed(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        load_passes([spec])
+
+
+def test_unknown_is_an_unknown_name() -> None:
+    with pytest.raises(UnknownNameError):
+        load_passes(["nothing"])
+
+
+def test_installed_passes_come_last_and_bad_ones_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(value: str, name: str = "theirs") -> None:
+        monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint(name=name, value=value, group=group)])
+
+    install("effcompile.passes.quantize:Quantize")
+    assert list(registry.registered()) == [*PASSES, "theirs"] and len(load_passes()) == len(PASSES) + 1
+    install("not_installed:Pass")
+    with pytest.raises(UsageError, match="theirs"):
+        load_passes()
+    install("effcompile.passes.quantize:Quantize", name="merge")
+    with pytest.raises(UsageError, match="taken"):
+        load_passes()
+
+
+def test_proposals_name_only_what_is_offered(bert: Program) -> None:
+    for spec in ([], ["no-quantize"], ["quantize.options=int8_dynamic"]):
+        choices, declined = propose_all(load_passes(spec), bert, context())
+        offered = {c.site: {o.name for o in c.options} for c in choices}
+        for choice in choices:
+            assert choice.baseline in offered[choice.site]
+            for option in choice.options:
+                assert all(allowed and set(allowed) <= offered[site] for site, allowed in option.requires.items())
+        merges = [c for c in choices if c.kind == "merge"]
+        kept = {o.name for c in merges for o in c.options}
+        if spec:
+            extra = {"merged@int8_dynamic"} if spec[0].startswith("quantize") else set()
+            assert kept == {"separate", "merged"} | extra
+            assert any("which is not offered" in d.reason for d in declined)
+
+
+def test_choices_of_one_site_are_joined_and_refusals_cascade(bert: Program) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class One:
+        options: tuple[Option, ...]
+        site: str = "a"
+        name: ClassVar[str] = "one"
+        exact: ClassVar[bool] = True
+
+        def propose(self, program: Program, context: object) -> list[Choice | Declined]:
+            return [Choice(site=self.site, kind="t", baseline="x", options=self.options)]
+
+        def apply(self, program: Program, plan: object) -> Program:
+            return program
+
+    def option(name: str, **requires: tuple[str, ...]) -> Option:
+        return Option(name=name, cost=Cost(), by="one", requires=requires)
+
+    x = option("x")
+    passes = [One(options=(x, option("y"))), One(options=(x, option("z", b=("w",)))), One(site="b", options=(x, option("w", a=("gone",))))]
+    choices, declined = propose_all(passes, bert, replace(context(), goal=Goal()))
+    assert {c.site: [o.name for o in c.options] for c in choices} == {"a": ["x", "y"], "b": ["x"]}
+    assert [(d.site, d.option) for d in declined] == [("b", "w"), ("a", "z")]
