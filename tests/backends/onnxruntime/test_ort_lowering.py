@@ -1,0 +1,148 @@
+"""Lowering to ONNX Runtime: planned options are found in the artifact, results are right, the file needs no effcompile."""
+
+import collections
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from effcompile import sites
+from effcompile.backends.onnxruntime import OnnxRuntime
+from effcompile.backends.onnxruntime.quantise import found_precision
+from effcompile.errors import LoweringError, UsageError
+from effcompile.export import resized
+
+LINEAR_OPTIONS = ["fp32", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4"]
+
+
+def lower(program, tags):
+    tagged = program.tagged(tags, "test")
+    return OnnxRuntime().lower(tagged, None, [tagged.flat_inputs()])
+
+
+def outputs_of(model, kwargs):
+    with torch.no_grad():
+        return [leaf for leaf in pytree.tree_leaves(model(**kwargs, use_cache=False)) if isinstance(leaf, torch.Tensor)]
+
+
+def relative(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def optimized(path, tmp_path):
+    """Operator counts after ORT's own optimisations with default session options."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.log_severity_level = 4
+    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return collections.Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
+
+
+@pytest.mark.parametrize("option", LINEAR_OPTIONS)
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_each_precision_is_applied_everywhere_and_keeps_the_result(option, family, request):
+    model, program = request.getfixturevalue(family)
+    planned = {site.site: option for site in sites.linears(program)}
+    lowered = lower(program, planned)
+    assert {site: lowered.applied[site] for site in planned} == planned
+    for sizes in ({}, {"batch": 3, "seq": 24}):
+        _, kwargs = resized(program, sizes)
+        found = lowered(*program.flat_inputs((), kwargs))
+        errors = [relative(f, w) for f, w in zip(found, outputs_of(model, kwargs), strict=True)]
+        limit = {"fp32": 1e-5, "w4": 0.3}.get(option, 0.08)
+        assert max(errors) < limit
+        assert option == "fp32" or max(errors) > 1e-5  # a quantiser that did nothing would be exact
+
+
+def test_only_the_planned_nodes_change(bert):
+    _, program = bert
+    chosen = [site.site for site in sites.linears(program)][::3]
+    lowered = lower(program, dict.fromkeys(chosen, "int8_channel"))
+    found = {site.site: lowered.applied[site.site] for site in sites.linears(program)}
+    assert found == {site: "int8_channel" if site in chosen else "fp32" for site in found}
+
+
+def test_applied_is_read_from_the_model_and_not_from_the_plan(bert, tmp_path):
+    _, program = bert
+    path = lower(program, {}).save(tmp_path)
+    model = onnx.load(path)
+    products = [node.name for node in model.graph.node if node.op_type == "MatMul"]
+    assert set(found_precision(model, products).values()) == {"fp32"}
+    assert found_precision(model, ["no_such_node"]) == {"no_such_node": "absent"}
+
+
+def test_int8_everywhere_is_under_a_third_of_fp32(bert):
+    _, program = bert
+    tags = {site.site: "int8_channel" for site in sites.linears(program)} | {site.site: "int8" for site in sites.embeddings(program)}
+    lowered = lower(program, tags)
+    assert {lowered.applied[site.site] for site in sites.embeddings(program)} == {"int8"}
+    assert lowered.weight_bytes < 0.3 * program.weight_bytes()
+
+
+def test_split_norms_stay_split_in_a_plain_session_and_fused_ones_are_fused(bert, tmp_path):
+    _, program = bert
+    norms = [site.site for site in sites.add_norms(program)]
+    split = lower(program, dict.fromkeys(norms, "split"))
+    assert optimized(split.save(tmp_path / "split"), tmp_path)["SkipLayerNormalization"] == 0
+    fused = lower(program, dict.fromkeys(norms, "fused"))
+    assert optimized(fused.save(tmp_path / "fused"), tmp_path)["SkipLayerNormalization"] >= 4
+
+
+def test_packed_attention_has_no_transposes(bert, tmp_path):
+    _, program = bert
+    attentions = [site.site for site in sites.attentions(program)]
+    lowered = lower(program, dict.fromkeys(attentions, "packed"))
+    assert {lowered.applied[site] for site in attentions} == {"packed"}
+    counts = optimized(lowered.save(tmp_path / "a"), tmp_path)
+    assert counts["Attention"] == len(attentions)
+    assert counts["Transpose"] == 0
+
+
+def test_the_artifact_runs_without_effcompile(gpt2, tmp_path):
+    model, program = gpt2
+    path = lower(program, {site.site: "int8_dynamic" for site in sites.linears(program)}).save(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    np.savez(tmp_path / "in.npz", **{k: v.numpy() for k, v in program.kwargs.items()})
+    script = (
+        "import sys, numpy as np, onnxruntime\n"
+        "sys.modules['effcompile'] = None\n"
+        f"s = onnxruntime.InferenceSession({str(path)!r})\n"
+        f"np.save({str(tmp_path / 'out.npy')!r}, s.run(['logits'], dict(np.load({str(tmp_path / 'in.npz')!r})))[0])\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    wanted = outputs_of(model, program.kwargs)[0]
+    assert relative(torch.from_numpy(np.load(tmp_path / "out.npy")), wanted) < 0.08
+
+
+def test_a_failing_copy_leaves_the_old_artifact(bert, tmp_path, monkeypatch):
+    _, program = bert
+    lowered = lower(program, {})
+    (tmp_path / "model.onnx").write_bytes(b"old")
+
+    def full_disk(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("effcompile.backends.onnxruntime.backend.shutil.copyfile", full_disk)
+    with pytest.raises(UsageError, match="No space left"):
+        lowered.save(tmp_path)
+    assert (tmp_path / "model.onnx").read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_wrong_inputs_are_a_lowering_error(bert):
+    _, program = bert
+    lowered = lower(program, {})
+    with pytest.raises(LoweringError, match="ONNX Runtime failed"):
+        lowered(torch.zeros(2, 16), torch.zeros(2, 16))
+
+
+def test_peak_is_at_least_the_weights(bert):
+    _, program = bert
+    lowered = lower(program, {})
+    peak = lowered.peak_bytes(program.flat_inputs())
+    assert peak is None or peak > lowered.weight_bytes

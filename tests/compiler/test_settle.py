@@ -1,0 +1,161 @@
+"""Correction of a wrong error model, honest counting, and passes that are not what they say: with a backend of our own."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from effcompile.capture import capture
+from effcompile.compiler.machine import Machine
+from effcompile.compiler.search import Search
+from effcompile.compiler.settle import Workshop, apply_passes, settle
+from effcompile.compiler.verify import references
+from effcompile.errors import InfeasibleError, VerificationError
+from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.goal import Goal
+from effcompile.passes import load_passes
+from effcompile.sites import linears
+from effcompile.target import KERNELS, Law, Target
+
+OPTIONS = ("bf16", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4")
+
+
+@dataclass
+class Noisy:
+    """Adds an error of its own making per int8 linear, whatever was predicted."""
+
+    error_each: float
+    liar: bool = False
+    lowerings: list = field(default_factory=list)
+    name: ClassVar[str] = "noisy"
+
+    def lower(self, program, plan, calibration):
+        self.lowerings.append(plan)
+        count = sum(option != "fp32" for site, option in program.tags.items() if site in {s.site for s in linears(program)})
+        return Result(program, self.error_each * count**0.5, {} if self.liar else dict(program.tags), self.liar)
+
+
+class Result:
+    settings: ClassVar[dict] = {"made": "here"}
+    weight_bytes = 10
+
+    def __init__(self, program, error, applied, liar):
+        self.program, self.error = program, error
+        self.applied = dict.fromkeys([s.site for s in linears(program)], "fp32") if liar else applied
+
+    def __call__(self, *inputs):
+        with torch.no_grad():
+            y = self.program.module(*inputs)
+        noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
+        return [y + noise * (self.error * y.norm() / noise.norm())]
+
+
+def flat_target():
+    """int8 is twice as fast as fp32 on "noisy"; all else is too slow to be chosen."""
+    law = lambda seconds: Law(points=(((1, 1, 1), seconds),), overhead=seconds)  # noqa: E731
+    laws = {"linear/fp32": law(2.0), "linear/int8_dynamic": law(1.0)}
+    return Target(
+        name="flat", description="flat", device="cpu", cores=1, memory_bytes=10**9, memory_bandwidth=1e15, link_bandwidth=1e9,
+        peak_flops={"fp32": 1e15}, launch_seconds=0.0, laws={"noisy": laws, "torch-eager": {k: law(0.0) for k in KERNELS}},
+    )  # fmt: skip
+
+
+def bench(max_error, predicted_each, passes=("quantize",), layers=8):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(layers)]).eval()
+    program = capture(model, (torch.randn(4, 32),), {})
+    goal = Goal(max_error=max_error)
+    errors = {(s.site, option): predicted_each**2 for s in linears(program) for option in OPTIONS}
+    chosen = load_passes(passes)
+    search = Search(
+        program=program, goal=goal, machine=Machine(target=flat_target()), passes=chosen,
+        sensitivity=Sensitivity(errors=errors, method="given"), calibration_inputs="none",
+    )  # fmt: skip
+    cases = references(program, model, goal)
+    return search, Workshop(program=program, passes=chosen, goal=goal, cases=cases, calibration=[program.flat_inputs()])
+
+
+def settled(search, shop, backend):
+    def replan(**changes):
+        return search.plan_for(backend, **changes)
+
+    return settle(shop, backend, search.plan_for(backend), replan)
+
+
+def count_int8(plan):
+    return sum(d.option == "int8_dynamic" for d in plan.decisions)
+
+
+def test_a_right_prediction_is_taken_at_once():
+    search, shop = bench(max_error=0.03, predicted_each=0.01)
+    backend = Noisy(0.01)
+    outcome = settled(search, shop, backend)
+    assert len(backend.lowerings) == 1
+    assert count_int8(outcome.plan) == 8  # √8 · 0.01 < 0.03
+    assert outcome.plan.certificate.rounds == 1
+    assert outcome.plan.settings == {"made": "here"}
+
+
+def test_a_wrong_prediction_is_corrected_solved_again_and_told():
+    search, shop = bench(max_error=0.03, predicted_each=0.005)
+    backend = Noisy(0.015)
+    outcome = settled(search, shop, backend)
+    assert count_int8(backend.lowerings[0]) == 8  # as predicted it would have been fine
+    assert 1 <= count_int8(outcome.plan) <= 4  # √4 · 0.015 = 0.03
+    assert all(check.passed for check in outcome.checks)
+    assert outcome.plan.certificate.rounds > 1
+    assert outcome.plan.certificate.error_scale > 1
+    assert any("solved again" in note for note in outcome.plan.notes)
+
+
+def test_what_no_plan_can_meet_ends_exact_and_not_over_the_limit():
+    search, shop = bench(max_error=1e-4, predicted_each=1e-5)
+    outcome = settled(search, shop, Noisy(0.5))
+    assert count_int8(outcome.plan) == 0
+    assert all(check.passed for check in outcome.checks)
+
+
+def test_a_saved_plan_over_its_limit_is_refused():
+    search, shop = bench(max_error=0.03, predicted_each=0.001)
+    backend = Noisy(0.5)
+    with pytest.raises(VerificationError, match="not within the declared error"):
+        settle(shop, backend, search.plan_for(backend), None)
+
+
+def test_options_that_are_not_in_the_artifact_are_told():
+    search, shop = bench(max_error=0.5, predicted_each=0.001)
+    outcome = settled(search, shop, Noisy(0.0, liar=True))
+    assert {d.applied for d in outcome.plan.decisions} == {"fp32"}
+    assert any("8 × linear: planned int8_dynamic, the noisy artifact has fp32" in note for note in outcome.plan.notes)
+
+
+@dataclass(frozen=True)
+class Sly:
+    name: ClassVar[str] = "sly"
+    exact: ClassVar[bool] = True
+
+    def propose(self, program, context):
+        return []
+
+    def apply(self, program, plan):
+        edited = program.editable(self.name)
+        next(s for s in linears(edited)).node.args = (*next(s for s in linears(edited)).node.args[:2],)  # drops a bias
+        edited.module.recompile()
+        return edited
+
+
+def test_an_exact_pass_that_changes_results_is_named():
+    search, shop = bench(max_error=0.03, predicted_each=0.001, passes=("merge",))
+    plan = search.plan_for(Noisy(0.0))
+    with pytest.raises(VerificationError, match="'sly' after merge"):
+        apply_passes(shop.program, (*shop.passes, Sly()), plan)
+
+
+def test_memory_below_everything_is_infeasible_with_the_nearest():
+    search, _ = bench(max_error=0.03, predicted_each=0.001)
+    tight = replace(search, goal=replace(search.goal, memory=100), _proposals={})
+    with pytest.raises(InfeasibleError) as caught:
+        tight.plan_for(Noisy(0.0))
+    assert caught.value.nearest["memory"] > 100
