@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from effcompile.backends.torch import found
 from effcompile.backends.torch.pack import flatten, pack
 from effcompile.errors import FormatError, LoweringError, UsageError
 from effcompile.export import reexport
+from effcompile.plan import write_atomically
 from effcompile.program import Program
 
 ARTIFACT = "model.pt2"
@@ -58,16 +59,10 @@ class TorchLowered:
             exported = reexport(self.program)
         except Exception as error:
             raise LoweringError(f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend.") from error
-        path, temporary = directory / ARTIFACT, directory / f".{os.getpid()}.{ARTIFACT}"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            torch.export.save(exported, temporary, extra_files={_HEADER: json.dumps(header)})
-            os.replace(temporary, path)
-        except (OSError, RuntimeError) as error:
-            raise UsageError(f"Cannot write {str(path)!r}: {_line(error)}. Choose a folder you may write to with -o.") from error
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        # into memory first: on a full disk torch's own file writer does not raise but aborts the process
+        content = io.BytesIO()
+        torch.export.save(exported, content, extra_files={_HEADER: json.dumps(header)})
+        return write_atomically(directory / ARTIFACT, content.getvalue())
 
 
 def load(path: Path) -> Callable[..., Any]:

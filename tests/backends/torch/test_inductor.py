@@ -1,0 +1,38 @@
+"""Inductor keeps the planned precision in the graph it finally compiles."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from effcompile.backends.torch import TorchInductor, found
+from effcompile.backends.torch.edit import edit
+from effcompile.backends.torch.pack import flatten
+from effcompile.program import Program
+from effcompile.sites import linears
+
+pytestmark = pytest.mark.skipif(TorchInductor().unavailable() is not None, reason="no C++ compiler")
+MIXED = ("fp32", "bf16", "int8_dynamic", "int8_channel", "int8_static", "int8_static", "bf16")
+
+
+def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(model: nn.Module, program: Program) -> None:
+    tags = {site.site: option for site, option in zip(linears(program), MIXED, strict=True)}
+    lowered = TorchInductor().lower(program.tagged(tags, "test"), None, [[program.args[0]]])
+    assert {site: lowered.applied[site] for site in tags} == tags
+    for ids in (program.args[0], program.args[0][:1, :5]):  # the second shape runs uncompiled
+        with torch.no_grad():
+            reference = model(ids)
+        assert float((lowered(ids)[0] - reference).norm() / reference.norm()) < 5e-2
+
+
+def test_precision_lost_by_the_compiler_is_reported(program: Program) -> None:
+    tags = {site.site: "bf16" for site in linears(program)}
+    module = flatten(edit(program.tagged(tags, "test"), []))
+    kept = Counter(signature for _, signature in found.signatures(module))
+    applied = found.applied(program, module)
+    assert found.confirm(applied, module, kept) == applied
+    lost = found.confirm(applied, module, Counter())
+    assert all(lost[site] == found.NOT_FOUND for site in tags)

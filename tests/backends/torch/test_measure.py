@@ -1,0 +1,30 @@
+"""Kernels are timed where torch has them and refused where not."""
+
+from __future__ import annotations
+
+import pytest
+
+from effcompile.backends.torch import TorchEager
+from effcompile.backends.torch.numerics import OPTIONS
+from effcompile.target import KERNELS, KernelCall
+
+DIMS = {"linear": (16, 64, 96), "matmul": (2, 8, 8, 8), "attention": (1, 2, 8, 8, 16), "gelu": (64,), "pointwise": (64,)}
+ABSENT = {"attention/packed", "add_norm/fused"}
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k not in ABSENT])
+def test_times_every_kernel_it_has(kernel: str) -> None:
+    dims = DIMS.get(kernel.partition("/")[0], (8, 32))
+    seconds = TorchEager().measure(KernelCall(kernel, dims))
+    assert seconds is not None
+    assert 0 < seconds < 1
+
+
+@pytest.mark.parametrize("kernel", sorted(ABSENT))
+def test_has_no_such_kernel(kernel: str) -> None:
+    assert TorchEager().measure(KernelCall(kernel, (1, 2, 8, 8, 16))) is None
+
+
+def test_4_bit_needs_whole_groups() -> None:
+    assert "w4" in OPTIONS
+    assert TorchEager().measure(KernelCall("linear/w4", (4, 40, 64))) is None
