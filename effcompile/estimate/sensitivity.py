@@ -33,7 +33,7 @@ __all__ = ["Inputs", "Sensitivity", "describe_generated", "generate_inputs", "me
 #: Rows (batch × sequence) of all calibration inputs together that δ and gradients are computed for.
 MAX_ROWS = 256
 #: Bytes of gradients kept for the dot products.
-MAX_GRADIENT_BYTES = 512 * 2**20
+MAX_GRADIENT_BYTES = 768 * 2**20
 #: Share of the time budget after which no further probe is started (the rest is for the options).
 _PROBE_SHARE = 0.5
 
