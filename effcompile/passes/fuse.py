@@ -27,6 +27,10 @@ class Fuse:
     name: ClassVar[str] = "fuse"
     exact: ClassVar[bool] = True
 
+    def measured_options(self) -> dict[str, tuple[str, ...]]:
+        """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
+        return {"gelu": ("tanh",)} if self.gelu else {}
+
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         if self.norms:
             for norm in add_norms(program):
