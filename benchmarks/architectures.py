@@ -181,7 +181,7 @@ ARCHITECTURES: dict[str, Arch] = {
     "mamba": Arch(
         "MambaConfig", "MambaForCausalLM", {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1, "state_size": 4}, "ids", "ssm"
     ),
-    "rwkv": Arch("RwkvConfig", "RwkvForCausalLM", {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 1}, "ids", "ssm"),
+    "rwkv": Arch("RwkvConfig", "RwkvForCausalLM", {"vocab_size": V, "hidden_size": D, "num_hidden_layers": 2}, "ids", "ssm"),
     # encoder-decoders
     "t5": _both("T5", **_T5),
     "mt5": _both("MT5", **_T5),
@@ -198,7 +198,13 @@ ARCHITECTURES: dict[str, Arch] = {
     "beit": _vision("Beit"),
     "dinov2": _vision("Dinov2"),
     "vit-mae": _vision("ViTMAE", mask_ratio=0.0),
-    "swin": _vision("Swin", embed_dim=16, depths=[1, 1], num_heads=[2, 2], window_size=2, patch_size=4),
+    "swin": Arch(
+        "SwinConfig",
+        "SwinModel",
+        {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
+        "image",
+        "vision",
+    ),
     "convnext": _vision("ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
     "resnet": _vision("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
     "segformer": _vision(
