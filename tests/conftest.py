@@ -1,0 +1,14 @@
+"""Tests measure kernels into a cache of their own, never into the user's; the workers of one run share it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_calibration_cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str = "master") -> Iterator[None]:
+    root = tmp_path_factory.getbasetemp()
+    cache = (root if worker_id == "master" else root.parent) / "calibration"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EFFCOMPILE_CACHE", str(cache))
+        yield

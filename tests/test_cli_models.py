@@ -1,0 +1,264 @@
+"""The command line on real (tiny) models: the way through, and every bad input that needs a model to show."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from test_cli import Outcome
+
+from effcompile import cli
+from effcompile.plan import Plan
+
+QUICK = ("--backend", "torch-eager", "--static")
+
+GOOD = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)).eval()
+inputs = (torch.randn(2, 16),)
+"""
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a model file."""
+
+    def to_file(text: str) -> Path:
+        path = tmp_path / "model.py"
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return to_file
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of GOOD, made once; tests that change it take a copy."""
+    folder = tmp_path_factory.mktemp("written")
+    (folder / "model.py").write_text(GOOD)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["optimize", str(folder / "model.py"), *QUICK, "-o", str(folder / "out")])
+    assert not stopped.value.code
+    return folder / "out"
+
+
+def test_optimize_writes_what_it_says_and_nothing_else(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "out"
+    outcome = Outcome(capsys, "optimize", write(GOOD), *QUICK, "-o", out)
+    assert outcome.status == 0, outcome.err
+    assert "✔ met" in outcome.out
+    assert sorted(path.name for path in out.iterdir()) == ["model.pt2", "plan.json", "report.html"]
+    plan = Plan.load(out / "plan.json")
+    assert plan.met
+    assert plan.measured is not None
+    assert plan.measured.seconds is not None
+    assert "https://" not in (out / "report.html").read_text()
+    again = Outcome(capsys, "optimize", write(GOOD), "--static", "--plan", out / "plan.json", "--json")
+    assert again.status == 0, again.err
+    data = json.loads(again.out)
+    assert (data["met"], data["written"]) == (True, [])
+    assert Plan.from_dict(data).options() == plan.options()
+
+
+def test_optimize_without_output_writes_nothing(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
+    path = write(GOOD)
+    outcome = Outcome(capsys, "optimize", path, *QUICK)
+    assert outcome.status == 0
+    assert "Add -o DIR" in outcome.out
+    assert [p.name for p in tmp_path.iterdir() if p.name != "__pycache__"] == [path.name]
+
+
+def test_plan_for_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
+    outcome = Outcome(capsys, "plan", write(GOOD), "--target", "h100-sxm", "--static", "-o", tmp_path / "out", "--json")
+    assert outcome.status == 0, outcome.err
+    assert json.loads(outcome.out)["measured"] is None
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["plan.json", "report.html"]
+
+
+def test_frontier(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+    outcome = Outcome(capsys, "frontier", write(GOOD), *QUICK, "--points", "2", "--json")
+    assert outcome.status == 0, outcome.err
+    assert 1 <= len(json.loads(outcome.out)) <= 2
+
+
+def test_infeasible_names_the_memory_that_would_do(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+    outcome = Outcome(capsys, "optimize", write(GOOD), *QUICK, "--memory", "1KiB")
+    assert outcome.status == 1
+    assert "--memory" in outcome.words
+    error = json.loads(Outcome(capsys, "optimize", write(GOOD), *QUICK, "--memory", "1KiB", "--json").out)["error"]
+    assert error["type"] == "InfeasibleError"
+    assert error["nearest"]["memory"] > 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "says"),
+    [
+        ("x = = 1", "", "line 1"),
+        ("import torch", "", "defines no `model`"),
+        ("import torch\nmodel = 3\ninputs = (torch.ones(1),)", "", "not a torch.nn.Module"),
+        ("import torch\nmodel = torch.nn.Linear(4, 4)", "", "defines no `inputs`"),
+        ("raise RuntimeError('not today')", "", "not today"),
+        (GOOD + "inputs = (torch.ones(2, 17),)", "", "17"),
+        (GOOD + "inputs = {'nonsense': torch.ones(2, 16)}", "", "nonsense"),
+        (GOOD + "inputs = 'text'", "", "inputs"),
+        (GOOD + "goal = {'max_error': -1}", "", "max_error = -1"),
+        (GOOD, "--mode training", "not built yet"),
+        (GOOD, "--pass quantise", "Did you mean 'quantize'"),
+        (GOOD, "--pass quantize.nonsense=1", "no option 'nonsense'"),
+        (GOOD, "--backend onnx", "Did you mean 'onnxruntime'"),
+        (
+            """
+            import torch
+            class Broken(torch.nn.Module):
+                def forward(self, x):
+                    raise RuntimeError("this model is broken")
+            model, inputs = Broken().eval(), (torch.ones(2, 2),)
+            """,
+            "",
+            "this model is broken",
+        ),
+        (
+            """
+            import torch
+            class Nan(torch.nn.Module):
+                def forward(self, x):
+                    return x / torch.zeros_like(x) * 0
+            model, inputs = Nan().eval(), (torch.ones(2, 2),)
+            """,
+            "",
+            "NaN",
+        ),
+    ],
+)
+def test_bad_models(capsys: pytest.CaptureFixture[str], write: Write, text: str, arguments: str, says: str) -> None:
+    backend = () if "--backend" in arguments else QUICK
+    outcome = Outcome(capsys, "optimize", write(text), *arguments.split(), *backend)
+    assert outcome.status in (1, 2)
+    assert outcome.status == 2 or says == "NaN"
+    assert says in outcome.words
+
+
+def test_no_such_file(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+    path = write(GOOD)
+    outcome = Outcome(capsys, "optimize", path.with_name("modle.py"))
+    assert outcome.status == 2
+    assert "Did you mean" in outcome.words
+
+
+def test_a_plan_of_another_model(capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path) -> None:
+    made = Outcome(capsys, "plan", write(GOOD), *QUICK, "-o", tmp_path / "out")
+    assert made.status == 0, made.err
+    outcome = Outcome(capsys, "optimize", write(GOOD.replace("32", "48")), "--static", "--plan", tmp_path / "out" / "plan.json")
+    assert outcome.status == 2
+    assert "another model" in outcome.words
+    outcome = Outcome(capsys, "optimize", write(GOOD), "--plan", tmp_path / "out" / "plan.json", "--max-error", "0.1")
+    assert outcome.status == 2
+    assert "another goal" in outcome.words
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"format": "effcompile-calibration", "version": 1, "machi', b"\x80\x04pickle"])
+def test_corrupted_calibration_cache(
+    capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))
+    from effcompile.estimate import calibration
+
+    path = calibration.calibration_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    outcome = Outcome(capsys, "plan", write(GOOD), *QUICK, "--json")
+    assert outcome.status == 0, outcome.err
+    assert any("calibration" in note for note in json.loads(outcome.out)["notes"])
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond `size` bytes: the kernel refuses the write, whoever makes it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_full_disk_leaves_the_old_artifact(capfd: pytest.CaptureFixture[str], write: Write, tmp_path: Path, written: Path) -> None:
+    out = shutil.copytree(written, tmp_path / "out")
+    before = contents(out)
+    with full_disk(1000):
+        outcome = Outcome(capfd, "optimize", write(GOOD), *QUICK, "-o", out)
+    assert outcome.status in (1, 2)
+    assert "Cannot write" in outcome.words
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_kill_in_mid_write_leaves_whole_files(write: Write, tmp_path: Path, written: Path, nth: int) -> None:
+    """The process is killed just before its nth rename into the folder."""
+    out, path = shutil.copytree(written, tmp_path / "out"), write(GOOD)
+    before = contents(out)
+    code = (
+        "import os, signal, sys\n"
+        "from effcompile.cli import main\n"
+        f"left, real, out = [{nth}], os.replace, {str(out)!r}\n"
+        "def replace(a, b, **k):\n"
+        "    if str(b).startswith(out):\n"
+        "        left[0] -= 1\n"
+        "        if left[0] == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    real(a, b, **k)\n"
+        "os.replace = os.rename = replace\n"
+        "main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", code, "optimize", str(path), *QUICK, "-o", str(out)]
+    killed = subprocess.run(command, check=False, capture_output=True, text=True, env=dict(os.environ))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    after = {name: data for name, data in contents(out).items() if name in before}
+    assert set(after) == set(before)
+    if nth == 1:
+        assert after == before
+    assert Plan.load(out / "plan.json").met
+
+
+WITHOUT_ONNXRUNTIME = """
+import sys
+from importlib.machinery import PathFinder
+
+class Filtered(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] == "onnxruntime" else super().find_spec(name, path, target)
+
+sys.meta_path[:] = [Filtered if finder is PathFinder else finder for finder in sys.meta_path]
+from effcompile.cli import main
+main(sys.argv[1:])
+"""
+
+
+def test_onnxruntime_missing(write: Write) -> None:
+    path = write(GOOD)
+    command = [sys.executable, "-c", WITHOUT_ONNXRUNTIME, "optimize", str(path), "--static"]
+    named = subprocess.run([*command, "--backend", "onnxruntime"], check=False, capture_output=True, text=True)
+    assert named.returncode == 2, named.stderr
+    assert "pip install onnxruntime" in named.stderr
+    assert "Traceback" not in named.stderr
+    free = subprocess.run([*command, "--json"], check=False, capture_output=True, text=True)
+    assert free.returncode == 0, free.stderr
+    told = {c["backend"]: c["note"] for c in json.loads(free.stdout)["candidates"]}
+    assert "pip install onnxruntime" in told["onnxruntime"]
