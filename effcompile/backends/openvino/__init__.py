@@ -1,1 +1,5 @@
-"""OpenVINO, behind the extra `effcompile[openvino]`."""
+"""Lowering to OpenVINO, an optional extra: importing this does not import openvino."""
+
+from effcompile.backends.openvino.backend import OpenVino, OpenVinoLowered, load
+
+__all__ = ["OpenVino", "OpenVinoLowered", "load"]

@@ -1,0 +1,167 @@
+"""The OpenVINO backend (`pip install 'effcompile[openvino]'`): fp32, static int8 per linear, bf16 for all the rest or none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from effcompile.backends.openvino import model as models
+from effcompile.backends.openvino.measure import config, measure
+from effcompile.errors import FormatError, LoweringError, MissingPackageError, UsageError
+from effcompile.goal import Goal
+from effcompile.plan import Plan
+from effcompile.program import Program
+from effcompile.sites import add_norms, attentions, embeddings, gelus, linears
+from effcompile.target import KernelCall
+
+ARTIFACT = "model.xml"
+INSTALL = "pip install 'effcompile[openvino]'"
+_LINEAR_OPTIONS = ("fp32", "bf16", "int8_static")
+
+
+class OpenVino:
+    """Converts the exported program; NNCF quantises exactly the linears planned as `int8_static`."""
+
+    name: ClassVar[str] = "openvino"
+
+    def unavailable(self) -> str | None:
+        missing = [package for package in ("openvino", "nncf") if importlib.util.find_spec(package) is None]
+        return f"the package {missing[0]!r} is not installed. Install it with: {INSTALL}" if missing else None
+
+    def refuses(self, program: Program, goal: Goal) -> str | None:
+        if goal.mode != "inference":
+            return "OpenVINO runs forward calls only"
+        return _why_not(program)
+
+    def measure(self, call: KernelCall) -> float | None:
+        return None if self.unavailable() else measure(call)
+
+    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> OpenVinoLowered:
+        """See `backends.base.Backend.lower`; acts on `program.tags`.
+
+        Raises:
+            LoweringError: also for bf16 beside fp32 linears, which OpenVINO cannot do.
+        """
+        if refusal := _why_not(program):
+            raise LoweringError(f"OpenVINO cannot run {program.name} as planned: {refusal}.")
+        converted = models.convert(program)
+        names = models.names_of_sites(program, converted)
+        quantized = models.quantize(program, converted, names, calibration)
+        precision = "bf16" if _linear_options(program) & {"bf16"} else "f32"
+        quantized.set_rt_info(precision, ["runtime_options", "INFERENCE_PRECISION_HINT"])
+        return _compile(program, quantized, names, precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenVinoLowered:
+    """See `backends.base.Lowered`. Saved as OpenVINO IR, which plain OpenVINO loads with the same precision."""
+
+    model: Any
+    request: Any
+    applied: Mapping[str, str]
+    settings: Mapping[str, Any]
+    weight_bytes: int
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        results = self.request.infer([t.detach().cpu().numpy() for t in inputs], share_inputs=True)
+        return [torch.from_numpy(value) for value in results.values()]
+
+    def save(self, directory: Path) -> Path:
+        """Write `model.xml` and `model.bin`, each whole or not at all."""
+        import openvino
+
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory, prefix=".openvino-") as temporary:
+                openvino.save_model(self.model, Path(temporary) / ARTIFACT, compress_to_fp16=False)
+                for suffix in (".bin", ".xml"):  # the .xml last: without it there is no artifact
+                    os.replace((Path(temporary) / ARTIFACT).with_suffix(suffix), (directory / ARTIFACT).with_suffix(suffix))
+        except (OSError, RuntimeError) as error:
+            line = models.first_line(error)
+            raise UsageError(f"Cannot write {str(directory)!r}: {line}. Choose a folder you may write to with -o.") from error
+        return directory / ARTIFACT
+
+    def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
+        """None: OpenVINO does not report its memory."""
+        return None
+
+
+def load(path: Path) -> Callable[..., list[torch.Tensor]]:
+    """The saved model as a function of its flat tensors.
+
+    Raises:
+        MissingPackageError, UsageError (no such file), FormatError (not an OpenVINO model).
+    """
+    if importlib.util.find_spec("openvino") is None:
+        raise MissingPackageError("openvino", "Running this artifact", INSTALL)
+    if not path.is_file():
+        raise UsageError(f"There is no {str(path)!r}. Give the folder that `effcompile optimize -o` wrote.")
+    import openvino
+
+    try:
+        model = openvino.Core().read_model(path)
+        request = _request(model)
+    except RuntimeError as error:
+        raise FormatError(f"{str(path)!r} is not an OpenVINO model: {models.first_line(error)}. Write it again.") from error
+
+    def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.from_numpy(value) for value in request.infer([t.detach().cpu().numpy() for t in inputs]).values()]
+
+    return call
+
+
+def _compile(program: Program, model: Any, names: Mapping[str, str], precision: str) -> OpenVinoLowered:
+    import openvino
+
+    try:
+        compiled = openvino.Core().compile_model(model, "CPU", config(precision))
+        request = compiled.create_infer_request()
+        request.infer([t.numpy() for t in program.flat_inputs()])
+    except RuntimeError as error:
+        raise LoweringError(f"OpenVINO cannot run {program.name}: {models.first_line(error)}. Choose another backend.") from error
+    return OpenVinoLowered(
+        model=model,
+        request=request,
+        applied={**_unchanged(program), **models.applied(compiled, model, names)},
+        settings={"threads": torch.get_num_threads(), "precision_hint": precision},
+        weight_bytes=models.weight_bytes(model),
+    )
+
+
+def _request(model: Any) -> Any:
+    import openvino
+
+    hint = ["runtime_options", "INFERENCE_PRECISION_HINT"]
+    precision = str(model.get_rt_info(hint).astype(str)) if model.has_rt_info(hint) else "f32"
+    return openvino.Core().compile_model(model, "CPU", config(precision)).create_infer_request()
+
+
+def _linear_options(program: Program) -> set[str]:
+    return {program.tags.get(site.site, "fp32") for site in linears(program)}
+
+
+def _why_not(program: Program) -> str | None:
+    if not program.tags:
+        return None
+    options = _linear_options(program)
+    if other := sorted(options - set(_LINEAR_OPTIONS)):
+        return f"OpenVINO has no linear {other[0]!r} here; it has {', '.join(_LINEAR_OPTIONS)}"
+    if {"bf16", "fp32"} <= options:
+        return "OpenVINO's bf16 is one switch for the whole model: no linear may stay fp32 beside bf16 ones"
+    return None
+
+
+def _unchanged(program: Program) -> dict[str, str]:
+    """Sites that OpenVINO takes as the graph has them."""
+    found = {site.site: "folded" for site in embeddings(program)}  # lookups of constant ids became constants
+    found.update({site.site: "sdpa" for site in attentions(program)})
+    found.update({site.site: "split" for site in add_norms(program)})
+    found.update({site.site: "erf" for site in gelus(program)})
+    return found

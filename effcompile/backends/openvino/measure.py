@@ -1,0 +1,174 @@
+"""Times one-operator OpenVINO models, compiled with the settings of the lowered model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from effcompile.target import Dims, KernelCall
+from effcompile.timing import median_seconds
+
+#: A table for timing lookups: larger than a vocabulary's cached part, small enough to allocate at once.
+_TABLE_ROWS = 30_000
+
+
+def config(precision: str) -> dict[str, Any]:
+    """Compilation for the latency of one call at torch's thread count. `precision`: "f32" or "bf16"."""
+    return {
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": precision,
+    }
+
+
+def measure(call: KernelCall) -> float | None:
+    """Seconds of one warm call, or None where OpenVINO has no such kernel."""
+    import openvino
+
+    make = _KERNELS.get(call.kernel)
+    if make is None:
+        return None
+    outputs, inputs, data = make(call.dims)
+    precision = "bf16" if call.kernel.endswith("/bf16") else "f32"
+    compiled = openvino.Core().compile_model(openvino.Model([outputs], inputs), "CPU", config(precision))
+    request = compiled.create_infer_request()
+    return median_seconds(lambda: request.infer(data, share_inputs=True, share_outputs=True))
+
+
+Made = tuple[Any, list[Any], list[np.ndarray[Any, Any]]]  # output, parameters, their values
+
+
+def _random(*shape: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def _parameter(value: np.ndarray[Any, Any]) -> Any:
+    from openvino import opset13 as ops
+
+    return ops.parameter(value.shape, value.dtype)
+
+
+def _linear(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    m, k, n = dims
+    x = _random(m, k)
+    parameter = _parameter(x)
+    product = ops.matmul(parameter, ops.constant(_random(n, k)), False, True)
+    return ops.add(product, ops.constant(_random(1, n))), [parameter], [x]
+
+
+def _linear_int8(dims: Dims) -> Made:
+    """As NNCF writes it: FakeQuantize to 256 levels on the activation, s8 weights with a scale per output channel."""
+    from openvino import opset13 as ops
+
+    m, k, n = dims
+    x = _random(m, k)
+    parameter = _parameter(x)
+    low, high = ops.constant(np.float32(-4)), ops.constant(np.float32(4))
+    quantized = ops.fake_quantize(parameter, low, high, low, high, 256)
+    weight = ops.constant(np.random.default_rng(0).integers(-127, 128, (n, k), dtype=np.int8))
+    scaled = ops.multiply(ops.convert(weight, "f32"), ops.constant(np.full((n, 1), 0.01, np.float32)))
+    product = ops.matmul(quantized, scaled, False, True)
+    return ops.add(product, ops.constant(_random(1, n))), [parameter], [x]
+
+
+def _matmul(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    b, m, k, n = dims
+    values = [_random(b, m, k), _random(b, k, n)]
+    parameters = [_parameter(v) for v in values]
+    return ops.matmul(*parameters, False, False), parameters, values
+
+
+def _attention(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    b, h, sq, sk, d = dims
+    values = [_random(b, h, s, d) for s in (sq, sk, sk)]
+    parameters = [_parameter(v) for v in values]
+    return ops.scaled_dot_product_attention(*parameters), parameters, values
+
+
+def _norm(x: Any, cols: int) -> Any:
+    from openvino import opset13 as ops
+
+    axes = ops.constant(np.array([-1], np.int64))
+    normed = ops.mvn(x, axes, True, 1e-5, "INSIDE_SQRT")
+    return ops.add(ops.multiply(normed, ops.constant(_random(cols))), ops.constant(_random(cols)))
+
+
+def _layer_norm(dims: Dims) -> Made:
+    x = _random(*dims)
+    parameter = _parameter(x)
+    return _norm(parameter, dims[-1]), [parameter], [x]
+
+
+def _add_norm(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    values = [_random(*dims), _random(*dims)]
+    parameters = [_parameter(v) for v in values]
+    return _norm(ops.add(*parameters), dims[-1]), parameters, values
+
+
+def _unary(name: str, *args: Any) -> Callable[[Dims], Made]:
+    def make(dims: Dims) -> Made:
+        from openvino import opset13 as ops
+
+        x = _random(*dims)
+        parameter = _parameter(x)
+        return getattr(ops, name)(parameter, *args), [parameter], [x]
+
+    return make
+
+
+def _pointwise(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    x = _random(*dims)
+    parameter = _parameter(x)
+    return ops.add(parameter, ops.constant(np.float32(1))), [parameter], [x]
+
+
+def _embedding(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    return _lookup(dims, ops.constant(_random(_TABLE_ROWS, dims[1])))
+
+
+def _embedding_int8(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    table = ops.constant(np.random.default_rng(0).integers(-127, 128, (_TABLE_ROWS, dims[1]), dtype=np.int8))
+    return _lookup(dims, ops.multiply(ops.convert(table, "f32"), ops.constant(np.full((_TABLE_ROWS, 1), 0.01, np.float32))))
+
+
+def _lookup(dims: Dims, table: Any) -> Made:
+    from openvino import opset13 as ops
+
+    ids = np.random.default_rng(0).integers(0, _TABLE_ROWS, (dims[0],), dtype=np.int64)
+    parameter = _parameter(ids)
+    return ops.gather(table, parameter, ops.constant(np.int64(0))), [parameter], [ids]
+
+
+_KERNELS: dict[str, Callable[[Dims], Made]] = {
+    "linear/fp32": _linear,
+    "linear/bf16": _linear,
+    "linear/int8_static": _linear_int8,
+    "matmul/fp32": _matmul,
+    "attention/sdpa": _attention,
+    "norm/layer": _layer_norm,
+    "add_norm/split": _add_norm,
+    "gelu/erf": _unary("gelu", "erf"),
+    "gelu/tanh": _unary("gelu", "tanh"),
+    "embedding/fp32": _embedding,
+    "embedding/int8": _embedding_int8,
+    "pointwise/fp32": _pointwise,
+    "softmax/fp32": _unary("softmax", -1),
+}

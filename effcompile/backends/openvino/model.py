@@ -1,0 +1,157 @@
+"""From a program to an OpenVINO model in which exactly the planned linears are quantised (by NNCF)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from effcompile.errors import LoweringError
+from effcompile.export import reexport
+from effcompile.program import Program
+from effcompile.sites import embeddings, linears
+
+#: Operators between a constant and the product or lookup that reads it.
+_PASSED_THROUGH = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize")
+#: Where `runtimePrecision` of a compiled layer stands in the plan's words.
+_PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8_static", "i8": "int8_static"}
+
+
+def convert(program: Program) -> Any:
+    """An `openvino.Model` of the program, with its dynamic axes; static where the program has none.
+
+    Raises:
+        LoweringError: torch.export or OpenVINO cannot take the graph.
+    """
+    import openvino
+
+    try:
+        model = openvino.convert_model(reexport(program))
+    except Exception as error:
+        raise LoweringError(f"OpenVINO cannot convert {program.name}: {first_line(error)}. Choose another backend.") from error
+    if len(model.inputs) != len(program.inputs):
+        raise LoweringError(f"OpenVINO kept {len(model.inputs)} of {program.name}'s {len(program.inputs)} inputs. Choose another backend.")
+    shapes = [[-1 if isinstance(dim, str) else dim for dim in spec.shape] for spec in program.inputs]
+    model.reshape({port: openvino.PartialShape(shape) for port, shape in zip(model.inputs, shapes, strict=True)})
+    return model
+
+
+def names_of_sites(program: Program, model: Any) -> dict[str, str]:
+    """site → friendly name of its MatMul or Gather, matched by the weight's values (names are renumbered on the way)."""
+    readers = [(op, constant) for op in model.get_ordered_ops() if (constant := _constant_of(op)) is not None]
+    tables = [(s.site, program.tensor(s.weight), "Gather") for s in embeddings(program)]
+    products = [(s.site, program.tensor(s.weight), "MatMul") for s in linears(program)]
+    names: dict[str, str] = {}
+    for site, weight, kind in [*products, *tables]:
+        assert weight is not None
+        values = weight.detach().float().numpy()
+        for op, constant in readers:
+            if op.get_type_name() == kind and op.get_friendly_name() not in names.values() and _same(constant.get_data(), values):
+                names[site] = op.get_friendly_name()
+                break
+    return names
+
+
+def quantize(program: Program, model: Any, names: Mapping[str, str], calibration: Sequence[Sequence[torch.Tensor]]) -> Any:
+    """The model with the sites tagged int8 quantised by NNCF (SmoothQuant and its transformer preset), all else untouched.
+
+    Raises:
+        LoweringError: no calibration inputs, a site that conversion lost, or NNCF failed.
+    """
+    products = {site.site for site in linears(program) if program.tags.get(site.site) == "int8_static"}
+    tables = {site.site for site in embeddings(program) if program.tags.get(site.site) == "int8"} & set(names)  # others were folded
+    if not products | tables:
+        return model
+    if lost := sorted(products - set(names)):
+        raise LoweringError(f"OpenVINO's conversion merged {lost[0]} with another linear; it cannot be quantised alone.")
+    if not calibration:
+        raise LoweringError("int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them.")
+    import nncf
+
+    chosen = {names[site] for site in products | tables}
+    kept = [op.get_friendly_name() for op in model.get_ordered_ops() if _quantisable(op) and op.get_friendly_name() not in chosen]
+    samples = [[t.detach().cpu().numpy() for t in inputs] for inputs in calibration]
+    order = [port.get_any_name() for port in model.inputs]
+    try:
+        return nncf.quantize(
+            model,
+            nncf.Dataset(samples, lambda inputs: dict(zip(order, inputs, strict=True))),
+            model_type=nncf.ModelType.TRANSFORMER,
+            subset_size=len(samples),
+            ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
+        )
+    except Exception as error:
+        raise LoweringError(f"NNCF cannot quantise {program.name}: {first_line(error)}. Choose another backend.") from error
+
+
+def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, str]:
+    """site → precision found: int8 by the quantised model's constants, the rest by what the compiled layers report.
+
+    A compiled layer that contradicts the model (an int8 product run in fp32) is believed.
+    """
+    layers = _layer_precisions(compiled)
+    ops = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() in ("Gather", "MatMul")}
+    found = {}
+    for site, name in names.items():
+        op, constant = ops.get(name), _constant_of(ops[name]) if name in ops else None
+        narrow = constant is not None and constant.get_element_type().get_type_name() in ("i8", "u8")
+        if op is None or op.get_type_name() == "Gather":
+            found[site] = "int8" if narrow else "fp32" if op is not None else "not found"
+            continue
+        fed_by = op.input_value(0).get_node().get_type_name()
+        in_model = "int8_static" if narrow and fed_by == "FakeQuantize" else "not found"  # some fused int8 layers lose their name
+        found[site] = layers.get(_stem(name), in_model)
+    return found
+
+
+def _layer_precisions(compiled: Any) -> dict[str, str]:
+    """Stem of each product that a compiled layer was made from → the layer's precision in the plan's words."""
+    layers: dict[str, str] = {}
+    for op in compiled.get_runtime_model().get_ordered_ops():
+        info = op.get_rt_info()
+        if "layerType" not in info or info["layerType"].astype(str) not in ("FullyConnected", "MatMul"):
+            continue
+        precision = info["runtimePrecision"].astype(str)
+        for original in info["originalLayersNames"].astype(str).split(","):
+            layers.setdefault(_stem(original), _PRECISIONS.get(precision, precision))
+    return layers
+
+
+def _stem(name: str) -> str:
+    """`linear_1/aten.linear.default` of `linear_1/aten.linear.default/Add`: a layer is named after whatever was fused into it."""
+    return "/".join(name.split("/")[:2])
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all constants."""
+    return sum(op.get_byte_size() for op in model.get_ordered_ops() if op.get_type_name() == "Constant")
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and first line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def _quantisable(op: Any) -> bool:
+    return op.get_type_name() not in ("Parameter", "Result", "Constant", "Convert", "ReadValue", "Assign")
+
+
+def _constant_of(op: Any) -> Any | None:
+    """The constant weight behind a MatMul's second input or a Gather's first; None for anything else."""
+    port = {"MatMul": 1, "Gather": 0}.get(op.get_type_name())
+    if port is None:
+        return None
+    node = op.input_value(port).get_node()
+    while node.get_type_name() in _PASSED_THROUGH:
+        node = node.input_value(0).get_node()
+    return node if node.get_type_name() == "Constant" else None
+
+
+def _same(stored: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> bool:
+    if stored.size != values.size or stored.ndim < 2:
+        return False
+    matrix = stored.reshape(stored.shape[-2:]) if stored.ndim > 2 else stored
+    return any(matrix.shape == v.shape and matrix[0, -1] == v[0, -1] and np.array_equal(matrix, v) for v in (values, values.T))

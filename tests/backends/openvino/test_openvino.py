@@ -1,0 +1,79 @@
+"""OpenVINO: planned linears in int8, the rest untouched; skipped where the extra is not installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from effcompile.backends.base import Backend, Lowered
+from effcompile.backends.openvino import OpenVino, load
+from effcompile.errors import FormatError, LoweringError
+from effcompile.goal import Goal
+from effcompile.program import Program
+from effcompile.sites import embeddings, linears
+from effcompile.target import KernelCall
+
+installed = pytest.mark.skipif(OpenVino().unavailable() is not None, reason="openvino or nncf is not installed")
+
+
+def lower(program: Program, tags: dict[str, str]) -> Lowered:
+    return OpenVino().lower(program.tagged(tags, "test"), None, [[program.args[0]], [program.args[0].flip(0)]])
+
+
+def error(model: nn.Module, lowered: Lowered, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        reference = model(ids)
+    return float((lowered(ids)[0] - reference).norm() / reference.norm())
+
+
+def test_meets_the_contract_and_names_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(OpenVino(), Backend)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'effcompile[openvino]'" in (OpenVino().unavailable() or "")
+    assert OpenVino().measure(KernelCall("linear/fp32", (4, 8, 8))) is None
+
+
+def test_refuses_bf16_beside_fp32(program: Program) -> None:
+    first, *rest = [site.site for site in linears(program)]
+    assert OpenVino().refuses(program.tagged(dict.fromkeys(rest, "bf16"), "test"), Goal())
+    assert OpenVino().refuses(program.tagged(dict.fromkeys([first, *rest], "bf16"), "test"), Goal()) is None
+    with pytest.raises(LoweringError, match="bf16"):
+        lower(program, dict.fromkeys(rest, "bf16"))
+
+
+@installed
+@pytest.mark.parametrize(("option", "limit"), [("fp32", 1e-5), ("bf16", 2e-2), ("int8_static", 0.15)])
+def test_options_run_at_any_shape_and_are_read_back(model: nn.Module, program: Program, option: str, limit: float) -> None:
+    tags = {site.site: option for site in linears(program)}
+    lowered = lower(program, tags)
+    assert {site: lowered.applied[site] for site in tags} == tags
+    for ids in (program.args[0], program.args[0][:1, :5]):  # int8: other tokens in sight than in calibration
+        assert error(model, lowered, ids) <= limit
+
+
+@installed
+def test_exactly_the_planned_linears_are_int8(program: Program) -> None:
+    tags = {site.site: ("int8_static", "fp32")[i % 2] for i, site in enumerate(linears(program))}
+    tags |= {site.site: "int8" for site in embeddings(program)}
+    lowered = lower(program, tags)
+    assert {site: lowered.applied[site] for site in tags} == tags
+
+
+@installed
+def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: Path) -> None:
+    lowered = lower(program, {site.site: "int8_static" for site in linears(program)})
+    path = lowered.save(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.bin", "model.xml"]
+    assert torch.equal(load(path)(program.args[0])[0], lowered(program.args[0])[0])
+    path.write_text("not a model")
+    with pytest.raises(FormatError):
+        load(path)
+
+
+@installed
+def test_measures_what_it_has() -> None:
+    assert (OpenVino().measure(KernelCall("linear/int8_static", (8, 32, 32))) or 0) > 0
+    assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32))) is None
