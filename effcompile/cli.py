@@ -20,6 +20,7 @@ from effcompile import console, report
 from effcompile.errors import EffcompileError
 from effcompile.goal import Goal
 from effcompile.plan import Plan, write_atomically
+from effcompile.units import format_seconds
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable
@@ -268,6 +269,31 @@ def targets(verbose: Verbose = False, as_json: AsJson = False) -> None:
         console.emit([_target_data(target) for target in known])
     else:
         report.targets_table(known, verbose=verbose)
+
+
+@app.command()
+def run(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `effcompile optimize -o` wrote.")],
+    inputs: Annotated[str | None, typer.Option(metavar="MODEL.PY", help="Take `inputs` from this file; otherwise generated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run and time a saved artifact."""
+    plan = Plan.load(directory / "plan.json")
+    with console.steps(as_json) as steps:
+        from effcompile import compiler
+        from effcompile.loader import load
+
+        loaded = None if inputs is None else load(inputs)
+        with steps.step("run"):
+            ran = compiler.run_artifact(directory, None if loaded is None else (loaded.args, loaded.kwargs))
+    planned = plan.measured.seconds if plan.measured else None
+    if as_json:
+        console.emit({"backend": plan.backend, "seconds": ran.seconds, "planned_seconds": planned, "outputs": list(ran.outputs)})
+        return
+    then = "" if planned is None else f" ({format_seconds(planned)} when it was made)"
+    typer.echo(f"{plan.model} on {plan.backend}: {format_seconds(ran.seconds)} per call{then}")
+    for output in ran.outputs:
+        typer.echo(f"  {output}")
 
 
 @app.command()
