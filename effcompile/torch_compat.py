@@ -29,6 +29,11 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
+def is_packed(weight: torch.Tensor) -> bool:
+    """True for a weight in oneDNN's own blocked layout."""
+    return weight.layout == torch._mkldnn  # type: ignore[attr-defined]
+
+
 def data_dependent_errors() -> tuple[type[Exception], ...]:
     """What a fake tensor raises when a shape depends on data that is not there."""
     from torch._subclasses import fake_tensor

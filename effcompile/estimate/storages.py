@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from effcompile import torch_compat
 from effcompile.program import Program, shape_of
 
 Storage = int  # an index, equal for nodes that share memory
@@ -111,7 +111,7 @@ class _Tracer:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = torch_compat.fake_mode()
         self.values: dict[fx.Node, Any] = {}
         self.numbers: dict[int, Storage] = {}
         self.alive: list[Any] = []  # keeps every storage alive, so that no address is given out twice

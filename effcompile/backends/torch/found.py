@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import fx
 
+from effcompile import torch_compat
 from effcompile.backends.torch.edit import SITE
 from effcompile.program import Program, module_path
 from effcompile.sites import add_norms, argument, linears, merges
@@ -103,7 +104,7 @@ def _int8(module: fx.GraphModule, weight_node: object, scale_node: object, x_sca
         return None
     static = not isinstance(x_scale, fx.Node)
     option = "int8_static" if static else "int8_dynamic" if scale.numel() == 1 else "int8_channel"
-    packed = weight.layout == torch._mkldnn  # type: ignore[attr-defined]
+    packed = torch_compat.is_packed(weight)
     k, n = weight.shape if packed else reversed(weight.shape)
     return option, int(k), int(n)
 
