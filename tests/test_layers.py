@@ -69,10 +69,8 @@ def test_private_torch_apis_stand_in_torch_compat(file: Path) -> None:
         assert not private or module.startswith(DOCUMENTED), f"{file}:{line}: {module} belongs in torch_compat.py"
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            assert not node.attr.startswith("_") or node.attr.startswith("__"), (
-                private = node.attr.startswith("_") and not node.attr.startswith("__")
-                assert not private, f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
-            )
+            private = node.attr.startswith("_") and not node.attr.startswith("__")
+            assert not private, f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
 
 
 def test_every_layer_exists() -> None:
