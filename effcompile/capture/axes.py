@@ -174,7 +174,7 @@ def _spec(name: str, value: torch.Tensor, shape: tuple[Dim, ...]) -> TensorSpec:
 
 
 def _fixed_line(leaf: Leaf, axis: int, place: str | None) -> str:
-    role = "batch" if axis == 0 else "seq"
+    role = "batch" if axis == 0 else "seq" if leaf.tensor.dtype in _INTEGERS else f"axis {axis}"
     return f"{role} of {leaf.name}: fixed at {leaf.tensor.shape[axis]} by the model's code" + (f" ({place})" if place else "")
 
 
