@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -12,6 +12,8 @@ from effcompile.goal import Goal
 from effcompile.plan import Plan
 from effcompile.program import Program
 from effcompile.target import KernelCall
+
+Run = Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]
 
 
 @runtime_checkable
@@ -41,6 +43,8 @@ class Backend(Protocol):
     """One way to run a program. Instances are stateless; importing the module must not import heavy packages."""
 
     name: ClassVar[str]
+    #: pairs of linear options that cannot stand side by side in one model; the compiler solves once without each.
+    conflicts: ClassVar[tuple[tuple[str, str], ...]]
 
     def unavailable(self) -> str | None:
         """None, or why this backend cannot run here, with the install line."""
@@ -59,5 +63,13 @@ class Backend(Protocol):
 
         Raises:
             LoweringError: it could not be built, loaded or run.
+        """
+        ...
+
+    def open(self, directory: Path, plan: Plan) -> Run:
+        """A saved artifact as a callable: named tensors in the plan's order of inputs → flat outputs.
+
+        Raises:
+            UsageError: there is no artifact in `directory`. FormatError, LoweringError: it is not one of this backend.
         """
         ...

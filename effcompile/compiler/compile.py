@@ -24,6 +24,7 @@ from effcompile.estimate import sensitivity
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.goal import Goal
 from effcompile.passes import Pass, load_passes
+from effcompile.passes.quantize import Quantize
 from effcompile.plan import Candidate, Plan
 from effcompile.program import Program
 from effcompile.target import Target
@@ -186,12 +187,13 @@ def _sensitivity(
     inputs = given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
     options: dict[str, tuple[str, ...]] = {}
+    group_size = next((each.group_size for each in passes if isinstance(each, Quantize)), 32)
     for each in passes:
         wanted: Callable[[], dict[str, tuple[str, ...]]] | None = getattr(each, "measured_options", None)
         options |= wanted() if wanted else {}
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
-        measured = sensitivity.measure(program, inputs, options, budget_seconds=SENSITIVITY_SECONDS, progress=tell)
+        measured = sensitivity.measure(program, inputs, options, budget_seconds=SENSITIVITY_SECONDS, group_size=group_size, progress=tell)
     return measured, f"{text}; {measured.method}"
 
 

@@ -24,6 +24,9 @@ from effcompile.units import format_bytes, format_error, format_seconds
 #: The solver proves that nothing is cheaper by more than this share.
 GAP = 0.01
 
+#: What the quantity that is not minimised counts for: 100 MB as 10 µs, a second as a megabyte.
+SECONDS_PER_BYTE, BYTES_PER_SECOND = 1e-13, 1e6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
@@ -76,9 +79,19 @@ class Search:
         """
         proposal = self._proposal(backend.name)
         scaled = replace(proposal, choices=tuple(_scaled(choice, error_scale) for choice in proposal.choices))
-        problem = scaled.problem(self.goal)
-        solution = planner.solve(problem, gap=GAP, describe=describe_limit)
-        return self._plan(scaled, problem, solution, error_scale, rounds, notes)
+        plans: list[Plan] = []
+        infeasible: list[InfeasibleError] = []
+        for part in _without_conflicts(scaled, backend.conflicts):
+            problem = part.problem(self.goal)
+            try:
+                solution = planner.solve(problem, gap=GAP, describe=describe_limit)
+            except InfeasibleError as error:
+                infeasible.append(error)
+                continue
+            plans.append(self._plan(part, problem, solution, error_scale, rounds, notes))
+        if not plans:
+            raise infeasible[0]
+        return min(plans, key=lambda plan: plan.certificate.objective)
 
     def frontier(self, backend: Backend, points: int) -> list[Plan]:
         """Plans along the memory-time Pareto front on one backend, least memory first."""
@@ -150,7 +163,7 @@ class Search:
                 peak_bytes=cost.weight_bytes + cost.bytes_kept,
                 error=cost.error,
             ),
-            inputs=tuple(f"{spec.name} {_shape(spec.shape)} {spec.dtype}" for spec in self.program.inputs),
+            inputs=describe_inputs(self.program),
             calibration_inputs=self.calibration_inputs,
             notes=(*self.notes, *notes),
             versions=_versions(),
@@ -166,6 +179,15 @@ def fingerprint(program: Program) -> str:
         tensor = program.tensor(node)
         digest.update(f"{node.op}:{node.target}:{tuple(tensor.shape) if tensor is not None else ''};".encode())
     return digest.hexdigest()[:16]
+
+
+def describe_inputs(program: Program) -> tuple[str, ...]:
+    """One line for each input with its example sizes: `input_ids [batch=1 × seq=128] int64`."""
+    lines = []
+    for spec, tensor in zip(program.inputs, program.flat_inputs(), strict=True):
+        dims = [str(size) if isinstance(dim, int) else f"{dim}={size}" for dim, size in zip(spec.shape, tensor.shape, strict=True)]
+        lines.append(f"{spec.name} [{' × '.join(dims)}] {spec.dtype}")
+    return tuple(lines)
 
 
 def describe_limit(resource: str, value: float) -> str:
@@ -193,14 +215,45 @@ def _alternative(option: Option, goal: Goal) -> planner.Alternative:
 
 
 def _objective(cost: Cost, goal: Goal) -> float:
-    """Seconds; or weight bytes, a microsecond counting as a byte so that of two equally small options the faster is taken."""
-    return cost.seconds if goal.minimize == "time" else float(cost.weight_bytes) + cost.seconds * 1e6
+    """Seconds or weight bytes; a little of the other, so that of two equally good options the smaller or faster is taken."""
+    if goal.minimize == "time":
+        return cost.seconds + cost.weight_bytes * SECONDS_PER_BYTE
+    return float(cost.weight_bytes) + cost.seconds * BYTES_PER_SECOND
 
 
 def _scaled(choice: Choice, factor: float) -> Choice:
     if factor == 1.0:
         return choice
     return replace(choice, options=tuple(replace(o, cost=o.cost.with_error_scaled(factor)) for o in choice.options))
+
+
+def _without_conflicts(proposal: Proposal, conflicts: Sequence[tuple[str, str]]) -> list[Proposal]:
+    """The proposal once without each side of every pair of options that cannot stand side by side in one model.
+
+    The best of the parts is the best of the whole, and the bound of each part holds for its share.
+    """
+    parts = [proposal]
+    for pair in conflicts:
+        parts = [_without(part, option) for part in parts for option in pair]
+    return parts
+
+
+def _without(proposal: Proposal, option: str) -> Proposal:
+    """The proposal with an option of the linears left out, and what requires it; sites that offer nothing else keep it."""
+    refused = Declined(site="*", kind="linear", option=option, by="quantize", reason=f"{proposal.backend} runs all or none so")
+    choices, gone = [], set()
+    for choice in proposal.choices:
+        kept = tuple(o for o in choice.options if not (choice.kind == "linear" and o.name == option))
+        if kept and len(kept) < len(choice.options):
+            gone.add(choice.site)
+        choices.append(replace(choice, options=kept or choice.options))
+    possible = [
+        replace(
+            choice, options=tuple(o for o in choice.options if not any(r in gone and set(a) == {option} for r, a in o.requires.items()))
+        )
+        for choice in choices
+    ]
+    return replace(proposal, choices=tuple(possible), declined=(*proposal.declined, refused))
 
 
 def _covered_nodes(program: Program, decided: set[str]) -> set[Any]:
@@ -217,7 +270,7 @@ def _covered_nodes(program: Program, decided: set[str]) -> set[Any]:
 
 
 def _decision(choice: Choice, option: Option) -> Decision:
-    baseline = choice.option(choice.baseline)
+    baseline = next((o for o in choice.options if o.name == choice.baseline), option)
     return Decision(
         site=choice.site,
         kind=choice.kind,
@@ -263,15 +316,16 @@ def _not_taken(
 
 
 def _reason(option: Option, taken: Option, problem: planner.Problem, solution: planner.Solution, goal: Goal) -> str:
-    """Why this option lost: not better, or better but over a limit if taken here with all else unchanged."""
-    gain = _objective(taken.cost, goal) - _objective(option.cost, goal)
-    if gain <= 0:
-        if goal.minimize == "time":
-            return f"not faster: {format_seconds(option.cost.seconds)} against {format_seconds(taken.cost.seconds)} ({taken.name})"
-        return f"not smaller: {format_bytes(option.cost.weight_bytes)} against {format_bytes(taken.cost.weight_bytes)} ({taken.name})"
+    """Why this option lost: needs others that lost, not better, or better but over a limit if taken here with all else unchanged."""
     for site, allowed in option.requires.items():
         if solution.choice.get(site) not in allowed:
             return f"needs {site} to be {' or '.join(allowed)}, which costs more than it gains"
+    if _objective(taken.cost, goal) <= _objective(option.cost, goal):
+        if goal.minimize == "memory":
+            return f"not smaller: {format_bytes(option.cost.weight_bytes)} against {format_bytes(taken.cost.weight_bytes)} ({taken.name})"
+        if taken.cost.seconds < 0:
+            return f"not faster: {taken.name} saves {format_seconds(-taken.cost.seconds)}"
+        return f"not faster: {format_seconds(option.cost.seconds)} against {format_seconds(taken.cost.seconds)} ({taken.name})"
     moved = {
         "error_squared": option.cost.error_squared - taken.cost.error_squared,
         "memory": float(option.cost.weight_bytes - taken.cost.weight_bytes),
@@ -296,10 +350,6 @@ def _certificate(solution: planner.Solution, rounds: int, error_scale: float) ->
         rounds=rounds,
         error_scale=error_scale,
     )
-
-
-def _shape(dims: Sequence[int | str]) -> str:
-    return f"[{' × '.join(map(str, dims))}]"
 
 
 def _versions() -> dict[str, str]:

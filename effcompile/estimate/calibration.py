@@ -205,7 +205,7 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
     overheads = [points.overhead for points in calibration.backends.values() if points.overhead > 0]
     return Target(
         name="this machine",
-        description=f"this machine: {cores}{threads}, {machine.cpu}, {rates}",
+        description=f"{cores}{threads}, {machine.cpu}, {rates}",
         device="cpu",
         cores=machine.cores,
         memory_bytes=machine.memory_bytes,

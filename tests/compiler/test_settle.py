@@ -30,6 +30,7 @@ class Noisy:
     liar: bool = False
     lowerings: list = field(default_factory=list)
     name: ClassVar[str] = "noisy"
+    conflicts: ClassVar[tuple] = ()
 
     def lower(self, program, plan, calibration):
         self.lowerings.append(plan)

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from effcompile.backends.base import Run
 from effcompile.backends.onnxruntime import kernels, session
 from effcompile.backends.onnxruntime.session import Settings
 from effcompile.errors import LoweringError, UsageError
@@ -31,6 +32,7 @@ class OnnxRuntime:
     """ONNX Runtime on CPU."""
 
     name: ClassVar[str] = "onnxruntime"
+    conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def unavailable(self) -> str | None:
         missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
@@ -60,6 +62,14 @@ class OnnxRuntime:
         chosen, seconds = session.tune(built.path, feeds)
         settings = {**session.settings_dict(chosen), "opset": built.opset, "tried_ms": {k: round(v * 1e3, 3) for k, v in seconds.items()}}
         return OnnxModel(built.path, names, built.applied, settings, built.weight_bytes, chosen)
+
+    def open(self, directory: Path, plan: Plan) -> Run:
+        call = load(directory / "model.onnx", plan.settings)
+
+        def run(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+            return [torch.from_numpy(np.asarray(array)) for array in call(session.numpy_feeds(list(tensors), list(tensors.values())))]
+
+        return run
 
 
 class OnnxModel:
@@ -105,7 +115,7 @@ class OnnxModel:
         return session.numpy_feeds([name for name, _ in kept], [tensor for _, tensor in kept])
 
 
-def load(path: Path, settings: Mapping[str, Any]) -> Any:
+def load(path: Path, settings: Mapping[str, Any]) -> Callable[[Mapping[str, np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]:
     """A saved artifact as a callable on named numpy arrays; for `effcompile run`.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from effcompile.backends.base import Run
 from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.measure import config, measure
 from effcompile.errors import FormatError, LoweringError, MissingPackageError, UsageError
@@ -30,6 +31,8 @@ class OpenVino:
     """Converts the exported program; NNCF quantises exactly the linears planned as `int8_static`."""
 
     name: ClassVar[str] = "openvino"
+    #: the bf16 hint holds for a whole model
+    conflicts: ClassVar[tuple[tuple[str, str], ...]] = (("fp32", "bf16"),)
 
     def unavailable(self) -> str | None:
         missing = [package for package in ("openvino", "nncf") if importlib.util.find_spec(package) is None]
@@ -57,6 +60,10 @@ class OpenVino:
         precision = "bf16" if _linear_options(program) & {"bf16"} else "f32"
         quantized.set_rt_info(precision, ["runtime_options", "INFERENCE_PRECISION_HINT"])
         return _compile(program, quantized, names, precision)
+
+    def open(self, directory: Path, plan: Plan) -> Run:
+        call = load(directory / ARTIFACT)
+        return lambda tensors: call(*tensors.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import torch
+from torch.utils import _pytree as pytree
 
+from effcompile.backends.base import Run
 from effcompile.backends.torch.edit import edit
-from effcompile.backends.torch.lowered import TorchLowered, lower_eager, lower_inductor
+from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load, lower_eager, lower_inductor
 from effcompile.backends.torch.measure import measure
 from effcompile.goal import Goal
 from effcompile.plan import Plan
@@ -23,6 +26,7 @@ class TorchEager:
     """Runs the edited graph as it is. Nothing is compiled: ready at once, at any shape."""
 
     name: ClassVar[str] = "torch-eager"
+    conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def unavailable(self) -> str | None:
         return None
@@ -37,11 +41,15 @@ class TorchEager:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
         return lower_eager(edit(program, calibration))
 
+    def open(self, directory: Path, plan: Plan) -> Run:
+        return _open(directory)
+
 
 class TorchInductor:
     """Compiles the edited graph with Inductor, weights frozen: element-wise work is fused, linears stay oneDNN calls."""
 
     name: ClassVar[str] = "torch-inductor"
+    conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def unavailable(self) -> str | None:
         compilers = (os.environ.get("CXX"), "g++", "clang++", "cl")
@@ -60,6 +68,22 @@ class TorchInductor:
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
         return lower_inductor(edit(program, calibration))
+
+    def open(self, directory: Path, plan: Plan) -> Run:
+        return _open(directory)
+
+
+def _open(directory: Path) -> Run:
+    call = load(directory / ARTIFACT)
+
+    def run(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        try:
+            outputs = call(**tensors)
+        except TypeError:  # captured with positional inputs
+            outputs = call(*tensors.values())
+        return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+    return run
 
 
 def _not_inference(goal: Goal) -> str | None:
