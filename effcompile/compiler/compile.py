@@ -31,7 +31,7 @@ from effcompile.target import Target
 from effcompile.units import format_error
 
 #: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong.
-SHORTLIST = 1.25
+SHORTLIST = 1.08
 
 #: Seconds for measuring how much each low-precision option changes the output.
 SENSITIVITY_SECONDS = 15.0
