@@ -323,6 +323,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit; errors raised on purpose are told without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its own start and stop to stderr
     try:
         app(args=arguments, prog_name="effcompile")
     except EffcompileError as error:

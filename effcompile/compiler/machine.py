@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from effcompile.backends import BACKENDS, load_backend
 from effcompile.backends.base import Backend
+from effcompile.backends.torch.measure import measure as torch_measure
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.errors import MissingPackageError, UsageError
 from effcompile.estimate import calibration as store
@@ -17,8 +19,8 @@ from effcompile.target import Target
 
 AUTO = "auto"
 
-#: What the unplanned model runs on.
-BASELINE = "torch-eager"
+#: What the unplanned model runs on: torch's own operators, as the user's code calls them.
+BASELINE = "torch"
 
 #: Seconds that one plan may spend on timing kernels it has no measurement of; further ones are interpolated.
 PROBE_SECONDS = 25.0
@@ -53,12 +55,10 @@ def resolve(target: str | Target, backends: Iterable[Backend]) -> Machine:
         return Machine(target=target)
     if target != AUTO:
         return Machine(target=load_target(target))
-    timed = [load_backend(BASELINE), *backends]
-    measures = {backend.name: backend.measure for backend in timed}
     calibration, note = store.load_or_none()
     if calibration is None:
         calibration = store.calibrate({})
-    here = store.this_machine(calibration, measures, budget_seconds=PROBE_SECONDS)
+    here = store.this_machine(calibration, _measures(backends), budget_seconds=PROBE_SECONDS)
     return Machine(target=here, calibration=calibration, notes=(note,) if note else ())
 
 
@@ -98,7 +98,14 @@ def calibrate(*, quick: bool = False, progress: Progress = QUIET) -> Path:
         UsageError: the cache folder cannot be written (it says how to choose another).
     """
     backends, _ = usable_backends(None)
-    measures = {backend.name: backend.measure for backend in backends}
     with progress.step("calibrate this machine"):
-        measured = store.calibrate(measures, quick=quick, progress=progress.update)
+        measured = store.calibrate(_measures(backends), quick=quick, progress=progress.update)
     return store.save(measured)
+
+
+def _measures(backends: Iterable[Backend]) -> dict[str, store.Measure]:
+    """How each backend, and the unplanned model, times a kernel."""
+    measures: dict[str, store.Measure] = {BASELINE: partial(torch_measure, engine="stock")}
+    for backend in backends:
+        measures[backend.name] = backend.measure
+    return measures

@@ -23,6 +23,7 @@ from effcompile.goal import Goal
 from effcompile.plan import Plan
 from effcompile.program import Program
 from effcompile.target import KernelCall
+from effcompile.units import format_seconds
 
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
@@ -60,7 +61,8 @@ class OnnxRuntime:
         names = [spec.name for spec in program.inputs]
         feeds = session.numpy_feeds(names, program.flat_inputs())
         chosen, seconds = session.tune(built.path, feeds)
-        settings = {**session.settings_dict(chosen), "opset": built.opset, "tried_ms": {k: round(v * 1e3, 3) for k, v in seconds.items()}}
+        tried = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
+        settings = {**session.settings_dict(chosen), "opset": built.opset, "tried": tried}
         return OnnxModel(built.path, names, built.applied, settings, built.weight_bytes, chosen)
 
     def open(self, directory: Path, plan: Plan) -> Run:

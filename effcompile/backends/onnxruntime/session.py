@@ -33,7 +33,8 @@ class Settings:
     arena: bool = True
 
     def describe(self) -> str:
-        return f"{self.threads} threads, spinning {'on' if self.spinning else 'off'}, arena {'on' if self.arena else 'off'}"
+        parts = [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
+        return " ".join(parts + ["no spinning"] * (not self.spinning) + ["no arena"] * (not self.arena))
 
 
 def default_settings() -> Settings:
