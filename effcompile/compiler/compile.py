@@ -23,6 +23,7 @@ from effcompile.errors import CaptureError, EffcompileError, FormatError, Infeas
 from effcompile.estimate import sensitivity
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.goal import Goal
+from effcompile.machines import load_target
 from effcompile.passes import Pass, load_passes
 from effcompile.passes.quantize import Quantize
 from effcompile.plan import Candidate, Plan
@@ -141,10 +142,11 @@ def _inference_only(goal: Goal) -> None:
 
 
 def _backends_for(target: str | Target, backend: str | None) -> tuple[list[Backend], dict[str, str]]:
-    """For this machine: what runs here. For another one: only what is named, else the one whose prices its data sheet gives."""
+    """For this machine: what runs here. For another one: only what is named, else what would run there."""
     if target == AUTO or backend is not None:
         return usable_backends(backend)
-    return [load_backend("onnxruntime")], {}
+    device = (target if isinstance(target, Target) else load_target(target)).device
+    return [load_backend("onnxruntime" if device == "cpu" else "torch-inductor")], {}
 
 
 def _captured(
@@ -182,7 +184,7 @@ def _sensitivity(
 ) -> tuple[Sensitivity, str]:
     """Errors of every low-precision option, where the goal allows any; and which inputs they were measured on."""
     if goal.exact:
-        return Sensitivity(errors={}, method="the goal allows no error"), "none needed: the plan is exact"
+        return Sensitivity(errors={}, method="the goal allows no error"), ""
     given = list(calibration) if calibration is not None else []
     inputs = given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"

@@ -9,7 +9,7 @@ from effcompile.target import KernelCall
 from effcompile.units import format_seconds
 
 #: What a `site` of one refusal for all sites of a kind is called.
-EVERYWHERE = "*"
+EVERYWHERE = ""
 
 
 def price(context: Context, kernel: str, *dims: int) -> Cost | None:

@@ -190,7 +190,7 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
     rows = []
     for place, refusal in enumerate(shown):
         kind = "" if place and shown[place - 1].kind == refusal.kind else refusal.kind
-        cells = [kind, refusal.option, str(len(refusal.sites)), refusal.reason]
+        cells = [kind, refusal.option, str(len(refusal.sites)) if any(refusal.sites) else "all", refusal.reason]
         rows.append(Row(cells=cells, below=_refused_where(plan, refusal, verbose)))
     page.table(columns, rows)
     if rest := found[len(shown) :]:
