@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
+import onnxscript.optimizer
 import torch
 
 from effcompile import sites
@@ -47,7 +48,10 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
     Raises:
         LoweringError: torch.onnx has no translation for something; names the operator.
     """
-    exported = reexport(program)
+    try:
+        exported = reexport(program)
+    except Exception as error:
+        raise LoweringError(f"torch.export cannot export the graph of {program.name} again: {_cause(error)}") from error
     twin = replace(program, module=exported.module(check_guards=False))
     refresh_shapes(twin.module, program.args, program.kwargs)  # sites are told apart by their shapes at the example
     with _quiet():
@@ -57,15 +61,18 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
                 (),
                 dynamo=True,
                 opset_version=opset,
-                optimize=True,
+                optimize=False,
                 verify=False,
                 verbose=False,
-                output_names=[spec.name for spec in program.outputs],
+                input_names=[spec.name for spec in program.inputs],
+                output_names=_output_names(program),
             )
         except Exception as error:
             raise LoweringError(f"torch.onnx.export cannot translate {program.name}: {_cause(error)}") from error
-    assert onnx_program is not None
-    model = onnx_program.model
+        assert onnx_program is not None
+        model = onnx_program.model
+        # torch's own `optimize` also fuses rotary embeddings, into an operator that ORT refuses to run for a cache of batch 1
+        onnxscript.optimizer.optimize_ir(model)
     _name_all(model)
     by_fx = _nodes_by_fx_name(model)
     return Exported(
@@ -77,6 +84,12 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
         norms=dict(_matched(_pairs(sites.add_norms(program), sites.add_norms(twin)), by_fx, ("LayerNormalization",))),
         gelus=dict(_matched(_pairs(sites.gelus(program), sites.gelus(twin)), by_fx, ("Gelu",))),
     )
+
+
+def _output_names(program: Program) -> list[str]:
+    """The program's, made different from its inputs': in ONNX all names of a graph are one space."""
+    inputs = {spec.name for spec in program.inputs}
+    return [f"{spec.name}_output" if spec.name in inputs else spec.name for spec in program.outputs]
 
 
 def _pairs(ours: Sequence[sites.Site], theirs: Sequence[sites.Site]) -> list[tuple[str, str]]:

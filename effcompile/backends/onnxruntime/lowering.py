@@ -14,7 +14,7 @@ from effcompile.backends.onnxruntime.export import OPSETS, Exported, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul
 from effcompile.backends.onnxruntime.quantise import found_precision, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
-from effcompile.backends.onnxruntime.session import PROTOBUF_LIMIT, open_session
+from effcompile.backends.onnxruntime.session import PROTOBUF_LIMIT, numpy_feeds, open_session, run
 from effcompile.errors import LoweringError
 from effcompile.program import Program
 
@@ -56,7 +56,11 @@ def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], f
         model = quantise(model, precision, ranges)
         onnx.save_model(model, str(path))
     found = _found(model, exported)
-    open_session(path)  # what cannot be loaded is a failure here, and the next opset is tried
+    # what cannot be loaded and run is a failure here, and the next opset is tried
+    opened = open_session(path)
+    given = dict(zip([spec.name for spec in program.inputs], program.flat_inputs(), strict=True))
+    names = [value.name for value in opened.get_inputs()]
+    run(opened, numpy_feeds(names, [given[name] for name in names]))
     return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=_weight_bytes(path))
 
 
