@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -171,6 +172,11 @@ def optimize(model: torch.nn.Module, inputs: Mapping[str, Any], plan_file: Path,
     executable = effcompile.optimize(model, inputs=inputs, **request)
     executable.plan.save(plan_file)
     return executable
+
+
+def file_name(text: str) -> str:
+    """The text with ASCII letters, digits, points and single underscores only."""
+    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_")
 
 
 def folder_bytes(folder: Path) -> int:

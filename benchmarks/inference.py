@@ -153,7 +153,7 @@ def _ours(
 ) -> tuple[Row, Executable | None]:  # fmt: skip
     row = Row(name=name, family="effcompile", point=point)
     inputs, start = case.inputs(), time.perf_counter()
-    kept = case.folder / "plans" / f"{case.subject.name}_{case.batch}x{case.seq}_{name.replace(' ', '_').replace(',', '')}.json"
+    kept = case.folder / "plans" / f"{case.subject.name}_{case.batch}x{case.seq}_{_common.file_name(name)}.json"
     with _common.told(name):
         try:
             executable = _common.optimize(case.model, inputs, kept, options.reuse_plans, max_error=point)

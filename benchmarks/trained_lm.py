@@ -287,10 +287,9 @@ def _optimized(
     options: argparse.Namespace,
 ) -> Executable | None:  # fmt: skip
     """The executable of one point, with its size and time noted; None (and the reason noted) where there is none."""
-    file = "".join(c if c.isalnum() or c == "." else "_" for c in f"{name}_{point.asked}")
     with _common.told(f"{name}: {point.asked}"):
         try:
-            kept = _common.work_folder() / "plans" / f"{file}.json"
+            kept = _common.work_folder() / "plans" / f"{name}_{_common.file_name(point.asked)}.json"
             made = _common.optimize(model, inputs, kept, options.reuse_plans, calibration=calibration, **request)
             with tempfile.TemporaryDirectory() as folder:
                 bytes_on_disk = _common.folder_bytes(made.save(folder))
