@@ -59,7 +59,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         InputsError: the model itself raises, or returns NaN, with these inputs.
         CaptureError: torch.export cannot trace it; names the line, the construct and the fix.
     """
-    args, kwargs = tuple(args), dict(kwargs or {})
+    args, kwargs = pytree.tree_map(_contiguous, (tuple(args), dict(kwargs or {})))
     with evaluating(model), torch.no_grad():
         original = _run_eager(model, args, kwargs)
     with mended(model, kwargs) as mends, named_arguments(model, args, kwargs):
@@ -74,6 +74,11 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             mends=tuple(mend for mend in mends if mend != CACHE_MEND or cached),
         )
         return _first_success(subject, dynamic)
+
+
+def _contiguous(leaf: Any) -> Any:
+    """torch.export loses the dynamic axes of a strided input, such as a slice of a batch of tokens."""
+    return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _run_eager(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from effcompile.units import format_error
 #: Solves at the most, the first one included.
 MAX_ROUNDS = 5
 
-#: A measured squared error is met by planning for this much more.
+#: A measured squared error is met by planning for this much more, its square's power of it in later rounds.
 _MARGIN = 1.05
 
 #: An error predicted too high is corrected when its square was off by more than this factor ...
@@ -77,7 +77,7 @@ def settle(shop: Workshop, backend: Backend, plan: Plan, replan: Callable[..., P
         measured, predicted = worst(outcome.checks), plan.predicted.error or 0.0
         if replan is None or predicted == 0.0 or not measured < float("inf") or round_number == MAX_ROUNDS:
             raise _failed(outcome)
-        factor = max((measured / predicted) ** 2, (measured / shop.goal.tolerance) ** 2, 1.0) * _MARGIN
+        factor = max((measured / predicted) ** 2, (measured / shop.goal.tolerance) ** 2, 1.0) * _MARGIN**round_number**2
         scale *= factor
         text = f"round {round_number}: measured error {format_error(measured)} against predicted {format_error(predicted)}"
         corrections = (f"{text}; errors scaled by {factor**0.5:.2f} and solved again",)
@@ -175,6 +175,6 @@ def _failed(outcome: Outcome) -> VerificationError:
     bad = max(outcome.checks, key=lambda check: check.error)
     note = f" ({bad.note})" if bad.note else ""
     return VerificationError(
-        f"The {outcome.plan.backend} result is not within the declared error: {bad.name}: relative error {format_error(bad.error)} > "
-        f"{format_error(bad.limit)}{note}. Allow more error, choose another backend, or leave a pass out with --pass no-NAME."
+        f"The {outcome.plan.backend} result is not within the declared error: {bad.name}: relative error {bad.error:.3e} > "
+        f"{bad.limit:.3e}{note}. Allow more error, choose another backend, or leave a pass out with --pass no-NAME."
     )

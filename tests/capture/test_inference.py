@@ -248,3 +248,9 @@ def test_a_model_on_the_meta_device_can_be_captured_but_not_run() -> None:
     assert program.inputs[0].shape == ("batch", 8)
     assert [shape_of(node) for node in program.calls()] == [(2, 16), (2, 16), (2, 4)]
     assert all(parameter.is_meta for parameter in program.module.parameters())
+
+
+def test_a_strided_input_keeps_its_dynamic_axes() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
+    program = capture(model, (torch.randint(0, 10, (3, 9))[:, :-1],), {})
+    assert program.inputs[0].shape == ("batch", "seq")

@@ -43,13 +43,42 @@ def quantise(model: onnx.ModelProto, precision: Mapping[str, str], ranges: Range
         nodes = [node for node, chosen in precision.items() if chosen == option]
         if not nodes:
             continue
+        before = _tensor_names(model)
         try:
             model = _quantise_group(model, option, nodes, ranges, options)
         except Exception as error:
             raise LoweringError(
                 f"onnxruntime.quantization failed at {option} ({len(nodes)} nodes): {type(error).__name__}: {error}"
             ) from error
+        _suffix_new_tensors(model, before, option)
+    _make_node_names_unique(model)
     return model
+
+
+def _tensor_names(model: onnx.ModelProto) -> set[str]:
+    graph = model.graph
+    made = {output for node in graph.node for output in node.output}
+    return made | {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
+
+
+def _suffix_new_tensors(model: onnx.ModelProto, before: set[str], option: str) -> None:
+    """Give what a quantiser added names of its own: the next one would give the same names to the same activations."""
+    new = {name: f"{name}__{option}" for name in _tensor_names(model) - before if name}
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for position, name in enumerate(names):
+                if name in new:
+                    names[position] = new[name]
+    for named in (*model.graph.initializer, *model.graph.value_info):
+        named.name = new.get(named.name, named.name)
+
+
+def _make_node_names_unique(model: onnx.ModelProto) -> None:
+    taken: set[str] = set()
+    for index, node in enumerate(model.graph.node):
+        if node.name in taken:
+            node.name = f"{node.name}__{index}"
+        taken.add(node.name)
 
 
 def found_precision(model: onnx.ModelProto, nodes: Sequence[str]) -> dict[str, str]:
@@ -143,7 +172,9 @@ def _weight_only(model: onnx.ModelProto, nodes: list[str], bits: int, options: O
     config = DefaultWeightOnlyQuantConfig(
         block_size=options.group_size, is_symmetric=True, accuracy_level=options.accuracy_level, bits=bits
     )
-    quantizer = MatMulNBitsQuantizer(model, nodes_to_include=nodes, algo_config=config)
+    # `nodes_to_include` is ignored with an algo_config: every other product is excluded by name instead
+    others = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gather") and node.name not in set(nodes)]
+    quantizer = MatMulNBitsQuantizer(model, nodes_to_exclude=others, algo_config=config)
     with _no_logging():
         quantizer.process()
     result: onnx.ModelProto = quantizer.model.model

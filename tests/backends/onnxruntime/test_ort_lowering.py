@@ -1,6 +1,7 @@
 """Lowering to ONNX Runtime: planned options are found in the artifact, results are right, the file needs no effcompile."""
 
 import collections
+import random
 import subprocess
 import sys
 
@@ -65,6 +66,18 @@ def test_only_the_planned_nodes_change(bert):
     lowered = lower(program, dict.fromkeys(chosen, "int8_channel"))
     found = {site.site: lowered.applied[site.site] for site in sites.linears(program)}
     assert found == {site: "int8_channel" if site in chosen else "fp32" for site in found}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_mixture_is_applied_as_planned(bert, seed):
+    """Also on linears that share an input: each quantiser would give the shared activation the same names."""
+    model, program = bert
+    choose = random.Random(seed).choice
+    planned = {site.site: choose(LINEAR_OPTIONS) for site in sites.linears(program)}
+    lowered = lower(program, planned)
+    assert {site: lowered.applied[site] for site in planned} == planned
+    found = lowered(*program.flat_inputs())
+    assert max(relative(f, w) for f, w in zip(found, outputs_of(model, program.kwargs), strict=True)) < 0.3
 
 
 def test_applied_is_read_from_the_model_and_not_from_the_plan(bert, tmp_path):
