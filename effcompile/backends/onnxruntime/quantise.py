@@ -154,7 +154,26 @@ def _static(model: onnx.ModelProto, nodes: list[str], ranges: Ranges) -> onnx.Mo
             "DedicatedQDQPair": False,
         },
     )
-    return _keep_bias_apart(_run(quantizer), nodes)
+    model = _run(quantizer)
+    _unquantised_for_others(model, nodes)
+    return _keep_bias_apart(model, nodes)
+
+
+def _unquantised_for_others(model: onnx.ModelProto, nodes: list[str]) -> None:
+    """Let only the planned nodes read quantised activations.
+
+    The quantiser rewires every reader of a tensor, so that a residual sum beside a quantised linear lost precision too.
+    """
+    producers = {output: node for node in model.graph.node for output in node.output}
+    planned = set(nodes)
+    for node in model.graph.node:
+        if node.name in planned or node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+            continue
+        for position, name in enumerate(node.input):
+            dequantise = producers.get(name)
+            quantise = producers.get(dequantise.input[0]) if dequantise is not None and dequantise.op_type == "DequantizeLinear" else None
+            if quantise is not None and quantise.op_type == "QuantizeLinear":
+                node.input[position] = quantise.input[0]
 
 
 def _keep_bias_apart(model: onnx.ModelProto, nodes: list[str]) -> onnx.ModelProto:
@@ -208,7 +227,7 @@ class _no_logging:  # noqa: N801  reads as a statement
 
 
 def _base_name(name: str) -> str:
-    for suffix in ("_quant", "_Q4", "_Q8", "_Q2"):
+    for suffix in ("_quant", "_Q4", "_Q8", "_Q2", "_MatMul"):  # the last from a Gemm that the quantiser split
         if name.endswith(suffix):
             return name.removesuffix(suffix)
     return name
