@@ -45,6 +45,9 @@ class Backend(Protocol):
     name: ClassVar[str]
     #: pairs of linear options that cannot stand side by side in one model; the compiler solves once without each.
     conflicts: ClassVar[tuple[tuple[str, str], ...]]
+    #: how much slower than the best it may be predicted and still be worth building, beyond what all are allowed:
+    #: above 1 where the backend fuses element-wise work that is priced kernel by kernel.
+    slack: ClassVar[float]
 
     def unavailable(self) -> str | None:
         """None, or why this backend cannot run here, with the install line."""

@@ -251,7 +251,7 @@ def _settle_all(
     failures: list[EffcompileError] = []
     best = plans[0][1].certificate.objective
     for backend, plan in plans:
-        if outcomes and plan.certificate.objective > SHORTLIST * best:
+        if outcomes and plan.certificate.objective > SHORTLIST * backend.slack * best:
             why = f"not built: predicted {plan.certificate.objective / best:.2f}× the best"
             candidates = [replace(c, note=why) if c.backend == backend.name else c for c in candidates]
             continue

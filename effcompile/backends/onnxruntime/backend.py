@@ -34,6 +34,7 @@ class OnnxRuntime:
 
     name: ClassVar[str] = "onnxruntime"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
+    slack: ClassVar[float] = 1.0
 
     def unavailable(self) -> str | None:
         missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]

@@ -27,6 +27,7 @@ class TorchEager:
 
     name: ClassVar[str] = "torch-eager"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
+    slack: ClassVar[float] = 1.0
 
     def unavailable(self) -> str | None:
         return None
@@ -50,6 +51,7 @@ class TorchInductor:
 
     name: ClassVar[str] = "torch-inductor"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
+    slack: ClassVar[float] = 1.0
 
     def unavailable(self) -> str | None:
         compilers = (os.environ.get("CXX"), "g++", "clang++", "cl")
