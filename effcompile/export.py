@@ -181,5 +181,11 @@ def _copy_module_names(source: fx.Graph, target: fx.Graph) -> None:
         ahead = (i for i in range(position, min(position + 8, len(calls))) if calls[i].target == node.target)
         match = next(ahead, None)
         if match is not None:
-            node.meta["nn_module_stack"] = calls[match].meta.get("nn_module_stack", {})
+            stack = calls[match].meta.get("nn_module_stack", {})
+            node.meta["nn_module_stack"] = {key: (path, _type_name(kind)) for key, (path, kind) in stack.items()}
             position = match + 1
+
+
+def _type_name(kind: object) -> str:
+    """A module's class as the text that torch.export can save."""
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)

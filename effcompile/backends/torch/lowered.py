@@ -55,13 +55,12 @@ class TorchLowered:
             LoweringError: torch cannot export the program. UsageError: the folder cannot be written.
         """
         header = {"format": "effcompile-torch", "version": 1, "engine": self.engine}
+        content = io.BytesIO()
         try:
-            exported = reexport(self.program)
+            # into memory first: on a full disk torch's own file writer does not raise but aborts the process
+            torch.export.save(reexport(self.program), content, extra_files={_HEADER: json.dumps(header)})
         except Exception as error:
             raise LoweringError(f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend.") from error
-        # into memory first: on a full disk torch's own file writer does not raise but aborts the process
-        content = io.BytesIO()
-        torch.export.save(exported, content, extra_files={_HEADER: json.dumps(header)})
         return write_atomically(directory / ARTIFACT, content.getvalue())
 
 
