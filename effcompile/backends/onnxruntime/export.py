@@ -73,6 +73,9 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
         model = onnx_program.model
         # torch's own `optimize` also fuses rotary embeddings, into an operator that ORT refuses to run for a cache of batch 1
         onnxscript.optimizer.optimize_ir(model)
+    if len(model.graph.inputs) == len(program.inputs):  # an input that is also an output was given another name
+        for value, spec in zip(model.graph.inputs, program.inputs, strict=True):
+            value.name = spec.name
     _name_all(model)
     by_fx = _nodes_by_fx_name(model)
     return Exported(
