@@ -15,7 +15,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("cost",),
     ("goal", "target"),
     ("plan", "machines", "torch_compat"),
-    ("program",),
+    ("program", "step", "ops"),
     ("sites",),
     ("export",),
     ("capture",),

@@ -1,0 +1,1 @@
+"""Where to keep and where to recompute: block frontiers, their allocation along the chain, and the proof."""

@@ -1,0 +1,190 @@
+"""Rematerialisation in plain numbers: blocks with their storages and operators, and the chain that they make up.
+
+Vocabulary. A *value* is one storage made in the forward. A *block* is a run of consecutive forward operators and the run
+of backward steps that differentiates them. A chain of blocks runs forward 0 … n−1, then backward n−1 … 0. A kept value
+lives from where it is made until its block's backward has read it for the last time; a value that is not kept is freed
+after its last reader in the forward and, if the backward needs it, is made again: right before its first reader there.
+Bytes throughout; seconds throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One forward operator: it reads and makes values; views are no operators of their own.
+
+    Attributes:
+        name: unique in the block.
+        reads: values that it reads. Those that the block does not know (parameters, inputs of the model, values that
+            stay alive in any case) are left out.
+        makes: values that it makes.
+        seconds: time to run it (again).
+        workspace: bytes alive only while it runs.
+        repeatable: whether it may run again in the backward.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    seconds: float
+    workspace: int = 0
+    repeatable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardStep:
+    """One backward operator, in the fixed order of the backward.
+
+    Attributes:
+        name: unique in the block.
+        reads: values of the forward that it reads.
+        live: bytes of storages made by the backward that are alive while it runs (its result and workspace included,
+            gradients of parameters that stay included), relative to the block's first step: what was there when the
+            block's backward began counts 0. The same whatever is kept.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    live: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProblem:
+    """What there is to decide in one block.
+
+    Attributes:
+        nbytes: value → bytes: those that its operators make, and `entering`.
+        entering: values made by an earlier block that this block's forward reads and that nobody else keeps, the residual
+            stream above all. They are there during the block's forward; in the backward only if kept (no operator of
+            the block makes them again).
+        leaving: values that later blocks' forwards read: alive when the block's forward ends, and no longer this
+            block's to keep, so its backward finds them only if kept here as well. (Keeping one costs its bytes here.)
+        forced: values that must be kept, whatever it costs.
+        forward, backward: operators in order.
+    """
+
+    nbytes: Mapping[str, int]
+    entering: tuple[str, ...]
+    leaving: tuple[str, ...]
+    forced: frozenset[str]
+    forward: tuple[Op, ...]
+    backward: tuple[BackwardStep, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOption:
+    """One way to run a block.
+
+    Attributes:
+        kept: values kept from forward to backward.
+        recomputed: names of the operators that run again.
+        kept_bytes: bytes of `kept`.
+        forward_peak: most bytes of the block's own values (entering ones included) and workspace alive at an instant of its
+            forward, plus kept ones.
+        backward_peak: most bytes at an instant of its backward: kept values not yet freed (a kept value is freed after
+            its last reader), recomputed values, workspace and `BackwardStep.live`.
+        seconds: extra time: the recomputed operators'.
+        label: the user's word for it ("keep all", "recompute gelu, layer_norm"); may be "".
+    """
+
+    kept: frozenset[str]
+    recomputed: tuple[str, ...]
+    kept_bytes: int
+    forward_peak: int
+    backward_peak: int
+    seconds: float
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One block in its place in the chain.
+
+    Attributes:
+        name: unique, e.g. "transformer.h.3".
+        kind: class of identical blocks; the stages of one kind have the same options.
+        forward_base: bytes alive when its forward begins that no option decides about (beside parameters, inputs: those
+            are in the chain's base) and that are not among its own entering values.
+        backward_base: the same when its backward begins: gradients so far, gradients on their way.
+        rerun_seconds: time to run its forward once more, to remake its leaving values from its entering ones.
+        entering_bytes: bytes of its entering values: what is freed when they are remade by a group.
+        rerun_peak: most bytes of its own values alive at an instant of such a re-run that keeps nothing but what leaves.
+    """
+
+    name: str
+    kind: str
+    forward_base: int
+    backward_base: int
+    rerun_seconds: float = 0.0
+    entering_bytes: int = 0
+    rerun_peak: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainProblem:
+    """Which option for which stage: least extra seconds with every instant within the budget.
+
+    Attributes:
+        base: bytes alive throughout: parameters, buffers, inputs.
+        budget: the limit on every instant, base included; None: no limit.
+        options: kind → its options.
+        stages: in forward order.
+        forward_slack, backward_slack: stage name → bytes to add to that stage's instant, from the simulation of what an
+            earlier solution of this problem became (may be negative).
+        groupable: runs (first, last) of stage indices whose entering values a group may drop and remake: within one, each
+            stage's leaving values are the next one's entering values.
+    """
+
+    base: int
+    budget: int | None
+    options: Mapping[str, tuple[BlockOption, ...]]
+    stages: tuple[Stage, ...]
+    forward_slack: Mapping[str, int] = field(default_factory=dict)
+    backward_slack: Mapping[str, int] = field(default_factory=dict)
+    groupable: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Stages first … last whose entering values, but the first one's, are not kept.
+
+    When the backward reaches the last stage, the forwards of first … last−1 run again from the first one's entering
+    values and keep only each stage's entering values, which live until that stage's backward is done.
+    """
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainSolution:
+    """The choice, proven.
+
+    Attributes:
+        choice: per stage, the index into `options[kind]`.
+        groups: stages that are remade together.
+        seconds: extra time in all.
+        bound: no choice within the budget takes less: proven.
+        gap: (seconds − bound) / reference, where reference is the step's time given by the caller, so that a gap of 0.01
+            means one per cent of a step.
+        status: plan.Certificate's words.
+        peak: predicted bytes at the highest instant; instant: which one ("forward transformer.h.3", "backward lm_head").
+        smallest: the least budget for which the solver has found a solution with these options (informative).
+        solver: name and version. solve_seconds: time taken.
+    """
+
+    choice: tuple[int, ...]
+    groups: tuple[Group, ...]
+    seconds: float
+    bound: float
+    gap: float
+    status: str
+    peak: int
+    instant: str
+    smallest: int
+    solver: str
+    solve_seconds: float

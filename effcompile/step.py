@@ -1,0 +1,85 @@
+"""The IR of training: one step (forward, loss, backward) captured as one functional torch.fx graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A captured training step: AOTAutograd's joint graph, with what its inputs and outputs are.
+
+    The graph is functional: all state enters by placeholders, nothing is mutated, and its output is one flat tuple
+
+        (loss, *shown, *updated buffers, *gradients)
+
+    with a Node (or None for a gradient that is not there) each. Shapes are static. Nodes carry `meta["val"]`, and
+    `nn_module_stack` (forward) or `fwd_nn_module_stack` (backward) with the user's own module names where known.
+
+    Attributes:
+        name: the model's class.
+        module: the joint graph. Random operators stand in it as they ran; a graph executed node by node draws the
+            numbers that the model would have drawn.
+        parameters: placeholder → qualified name in the user's model. Tied parameters are one placeholder, under the
+            first of their names. Parameters that the loss does not reach are absent or have gradient None.
+        buffers: placeholder → qualified name of the buffer.
+        constants: placeholder → tensor, for tensors that are neither (made while capturing). get_attr nodes do not occur.
+        inputs: placeholders of the user's tensors, in the order of `leaves`.
+        tangent: placeholder of the gradient that arrives at the loss (a scalar), None when the graph does not read it.
+        shown: how many outputs beside the loss are returned (none, unless the user asked to keep them).
+        updated: qualified names of the buffers whose new values are returned, in output order.
+        differentiated: qualified names of the parameters whose gradients are returned, in output order.
+        leaves: (args, kwargs) → the user's tensors, flat, in the order of `inputs`. Raises InputsError when the
+            structure, a shape or a dtype is not what was captured.
+        rebuild: (loss, shown outputs) → what the model would have returned, in its own type.
+        dropped: names of the output's fields that are not returned, with their bytes: only kept when asked for.
+        mends: known fixes applied at capture, in the user's words.
+        args, kwargs: the example inputs.
+    """
+
+    name: str
+    module: fx.GraphModule
+    parameters: Mapping[fx.Node, str]
+    buffers: Mapping[fx.Node, str]
+    constants: Mapping[fx.Node, Any]
+    inputs: tuple[fx.Node, ...]
+    tangent: fx.Node | None
+    shown: int
+    updated: tuple[str, ...]
+    differentiated: tuple[str, ...]
+    leaves: Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any]]
+    rebuild: Callable[[Any, list[Any]], Any]
+    dropped: Mapping[str, int]
+    mends: tuple[str, ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def results(self) -> tuple[fx.Node | None, ...]:
+        """The flat outputs, in order."""
+        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def loss(self) -> fx.Node:
+        node = self.results[0]
+        assert node is not None
+        return node
+
+    @property
+    def forward_results(self) -> tuple[fx.Node, ...]:
+        """Loss, shown outputs and updated buffers: all that must be there when the forward returns."""
+        return tuple(n for n in self.results[: 1 + self.shown + len(self.updated)] if n is not None)
+
+    @property
+    def gradients(self) -> dict[str, fx.Node]:
+        """Parameter name → the node of its gradient; parameters without one are left out."""
+        nodes = self.results[1 + self.shown + len(self.updated) :]
+        return {name: node for name, node in zip(self.differentiated, nodes, strict=True) if node is not None}
