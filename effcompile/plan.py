@@ -144,6 +144,7 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)  # backend settings tuned by measurement
     notes: tuple[str, ...] = ()  # mends, fallbacks, corrections: nothing silent
     versions: Mapping[str, str] = field(default_factory=dict)
+    artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
 
     #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
     printer: ClassVar[Callable[..., None] | None] = None

@@ -29,8 +29,8 @@ class Lowered(Protocol):
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]: ...
 
-    def save(self, directory: Path) -> Path:
-        """Write the artifact (whole or not at all) and return its path."""
+    def save(self, directory: Path) -> tuple[Path, ...]:
+        """Write the artifact's files, each whole or not at all; returns them, the one to open first."""
         ...
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:

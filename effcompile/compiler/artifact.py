@@ -1,7 +1,8 @@
-"""Runs what `optimize -o DIR` wrote, without the model it was made of."""
+"""Writes what `optimize -o DIR` leaves in DIR, and runs it without the model it was made of."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from effcompile.backends.base import Lowered
 from effcompile.compiler.machine import usable_backends
-from effcompile.errors import FormatError, InputsError, VerificationError
+from effcompile.errors import FormatError, InputsError, UsageError, VerificationError
 from effcompile.plan import Plan
 from effcompile.timing import median_seconds
 
+PLAN = "plan.json"
 _INPUT = re.compile(r"(?P<name>\S+) \[(?P<dims>.*)\] (?P<dtype>\w+)")
 
 
@@ -29,6 +32,48 @@ class ArtifactRun:
     outputs: tuple[str, ...]
 
 
+def save_artifact(lowered: Lowered, plan: Plan, directory: Path) -> Plan:
+    """Write the artifact, then plan.json with the SHA-256 of each of its files: a kill in between is noticed by `check_artifact`.
+
+    Raises:
+        UsageError: the folder cannot be written. LoweringError: the backend cannot save the model.
+    """
+    files = lowered.save(directory)
+    written = plan.with_changes(artifact={file.name: _digest(file) for file in files})
+    written.save(directory / PLAN)
+    return written
+
+
+def check_artifact(plan: Plan, directory: Path) -> None:
+    """Make sure that `directory` holds the very files that `plan` was written with; plans of before that say nothing.
+
+    Raises:
+        UsageError: a file is missing. FormatError: a file is another one.
+    """
+    for name, wanted in plan.artifact.items():
+        file = directory / Path(name).name  # a foreign plan may not point elsewhere
+        if not file.is_file():
+            raise UsageError(f"There is no {str(file)!r}, which {PLAN} describes. Write it again with `effcompile optimize -o`.")
+        if _digest(file) != wanted:
+            raise FormatError(
+                f"{str(file)!r} is not the artifact that {PLAN} beside it describes (SHA-256 differs): one of the two was changed, or "
+                f"writing was interrupted. Write both again with `effcompile optimize -o {directory}`."
+            )
+
+
+def _digest(file: Path) -> str:
+    """SHA-256 in hexadecimal.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"Cannot read {str(file)!r}: {error.strerror or error}.") from error
+
+
 def run_artifact(directory: str | Path, inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None) -> ArtifactRun:
     """Load a saved artifact, run it, time it.
 
@@ -37,11 +82,13 @@ def run_artifact(directory: str | Path, inputs: tuple[tuple[Any, ...], Mapping[s
         inputs: (args, kwargs); None makes inputs of the plan's example sizes (integers 1, floats of unit variance).
 
     Raises:
-        UsageError: no plan or artifact there. FormatError: not one of ours. InputsError: other inputs than the plan's.
+        UsageError: no plan or artifact there. FormatError: not one of ours, or not the one that the plan describes.
+        InputsError: other inputs than the plan's.
         VerificationError: the outputs hold NaN.
     """
     folder = Path(directory)
-    plan = Plan.load(folder / "plan.json")
+    plan = Plan.load(folder / PLAN)
+    check_artifact(plan, folder)
     backends, _ = usable_backends(plan.backend)
     run = backends[0].open(folder, plan)
     tensors = _generated(plan) if inputs is None else _named(plan, inputs)

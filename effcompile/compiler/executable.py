@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Lowered
+from effcompile.compiler.artifact import save_artifact
 from effcompile.errors import InputsError
 from effcompile.plan import Plan
 from effcompile.program import Program, TensorSpec
@@ -53,14 +54,13 @@ class Executable(nn.Module):
         self.plan.report(console, verbose=verbose)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the artifact, then plan.json that describes it; each file whole or not at all.
+        """Write the artifact, then plan.json that describes it; each file whole or not at all, and a plan names its artifact.
 
         Raises:
             UsageError: the folder cannot be written.
         """
         folder = Path(directory)
-        self._lowered.save(folder)
-        self.plan.save(folder / "plan.json")
+        save_artifact(self._lowered, self.plan, folder)
         return folder
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from effcompile.compiler import optimize, run_artifact
-from effcompile.errors import FormatError, InputsError
+from effcompile.errors import FormatError, InputsError, UsageError
 from effcompile.goal import Goal
 from effcompile.plan import Plan
 
@@ -89,6 +89,39 @@ def test_saved_run_and_applied_again_without_solving(made, tmp_path):
     assert again.plan.options() == fast.plan.options()
     assert again.plan.met
     assert torch.equal(again(x, scale=scale)["y"], fast(x, scale=scale)["y"])
+
+
+def test_an_artifact_beside_another_plan_is_refused(made, tmp_path, monkeypatch):
+    """As a kill between the two writes leaves it: the new artifact beside the old plan."""
+    _, fast = made
+    fast.save(tmp_path)
+    plan, artifact = tmp_path / "plan.json", tmp_path / "model.onnx"
+    old = Plan.load(plan)
+    assert list(old.artifact) == ["model.onnx"]
+
+    def killed(self, path):
+        raise KeyboardInterrupt
+
+    other = optimize(Two(), (inputs()[0],), {"scale": inputs()[1]}, goal=Goal(), target="cpu-generic", backend="onnxruntime")
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            other.save(tmp_path)
+    assert Plan.load(plan) == old
+    with pytest.raises(FormatError, match=r"model\.onnx' is not the artifact that plan\.json .* Write both again"):
+        run_artifact(tmp_path)
+    artifact.unlink()
+    with pytest.raises(UsageError, match="Write it again"):
+        run_artifact(tmp_path)
+
+
+def test_a_plan_that_says_nothing_of_its_artifact_still_runs(made, tmp_path):
+    _, fast = made
+    fast.save(tmp_path)
+    data = Plan.load(tmp_path / "plan.json").to_dict()
+    del data["artifact"]  # as plans of before
+    Plan.from_dict(data).save(tmp_path / "plan.json")
+    assert run_artifact(tmp_path).outputs[0].startswith("float32")
 
 
 def test_a_plan_of_another_model_is_refused(made):

@@ -91,7 +91,7 @@ class OnnxModel:
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(np.asarray(array)) for array in session.run(self._session, self._feeds(inputs))]
 
-    def save(self, directory: Path) -> Path:
+    def save(self, directory: Path) -> tuple[Path, ...]:
         """Copy model.onnx (and model.onnx.data beyond 2 GiB) into `directory`, whole or not at all.
 
         Raises:
@@ -100,15 +100,15 @@ class OnnxModel:
         target = directory / "model.onnx"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            data = Path(f"{self._path}.data")
+            data, target_data = Path(f"{self._path}.data"), Path(f"{target}.data")
             if data.exists():
-                _copy_atomically(data, Path(f"{target}.data"))
+                _copy_atomically(data, target_data)
             _copy_atomically(self._path, target)
         except OSError as error:
             raise UsageError(
                 f"Cannot write {str(target)!r}: {error.strerror or error}. Choose a folder you may write to with -o."
             ) from error
-        return target
+        return (target, target_data) if data.exists() else (target,)
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         return session.peak_bytes(self._path, self._feeds(inputs), self._chosen)

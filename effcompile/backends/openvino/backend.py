@@ -81,7 +81,7 @@ class OpenVinoLowered:
         results = self.request.infer([t.detach().cpu().numpy() for t in inputs], share_inputs=True)
         return [torch.from_numpy(value) for value in results.values()]
 
-    def save(self, directory: Path) -> Path:
+    def save(self, directory: Path) -> tuple[Path, ...]:
         """Write `model.xml` and `model.bin`, each whole or not at all."""
         import openvino
 
@@ -94,7 +94,7 @@ class OpenVinoLowered:
         except (OSError, RuntimeError) as error:
             line = models.first_line(error)
             raise UsageError(f"Cannot write {str(directory)!r}: {line}. Choose a folder you may write to with -o.") from error
-        return directory / ARTIFACT
+        return directory / ARTIFACT, (directory / ARTIFACT).with_suffix(".bin")
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """None: OpenVINO does not report its memory."""

@@ -48,7 +48,7 @@ class TorchLowered:
             self(*inputs)
         return self.weight_bytes + torch_compat.peak_of_memory_events(profile)
 
-    def save(self, directory: Path) -> Path:
+    def save(self, directory: Path) -> tuple[Path, ...]:
         """Export the edited program to `directory/model.pt2`, whole or not at all.
 
         Raises:
@@ -61,7 +61,7 @@ class TorchLowered:
             torch.export.save(reexport(self.program), content, extra_files={_HEADER: json.dumps(header)})
         except Exception as error:
             raise LoweringError(f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend.") from error
-        return write_atomically(directory / ARTIFACT, content.getvalue())
+        return (write_atomically(directory / ARTIFACT, content.getvalue()),)
 
 
 def load(path: Path) -> Callable[..., Any]:

@@ -65,7 +65,8 @@ def test_exactly_the_planned_linears_are_int8(program: Program) -> None:
 @installed
 def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: Path) -> None:
     lowered = lower(program, {site.site: "int8_static" for site in linears(program)})
-    path = lowered.save(tmp_path)
+    path, data = lowered.save(tmp_path)
+    assert data.name == "model.bin"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.bin", "model.xml"]
     assert torch.equal(load(path)(program.args[0])[0], lowered(program.args[0])[0])
     path.write_text("not a model")

@@ -82,7 +82,7 @@ def test_the_original_program_is_untouched(model: nn.Module, program: Program) -
 def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: Path) -> None:
     names = [site.site for site in linears(program)]
     lowered = lower(program, dict(zip(names, OPTIONS, strict=False)))
-    path = lowered.save(tmp_path / "new")
+    (path,) = lowered.save(tmp_path / "new")
     assert [p.name for p in path.parent.iterdir()] == ["model.pt2"]
     run = load(path)
     for ids in (program.args[0], ids_of(3, 7)):
