@@ -6,6 +6,7 @@ saved. `pack.py` folds the packing for eager execution, Inductor's freezing for 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.errors import LoweringError
 from effcompile.program import Program, dtype_of, shape_of
-from effcompile.sites import LinearSite, argument, attentions, embeddings, linears
+from effcompile.sites import AttentionSite, LinearSite, argument, attentions, embeddings, linears
 
 aten = torch.ops.aten
 
@@ -256,11 +257,14 @@ def _edit_embeddings(program: Program, editor: _Editor) -> None:
 def _edit_attentions(program: Program) -> None:
     """`math`: matmul, softmax and matmul as separate kernels, by torch's own decomposition."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    added: dict[fx.Node, fx.Node] = {}
     for site in attentions(program):
         site.node.meta[SITE] = site.site
         if program.tags.get(site.site) != "math":
             continue
         args = [argument(site.node, name) for name in names]
+        if site.mask is not None and dtype_of(site.mask) is torch.bool:
+            args[3] = added.get(site.mask) or added.setdefault(site.mask, _as_summand(program, site))
         options = {"scale": argument(site.node, "scale"), "enable_gqa": argument(site.node, "enable_gqa")}
         with program.graph.inserting_before(site.node):
             pair = program.graph.call_function(aten._scaled_dot_product_attention_math.default, (*args, None), options)  # type: ignore[arg-type]
@@ -270,3 +274,15 @@ def _edit_attentions(program: Program) -> None:
         pair.meta, result.meta = {SITE: site.site}, {k: v for k, v in site.node.meta.items() if k != SITE}
         site.node.replace_all_uses_with(result)
         program.graph.erase_node(site.node)
+
+
+def _as_summand(program: Program, site: AttentionSite) -> fx.Node:
+    """The boolean mask as what is added to the scores: 0 where it is true, -inf elsewhere, in the dtype of the query.
+
+    `scaled_dot_product_attention` does this before it calls its decomposition; that itself would add a mask as 0 and 1.
+    """
+    dtype = dtype_of(site.node) or torch.float32
+    with program.graph.inserting_before(site.node):
+        result = _inline(program.graph, lambda mask: aten.to.dtype(aten.where.Scalar(mask, 0.0, -math.inf), dtype), site.mask)
+    assert isinstance(result, fx.Node)
+    return result
