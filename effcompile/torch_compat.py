@@ -202,6 +202,11 @@ def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
     return _Reader()
 
 
+def memory_profile() -> torch.profiler.profile:
+    """A context that records every allocation and free of the CPU (and, where there is one, the CUDA) allocator."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
 def peak_of_memory_events(profile: torch.profiler.profile) -> int:
     """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True` recorded."""
     live = peak = 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,13 @@ class Storages:
 
 def storages(program: Program) -> Storages:
     """The storages of a program's graph at its example inputs."""
-    return _Tracer(program).run()
+    leaves = iter(pytree.tree_leaves((program.args, dict(program.kwargs))))
+    return graph_storages(program.graph, lambda node: next(leaves, None) if node.op == "placeholder" else program.tensor(node))
+
+
+def graph_storages(graph: fx.Graph, given: Callable[[fx.Node], Any]) -> Storages:
+    """The storages of a graph. `given`: placeholder or get_attr node, asked for in graph order → its (real or fake) value."""
+    return _Tracer(graph, given).run()
 
 
 class _Allocations(TorchDispatchMode):
@@ -109,8 +115,8 @@ def _flash_buffers(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor) -> int:  # noqa: 
 class _Tracer:
     """Runs the graph node by node under one FakeTensorMode and numbers the storages as they appear."""
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    def __init__(self, graph: fx.Graph, given: Callable[[fx.Node], Any]) -> None:
+        self.graph, self.given = graph, given
         self.mode = torch_compat.fake_mode()
         self.values: dict[fx.Node, Any] = {}
         self.numbers: dict[int, Storage] = {}
@@ -123,24 +129,21 @@ class _Tracer:
         made: dict[fx.Node, tuple[Storage, ...]] = {}
         workspace: dict[fx.Node, int] = {}
         fixed: set[Storage] = set()
-        inputs = iter(_leaves_of(self.program))
-        for node in self.program.graph.nodes:
+        for node in self.graph.nodes:
             before = len(self.nbytes)
             self.inside = _Allocations()
-            self.values[node] = self._value(node, inputs)
+            self.values[node] = self._value(node)
             of[node] = self._number(self.values[node])
             made[node] = tuple(s for s in of[node] if s >= before)
             workspace[node] = max(0, self.inside.peak - sum(self.nbytes[s] for s in made[node]))
             if node.op in ("get_attr", "placeholder"):
                 fixed.update(of[node])
-        written = frozenset(node for node in self.program.graph.nodes if _writes(node))
+        written = frozenset(node for node in self.graph.nodes if _writes(node))
         return Storages(of=of, nbytes=self.nbytes, made=made, workspace=workspace, fixed=frozenset(fixed), written=written)
 
-    def _value(self, node: fx.Node, inputs: Iterator[Any]) -> Any:
-        if node.op == "placeholder":
-            return self._fake(next(inputs, None))
-        if node.op == "get_attr":
-            return self._fake(self.program.tensor(node))
+    def _value(self, node: fx.Node) -> Any:
+        if node.op in ("placeholder", "get_attr"):
+            return self._fake(self.given(node))
         if node.op == "output":
             return fx.map_arg(node.args, self.values.__getitem__)
         if node.op != "call_function":
@@ -180,11 +183,6 @@ class _Tracer:
                     self.alive.append(storage)
                 found[self.numbers[storage._cdata]] = None
         return tuple(found)
-
-
-def _leaves_of(program: Program) -> list[Any]:
-    """Example inputs flattened in the order of the graph's placeholders, non-tensors included."""
-    return pytree.tree_leaves((program.args, dict(program.kwargs)))
 
 
 def _writes(node: fx.Node) -> bool:

@@ -1,0 +1,100 @@
+"""Seconds and workspace of single operators of a graph, run alone on this machine at the shapes that the graph has.
+
+Operators with equal targets, operand shapes, dtypes, strides and constants are run once. Operands are made up: normal
+values, and zeros for integers, which are valid as indices and labels. Workspace is the most bytes that the allocator had given out at
+an instant inside the operator beyond what it returned: what kernels allocate for themselves, which no shape tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile import torch_compat
+from effcompile.timing import median_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One operator, run alone: the median of warm calls, and bytes beyond operands and results."""
+
+    seconds: float
+    workspace: int
+
+
+def key(node: fx.Node) -> str:
+    """Equal for operators that take the same time: target, operands' shapes, dtypes, strides and devices, constants."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _described)
+    return f"{node.target}{args}{kwargs or ''}"
+
+
+def measure(
+    nodes: Iterable[fx.Node],
+    known: MutableMapping[str, Measured],
+    *,
+    seconds_each: float = 0.05,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> None:
+    """Run every operator that is not yet in `known`, and put it there. Operators that cannot run alone are left out."""
+    todo = {key(node): node for node in nodes if node.op == "call_function"}
+    todo = {k: node for k, node in todo.items() if k not in known}
+    for done, (name, node) in enumerate(todo.items()):
+        progress(done, len(todo))
+        try:
+            known[name] = _measure(node, seconds_each)
+        except Exception:  # an operator that needs real values (data-dependent): the target's law stands in
+            continue
+
+
+def _measure(node: fx.Node, seconds_each: float) -> Measured:
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
+    with torch.no_grad():
+        call = lambda: node.target(*args, **kwargs)  # type: ignore[operator] # noqa: E731
+        call()
+        with torch_compat.memory_profile() as profile:
+            result = call()
+        workspace = torch_compat.peak_of_memory_events(profile) - _bytes(result, args)
+        del result
+        return Measured(seconds=median_seconds(call, min_rounds=2, budget=seconds_each), workspace=max(0, workspace))
+
+
+def made_up(value: Any) -> Any:
+    """A real tensor like a fake one; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    made = torch.empty_strided(tuple(map(int, value.shape)), value.stride(), dtype=value.dtype, device=value.device)
+    if value.dtype.is_floating_point:
+        return made.normal_() if made.numel() < 1 << 20 else made.fill_(0.5)
+    return made.zero_()
+
+
+def _bytes(result: Any, args: Any) -> int:
+    """Bytes of the result's storages that are not the arguments'."""
+    given = {t.untyped_storage()._cdata for t in _tensors(args)}
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(result)
+                if t.untyped_storage()._cdata not in given}.values())  # fmt: skip
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    pytree.tree_map_only(torch.Tensor, found.append, value)
+    return found
+
+
+def _described(node: fx.Node) -> str:
+    leaves: list[str] = []
+
+    def add(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            strides = "" if leaf.is_contiguous() else leaf.stride()
+            leaves.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(map(int, leaf.shape))}{strides}@{leaf.device.type}")
+        else:
+            leaves.append(repr(leaf))
+
+    pytree.tree_map(add, node.meta.get("val"))
+    return ",".join(leaves)
