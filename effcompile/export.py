@@ -6,6 +6,7 @@ therefore uses a copy of the inputs with that axis repeated (`grow`); the progra
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -142,12 +143,14 @@ def shapes_for(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
 def refresh_shapes(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Give every node of `module` a concrete fake tensor in `meta["val"]`, at the sizes of these inputs.
 
-    Call it after editing a graph. Nothing is computed and no weight is copied.
+    Call it after editing a graph. Nothing is computed and no weight is copied. From the first operator on whose result is
+    known only with data (`item`, `nonzero`), nodes keep torch.export's symbolic values: their sizes at the traced example.
     """
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     with torch_compat.fake_mode() as mode, torch.no_grad():
         inputs = [mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        _ShapePropagation(module, mode).run(*inputs, enable_io_processing=False)
+        with contextlib.suppress(*torch_compat.data_dependent_errors()):
+            _ShapePropagation(module, mode).run(*inputs, enable_io_processing=False)
 
 
 class _ShapePropagation(fx.Interpreter):

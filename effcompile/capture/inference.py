@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -194,8 +193,7 @@ def _stuck(leaf: dynamic_axes.Leaf, shape: Sequence[int | str]) -> set[int]:
 def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     cleanup.drop_asserts(module.graph)
     cleanup.share_tied_weights(module)
-    with contextlib.suppress(*torch_compat.data_dependent_errors()):  # then nodes keep torch.export's symbolic values
-        refresh_shapes(module, subject.args, subject.kwargs)
+    refresh_shapes(module, subject.args, subject.kwargs)
     cleanup.drop_copies(module.graph)
     cleanup.name_modules(module.graph)
     module.graph.lint()

@@ -102,26 +102,35 @@ def _mask_shape(program: Program) -> tuple[int, ...]:
 
 
 def _padded(program: Program, base: Variant) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The inputs with the first quarter of every other row masked out; None where no input is a padding mask.
+    """The inputs with the first quarter of the tokens of every other row masked out; None where no input is a padding mask.
 
-    Left padding: the right end of a causal model's output would not see a pad on its right.
+    Left padding: the right end of a causal model's output would not see a pad on its right. A row keeps at least one token.
     """
     specs = iter(program.inputs)
     changed = False
 
     def pad(leaf: Any) -> Any:
         nonlocal changed
-        if not isinstance(leaf, torch.Tensor) or not _is_mask(next(specs), leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        spec = next(specs)
+        if not _is_mask(spec, leaf):
             return leaf
         changed = True
-        mask = leaf.clone()
-        keep = mask.flatten().mode().values if mask.dtype is not torch.bool else mask.float().mean() >= 0.5
-        width = max(1, leaf.shape[1] // 4)
-        mask[::2, :width] = (1 - keep) if mask.dtype is not torch.bool else ~keep
+        mask, token = leaf.clone(), _token_value(spec, leaf)
+        for row in mask[::2]:
+            tokens = (row == token).nonzero().flatten()
+            row[tokens[: min(max(1, len(tokens) // 4), len(tokens) - 1)]] = not token
         return mask
 
     args, kwargs = pytree.tree_map(pad, base[1:])
     return (args, kwargs) if changed else None
+
+
+def _token_value(spec: TensorSpec, mask: torch.Tensor) -> bool:
+    """What stands for a token in a mask: its only value, else 1; in a `padding_mask`, which marks the pads, 0."""
+    values = mask.unique()
+    return bool(values[0]) if len(values) == 1 else not spec.name.endswith("padding_mask")
 
 
 def _is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:

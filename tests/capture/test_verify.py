@@ -75,6 +75,32 @@ def test_variants_need_no_model() -> None:
     assert padded[1].tolist() == [1] * 12
 
 
+@pytest.mark.parametrize(("lengths", "kept"), [([3, 2], [2, 2]), ([1, 2], [1, 2]), ([8, 1], [6, 1])])
+def test_a_mask_that_is_padded_already_loses_tokens_and_never_all(lengths: list[int], kept: list[int]) -> None:
+    """Also where most are pads, so that the most frequent value is no token's."""
+    mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).long()
+    model, given = Masked(), {"input_ids": torch.randint(0, 16, (2, 8)), "attention_mask": mask}
+    program = capture(model, (), given, dynamic=False)
+    name, _, kwargs = variants(program)[-1]
+    assert name == "padded mask 2×8"
+    assert kwargs["attention_mask"].sum(1).tolist() == kept
+    assert ((kwargs["attention_mask"] - mask) <= 0).all()
+    assert verify_capture(program, model)[-1].passed
+
+
+def test_a_mask_that_marks_the_pads_gains_some() -> None:
+    class Marked(Masked):
+        def forward(self, input_ids: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(input_ids, (~padding_mask).long())
+
+    pads = torch.zeros(2, 8, dtype=torch.bool)
+    pads[:, 6:] = True
+    program = capture(Marked(), (), {"input_ids": torch.randint(0, 16, (2, 8)), "padding_mask": pads}, dynamic=False)
+    padded = variants(program)[-1][2]["padding_mask"]
+    assert padded[0].tolist() == [True] + [False] * 5 + [True] * 2
+    assert torch.equal(padded[1], pads[1])
+
+
 @pytest.mark.parametrize(
     ("found", "wanted", "error"),
     [
