@@ -1,6 +1,7 @@
-"""Model → Program, and the proof that the two compute the same."""
+"""Model → Program (inference) or Step (training), and the proof that the two compute the same."""
 
 from effcompile.capture.inference import capture
+from effcompile.capture.training import capture_training
 from effcompile.capture.verify import variants, verify_capture
 
-__all__ = ["capture", "variants", "verify_capture"]
+__all__ = ["capture", "capture_training", "variants", "verify_capture"]

@@ -1,0 +1,222 @@
+"""From an unmodified torch model to one joint graph of its training step: forward, loss and backward.
+
+torch.export traces the forward with the loss inside, state is lifted to placeholders (one per distinct tensor), and AOTAutograd
+traces autograd through that graph without decomposing further. Where torch.export cannot, Dynamo gives the forward graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from effcompile import torch_compat, torch_compat_aot
+from effcompile.capture import mends as known
+from effcompile.capture import training_graph
+from effcompile.capture.diagnose import capture_error, first_line, place_of
+from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
+from effcompile.capture.training_outputs import Layout, check_loss
+from effcompile.errors import CaptureError, EffcompileError, InputsError
+from effcompile.step import Step
+
+Loss = Callable[[Any, Any], Tensor]
+_DYNAMO = "traced by Dynamo: torch.export cannot take this forward"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Subject:
+    """What is captured, and, once the forward has run, what it returned."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: StepInputs
+    loss: Loss | None
+    keep_outputs: bool
+    tensors: list[Tensor]
+    refill: Refill
+    mends: list[str] = field(default_factory=list)
+    layout: Layout | None = None
+
+
+def capture_training(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss: Loss | None = None,
+    keep_outputs: bool = False,
+) -> Step:
+    """Capture one training step. The model is left as it was, and runs in its own mode: call `model.train()` for dropout.
+
+    Args:
+        model: any nn.Module.
+        args: example positional inputs; tensors among them become inputs of the graph, other values are fixed.
+        kwargs: example keyword inputs, labels among them. What the forward does not take is for `loss` alone.
+        loss: `loss(outputs, inputs)`, for a forward that returns none; `inputs` are the kwargs if there are no args, the
+            args if there are no kwargs, else (args, kwargs).
+        keep_outputs: also return what the model returns beside the loss (logits, ...), detached.
+
+    Raises:
+        InputsError: the model itself raises with these inputs, or one of them is neither tensor nor plain value.
+        CaptureError: nothing requires a gradient, no loss is returned, or the forward cannot be traced: names the line,
+            the construct and the fix.
+    """
+    args, kwargs = tuple(args), dict(kwargs or {})
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise CaptureError(
+            f"No parameter of {type(model).__name__} requires a gradient, so that there is nothing to train. "
+            "Unfreeze those that are to be trained: parameter.requires_grad_(True)."
+        )
+    inputs = StepInputs.of(model, args, kwargs)
+    tensors, refill = split_tensors(inputs, args, kwargs)
+    subject = _Subject(
+        model=model, args=args, kwargs=kwargs, inputs=inputs, loss=loss, keep_outputs=keep_outputs, tensors=tensors, refill=refill
+    )
+    with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
+        return _step(subject, _joint(subject))
+
+
+class _StepModule(nn.Module):
+    """Flat tensors in; (loss, *tensors for show) out. The user's model is a submodule, so that its names are known."""
+
+    def __init__(self, subject: _Subject) -> None:
+        super().__init__()
+        setattr(self, training_graph.WRAPPED, subject.model)
+        self._subject = subject
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        subject = self._subject
+        args, kwargs = subject.refill(tensors)
+        taken, named = subject.inputs.forward_part(args, kwargs) if subject.loss is not None else (args, kwargs)
+        outputs = getattr(self, training_graph.WRAPPED)(*taken, **named)
+        if subject.layout is None:
+            subject.layout = Layout.of(outputs, own_loss=subject.loss is not None, keep_outputs=subject.keep_outputs)
+        if subject.loss is not None:
+            loss = subject.loss(outputs, (args, kwargs) if args and kwargs else args or kwargs)
+        else:
+            loss = subject.layout.pick_loss(outputs)
+        where = "The result of loss(outputs, inputs)" if subject.loss else f"The loss that {type(subject.model).__name__} returned"
+        return (check_loss(loss, where), *(tensor.detach() for tensor in subject.layout.pick(outputs)))
+
+
+def _joint(subject: _Subject) -> training_graph.Joint:
+    """The joint graph by the first way that works.
+
+    Raises:
+        CaptureError: none does; says what torch.export, the first of them, stumbled over.
+    """
+    try:
+        return _joined(subject, _export_front)
+    except Exception as error:
+        _raise_ours(error)
+        first = error
+    _run_eager(subject)
+    for said, context, front in ((None, _batched_experts, _export_front), (_DYNAMO, contextlib.nullcontext, _dynamo_front)):
+        with context(subject.model) as mend, contextlib.suppress(Exception):
+            if said or mend:
+                joint = _joined(subject, front)
+                subject.mends.append(said or str(mend))
+                return joint
+    raise capture_error(first, subject.model) from first
+
+
+def _joined(subject: _Subject, front: Callable[[_StepModule, list[Tensor]], fx.GraphModule]) -> training_graph.Joint:
+    with torch_compat.quiet_export():
+        graph = front(_StepModule(subject), subject.tensors)
+        return training_graph.join(training_graph.lift(graph, subject.model, subject.tensors), subject.model)
+
+
+def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
+    front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
+    assert isinstance(front, fx.GraphModule)
+    return front
+
+
+def _dynamo_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
+    return torch_compat_aot.dynamo_front(module, tensors)
+
+
+def _raise_ours(error: BaseException) -> None:
+    """Raise the effcompile error that the traced forward ran into, if that is what torch wraps."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, EffcompileError):
+            raise seen
+        seen = seen.__cause__ or seen.__context__
+
+
+def _run_eager(subject: _Subject) -> None:
+    """Run the step without tracing, which tells its output's layout; buffers get their values back.
+
+    Raises:
+        InputsError: the model, or the loss, itself raises with these inputs.
+    """
+    subject.layout = None
+    buffers = {buffer: buffer.detach().clone() for buffer in subject.model.buffers()}
+    try:
+        _StepModule(subject)(*(tensor.clone() for tensor in subject.tensors))
+    except EffcompileError:
+        raise
+    except Exception as error:
+        raise InputsError(
+            f"The training step of {type(subject.model).__name__} itself raises with these inputs, before effcompile does anything. "
+            f"{first_line(error)}\n  at {place_of(error, subject.model)}\n  Give inputs that the model and the loss accept."
+        ) from error
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _mended(subject: _Subject) -> Iterator[None]:
+    """The model as it is traced: no key/value cache, and what HuggingFace or torch cannot be traced without."""
+    model = subject.model
+    with contextlib.ExitStack() as stack:
+        cache = known._apply(stack, known._without_cache(model))
+        subject.mends += cache if "use_cache" in inspect.signature(model.forward).parameters else ()
+        if known._has_torch_transformer(model):
+            stack.enter_context(torch_compat.traceable_transformer())
+        subject.mends += known._apply(stack, known._loss_type(model, subject.kwargs))
+        yield
+
+
+@contextlib.contextmanager
+def _batched_experts(model: nn.Module) -> Iterator[str]:
+    """MoE experts as batched matmuls; only where the model's own form cannot be traced, for it copies weights per token."""
+    with contextlib.ExitStack() as stack:
+        yield "".join(known._apply(stack, known._batched_experts(model)))
+
+
+def _devices(model: nn.Module) -> list[int]:
+    """The CUDA devices whose random state a trial run would change."""
+    return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
+
+
+def _step(subject: _Subject, joint: training_graph.Joint) -> Step:
+    layout = subject.layout
+    assert layout is not None
+    return Step(
+        name=type(subject.model).__name__,
+        module=joint.module,
+        parameters=joint.parameters,
+        buffers=joint.buffers,
+        constants=joint.constants,
+        inputs=joint.inputs,
+        tangent=joint.tangent,
+        shown=len(layout.shown),
+        updated=joint.updated,
+        differentiated=joint.differentiated,
+        leaves=subject.inputs.leaves,
+        rebuild=layout.rebuild,
+        dropped=layout.dropped,
+        mends=tuple(subject.mends),
+        args=subject.args,
+        kwargs=subject.kwargs,
+    )

@@ -1,0 +1,225 @@
+"""The graphs of training capture: state lifted to placeholders before autograd, and the joint graph made tidy after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from effcompile import torch_compat_aot
+from effcompile.errors import CaptureError
+
+aten = torch.ops.aten
+
+#: What the wrapper around the user's model calls it; stripped from every qualified name.
+WRAPPED = "effcompile_user_model"
+
+_ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size")
+_SAME_VALUE = (aten.detach.default, aten.alias.default)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifted:
+    """A module without state: `module(*tensors)`, where `names[i]` says what tensor i is.
+
+    A name is ("parameter" | "buffer", qualified name in the user's model), ("constant", "") or ("input", "").
+    """
+
+    module: fx.GraphModule
+    tensors: Sequence[torch.Tensor]
+    names: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """The tidy joint graph and what its placeholders and results are: see `effcompile.step.Step`."""
+
+    module: fx.GraphModule
+    parameters: Mapping[fx.Node, str]
+    buffers: Mapping[fx.Node, str]
+    constants: Mapping[fx.Node, Any]
+    inputs: tuple[fx.Node, ...]
+    tangent: fx.Node | None
+    updated: tuple[str, ...]
+    differentiated: tuple[str, ...]
+
+
+def lift(front: fx.GraphModule, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Lifted:
+    """Parameters, buffers and constants as placeholders, one per distinct tensor: a tied weight stays one weight."""
+    owners = _owners(model)
+    graph, found = fx.Graph(), dict[int, tuple[torch.Tensor, list[fx.Node]]]()
+    given = [node for node in front.graph.nodes if node.op == "placeholder"]
+    assert len(given) == len(inputs), f"{len(given)} placeholders for {len(inputs)} inputs"
+    for node in front.graph.find_nodes(op="get_attr"):
+        value = _resolved(front, str(node.target), owners)
+        if isinstance(value, torch.Tensor):
+            found.setdefault(id(value), (value, []))[1].append(node)
+    rank = {"parameter": 0, "buffer": 1, "constant": 2}
+    ordered = sorted(found.values(), key=lambda item: rank[owners.names.get(id(item[0]), ("constant", ""))[0]])
+    copies: dict[fx.Node, fx.Node] = {}
+    for index, (_, nodes) in enumerate(ordered):
+        copies.update(dict.fromkeys(nodes, graph.placeholder(f"state_{index}")))
+    copies.update({node: graph.placeholder(f"input_{index}") for index, node in enumerate(given)})
+    for node in front.graph.nodes:
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    targets = {str(node.target) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    module = fx.GraphModule({target: _attribute(front, target) for target in targets}, graph)
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            _strip_wrapper(part.graph)
+    names = [owners.names.get(id(value), ("constant", "")) for value, _ in ordered]
+    return Lifted(module=module, tensors=[*(v for v, _ in ordered), *inputs], names=[*names, *(("input", "") for _ in inputs)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Owners:
+    """The user's tensors: id → (kind, first qualified name), and any qualified name → tensor."""
+
+    names: dict[int, tuple[str, str]]
+    tensors: dict[str, torch.Tensor]
+
+
+def _owners(model: nn.Module) -> _Owners:
+    names: dict[int, tuple[str, str]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    listed: list[tuple[str, Iterable[tuple[str, torch.Tensor]]]] = [
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ]
+    for kind, pairs in listed:
+        for name, tensor in pairs:
+            tensors[name] = tensor
+            names.setdefault(id(tensor), (kind, name))
+    return _Owners(names, tensors)
+
+
+def _resolved(front: fx.GraphModule, target: str, owners: _Owners) -> Any:
+    """The user's own tensor behind a get_attr, else what the traced module holds under that name."""
+    _, marker, name = target.rpartition(f"{WRAPPED}.")
+    return owners.tensors[name] if marker and name in owners.tensors else _attribute(front, target)
+
+
+def _attribute(module: nn.Module, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _strip_wrapper(graph: fx.Graph) -> None:
+    """The user's own module names: without the wrapper around the model, and without torch's `@1` at a second call."""
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            kept = {key: entry for key, entry in stack.items() if WRAPPED in entry[0]}
+            node.meta["nn_module_stack"] = {key: (_user_name(entry[0]), *entry[1:]) for key, entry in kept.items()}
+
+
+def _user_name(path: str) -> str:
+    return re.sub(r"@\d+", "", path.rpartition(WRAPPED)[2].lstrip("."))
+
+
+def join(lifted: Lifted, model: nn.Module) -> Joint:
+    """Trace autograd through a lifted module, and tidy the graph.
+
+    Raises:
+        CaptureError: the forward writes into an input, a parameter, or a tensor that is no buffer.
+    """
+    module, inputs, results = torch_compat_aot.joint_graph(lifted.module, lifted.tensors)
+    updated = _updated(results, lifted, model)
+    placeholders = module.graph.find_nodes(op="placeholder")
+    nodes = {index: node for node, (kind, index) in zip(placeholders, inputs, strict=True) if kind == "input"}
+    tangents = [node for node, (kind, _) in zip(placeholders, inputs, strict=True) if kind == "tangent"]
+    assert len(tangents) == 1 and len(nodes) == len(lifted.tensors) and len(placeholders) == len(nodes) + 1, inputs
+    flat = dict(zip(results, module.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    assert flat.get(("other", -1)) is None, module.graph.output_node().meta["desc"]
+    gradients = {lifted.names[i][1]: flat["gradient", i] for kind, i in results if kind == "gradient" and lifted.names[i][0] == "parameter"}
+    differentiated = tuple(name for name, _ in model.named_parameters() if gradients.get(name) is not None)
+    outputs = [node for (kind, _), node in flat.items() if kind == "output"]
+    module.graph.output_node().args = (
+        (*outputs, *(flat["updated", i] for i in updated.values()), *(gradients[n] for n in differentiated)),
+    )
+    module.graph.output_node().meta.pop("desc", None)
+    constants = {node: lifted.tensors[i] for i, node in nodes.items() if lifted.names[i][0] == "constant"}
+    constants |= _lift_constants(module)
+    _tidy(module.graph)
+    of_kind = {kind: {nodes[i]: name for i, (k, name) in enumerate(lifted.names) if k == kind} for kind in ("parameter", "buffer")}
+    kept = tuple(nodes[i] for i, (kind, _) in enumerate(lifted.names) if kind == "input")
+    gone = {node for node in [*of_kind["parameter"], *of_kind["buffer"], *constants, *tangents] if not node.users}
+    for node in gone:
+        module.graph.erase_node(node)
+    module.graph.lint()
+    return Joint(
+        module=fx.GraphModule({}, module.graph, class_name=type(model).__name__ + "Step"),
+        parameters={node: name for node, name in of_kind["parameter"].items() if node not in gone},
+        buffers={node: name for node, name in of_kind["buffer"].items() if node not in gone},
+        constants={node: value for node, value in constants.items() if node not in gone},
+        inputs=kept,
+        tangent=tangents[0] if tangents[0] not in gone else None,
+        updated=tuple(updated),
+        differentiated=differentiated,
+    )
+
+
+def _updated(results: Sequence[torch_compat_aot.Role], lifted: Lifted, model: nn.Module) -> dict[str, int]:
+    """Buffer → index among the lifted tensors, for the buffers that the forward writes into."""
+    names = [(index, *lifted.names[index]) for kind, index in results if kind == "updated"]
+    for _, kind, name in names:
+        if kind != "buffer":
+            what = (
+                f"the parameter {name}" if kind == "parameter" else "one of its inputs" if kind == "input" else "a tensor that is no buffer"
+            )
+            raise CaptureError(
+                f"The forward of {type(model).__name__} writes into {what}. A training step may only write into buffers: "
+                "register the tensor with register_buffer, or write into a copy."
+            )
+    return {name: index for index, _, name in names}
+
+
+def _lift_constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
+    """get_attr nodes of tensors as placeholders, one per tensor."""
+    lifted: dict[int, fx.Node] = {}
+    constants: dict[fx.Node, Any] = {}
+    last = module.graph.find_nodes(op="placeholder")[-1]
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = _attribute(module, str(node.target))
+        assert isinstance(value, torch.Tensor), f"{node.target} is a {type(value).__name__}"
+        if id(value) not in lifted:
+            with module.graph.inserting_after(last):
+                last = lifted[id(value)] = module.graph.placeholder(f"constant_{len(lifted)}")
+            last.meta.update(node.meta)
+            constants[last] = value
+        node.replace_all_uses_with(lifted[id(value)])
+        module.graph.erase_node(node)
+    return constants
+
+
+def _tidy(graph: fx.Graph) -> None:
+    """Remove asserts, what only gives its input another name, and dead code; random operators stay where they are."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        name = getattr(node.target, "_opname", None)
+        if name in _ASSERTS:
+            graph.erase_node(node)
+        elif _is_same(node) and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code(lambda node: node.is_impure() or torch_compat_aot.is_random(node.target))
+
+
+def _is_same(node: fx.Node) -> bool:
+    """A detach or alias (autograd is behind us), or a reshape to the shape and strides that its input has."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or node.target not in (*_SAME_VALUE, *_RESHAPES):
+        return False
+    mine, other = node.meta.get("val"), source.meta.get("val")
+    if not isinstance(mine, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return mine.shape == other.shape and mine.stride() == other.stride() and mine.dtype == other.dtype

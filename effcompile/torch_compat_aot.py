@@ -1,0 +1,66 @@
+"""Every private torch API that training capture uses: AOTAutograd's joint graph and Dynamo's whole-graph front."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+#: What a placeholder or a result of the joint graph is, and the index of the flat input or output that it belongs to.
+Kind = Literal["input", "tangent", "output", "updated", "gradient", "other"]
+Role = tuple[Kind, int]
+
+
+def joint_graph(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, list[Role], list[Role]]:
+    """Forward and backward of a module without state as one functional graph, no operator decomposed beyond autograd.
+
+    Args:
+        module: flat: one placeholder per tensor, one flat tuple out. Only its differentiable outputs get a tangent.
+        tensors: its inputs; gradients are taken for those that require them.
+
+    Returns:
+        The graph, the role of each placeholder and that of each result, both in graph order. An "input" is the index in
+        `tensors`; a "tangent" that of the output it arrives at; "updated" and "gradient" those of the input they are for.
+    """
+    import torch._inductor.config
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    with contextlib.ExitStack() as stack:  # fallback_random: or else fx removes random operators whose result is not used
+        stack.enter_context(torch._inductor.config.patch(fallback_random=True))
+        joint = aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module
+    joint.graph.set_codegen(fx.graph.CodeGen())
+    inputs = [_role(node.meta["desc"]) for node in joint.graph.find_nodes(op="placeholder")]
+    results = [_role(descriptor) for descriptor in joint.graph.output_node().meta["desc"]]
+    return joint, inputs, results
+
+
+def _role(descriptor: Any) -> Role:
+    """AOTAutograd's descriptor in short; kinds that a module without state and aliases does not have are "other"."""
+    from torch._functorch._aot_autograd import descriptors
+
+    kinds: tuple[tuple[type, Kind, str], ...] = (
+        (descriptors.PlainAOTInput, "input", ""),
+        (descriptors.PlainAOTOutput, "output", ""),
+        (descriptors.TangentAOTInput, "tangent", "output"),
+        (descriptors.InputMutationAOTOutput, "updated", "mutated_input"),
+        (descriptors.GradAOTOutput, "gradient", "grad_of"),
+    )
+    for cls, kind, inner in kinds:
+        if type(descriptor) is cls:
+            return kind, getattr(getattr(descriptor, inner) if inner else descriptor, "idx", -1)
+    return "other", -1
+
+
+def dynamo_front(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """A module as one torch.fx graph, traced from its bytecode by Dynamo: one placeholder per tensor, weights as get_attr."""
+    from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
+
+    return _dynamo_graph_capture_for_export(module)(*tensors)
+
+
+def is_random(target: Any) -> bool:
+    """Whether an operator draws from the random generator: it must neither be removed nor change places with another."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
