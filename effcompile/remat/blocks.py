@@ -7,7 +7,8 @@ the values: views cost nothing and follow what they look at.
 Who may keep a storage v made in block m:
 - read in the backward of m only, and in no later forward: m decides (a value of its own);
 - read by one later block k, in its forward or backward, and not in m's backward: k decides (an entering value);
-- read by several blocks' backwards or later forwards (rotary tables, masks, an encoder's output): kept in any case.
+- read by several blocks' backwards or later forwards (rotary tables, masks, an encoder's output): kept in any case,
+  like what the forward returns. These are no values of any block; the stages' bases count them.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class _Cutter:
         self.results = {s for node in step.forward_results for s in held.of[node]}
         self.in_forward = self._readers(forward)
         self.in_backward = self._readers(backward)
-        self.shared = frozenset(s for s in self.maker if self._is_shared(s))
+        self.shared = frozenset(s for s in self.maker if s in self.results or self._is_shared(s))
+        self.gradients = {s for node in step.gradients.values() for s in held.of[node]}
         self.owner = {s: self._owner(s) for s in self.maker}
 
     def _readers(self, runs: list[list[fx.Node]]) -> dict[Storage, set[int]]:
@@ -150,6 +152,12 @@ class _Cutter:
         readers = {i for i in self.in_forward.get(s, set()) | self.in_backward.get(s, set()) if i > self.maker[s]}
         return next(iter(readers)) if len(readers) == 1 and s not in self.shared else self.maker[s]
 
+    def _last(self, s: Storage) -> int:
+        """The stage whose backward is the last to read a shared storage; −1 for what outlives the step."""
+        if s in self.results or s in self.gradients:
+            return -1
+        return min(self.in_backward.get(s, {self.maker[s]}))
+
     def result(self) -> Blocks:
         live_backward = _backward_live(self.held, self.step, self.backward)
         live_forward = self._forward_live()
@@ -162,18 +170,16 @@ class _Cutter:
         names = {s: f"in{k}" for k, s in enumerate(entering)}
         ops, operators = self._operators(i, names)
         leaving = tuple(s for s in self.maker if self.maker[s] == i and any(r > i for r in self.in_forward.get(s, ())))
-        kept = frozenset(name for s, name in names.items() if s in self.shared or s in self.results)
         start, lives = live
-        own = {s: name for s, name in names.items() if name not in kept}
-        reads = [tuple(own[s] for s in reads_of(node, self.held) if s in own) for node in self.backward[i]]
+        reads = [tuple(names[s] for s in reads_of(node, self.held) if s in names) for node in self.backward[i]]
         steps = tuple(
             BackwardStep(name=f"b{k}", reads=what, live=at - start) for k, (what, at) in enumerate(zip(reads, lives, strict=True))
         )
         problem = BlockProblem(
             nbytes={name: self.held.nbytes[s] for s, name in names.items()},
             entering=tuple(names[s] for s in entering),
-            leaving=tuple(names[s] for s in leaving if names[s] not in kept),
-            forced=kept,
+            leaving=tuple(names[s] for s in leaving if s in names),
+            forced=frozenset(),
             forward=tuple(ops),
             backward=steps,
         )
@@ -181,8 +187,8 @@ class _Cutter:
         stage = Stage(
             name=self.names[i],
             kind=hashlib.sha256(repr(problem).encode()).hexdigest()[:12],
-            forward_base=forward_live - entering_bytes,
-            backward_base=start + 4,  # the loss
+            forward_base=forward_live - entering_bytes + sum(self.held.nbytes[s] for s in self.shared if self.maker[s] <= i),
+            backward_base=start + sum(self.held.nbytes[s] for s in self.shared if self._last(s) <= i),
             rerun_seconds=sum(op.seconds for op in ops),
             entering_bytes=entering_bytes,
             rerun_peak=_rerun_peak(problem),
@@ -200,10 +206,12 @@ class _Cutter:
             if not self.held.made[node]:
                 continue
             name = f"{len(ops)}:{getattr(node.target, '__name__', node.target)}"
-            for k, s in enumerate(self.held.made[node]):
-                names[s] = f"{len(ops)}.{k}"
-            known = tuple(names[s] for s in reads_of(node, self.held) if s in names and s not in self.shared)
-            made = tuple(names[s] for s in self.held.made[node])
+            own = [s for s in self.held.made[node] if s not in self.shared]
+            names.update({s: f"{len(ops)}.{k}" for k, s in enumerate(own)})
+            known = tuple(names[s] for s in reads_of(node, self.held) if s in names)
+            made = tuple(names[s] for s in own)
+            if not made:
+                continue
             ops.append(Op(name=name, reads=known, makes=made, seconds=self.seconds(node), workspace=self.held.workspace[node]))
             operators[name] = node
         return ops, operators
@@ -211,7 +219,7 @@ class _Cutter:
     def _forward_live(self) -> list[int]:
         """Per stage the bytes alive when its forward begins that will still be read in the forward, kept ones not counted."""
         last = {s: max([self.maker[s], *self.in_forward.get(s, ())]) for s in self.maker}
-        counted = [s for s in self.maker if s not in self.shared and s not in self.results]
+        counted = [s for s in self.maker if s not in self.shared]
         return [sum(self.held.nbytes[s] for s in counted if self.maker[s] < i <= last[s]) for i in range(len(self.names))]
 
 

@@ -1,0 +1,123 @@
+"""From a captured step to what the planner chooses from: its variants, cut into blocks, with the options of every block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.estimate import operators
+from effcompile.estimate.operators import Measured
+from effcompile.estimate.roofline import roofline_seconds
+from effcompile.estimate.storages import Storages, graph_storages
+from effcompile.ops.workspace import workspace_bytes
+from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.heads import LossHeads, Variant
+from effcompile.planner.remat import BlockOption, Stage
+from effcompile.remat.blocks import Blocks, cut_into_blocks, split
+from effcompile.step import Step
+from effcompile.target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One variant of the step, ready to be planned.
+
+    Attributes:
+        variant: which loss head and gradient accumulation it has.
+        cut: the step in blocks.
+        options: kind of block → its options.
+        seconds: predicted time of the step without recomputation.
+    """
+
+    variant: Variant
+    cut: Blocks
+    options: Mapping[str, tuple[BlockOption, ...]]
+    seconds: float
+
+    @property
+    def step(self) -> Step:
+        return self.cut.step
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(block.stage for block in self.cut.blocks)
+
+
+@dataclass(kw_only=True)
+class Figures:
+    """Seconds and workspace of operators: measured on this machine, else by the target's roofline.
+
+    Attributes:
+        target: the machine planned for.
+        here: whether it is this one, and operators may be run.
+        known: operator → what was measured.
+        modelled: operators that had to be modelled.
+    """
+
+    target: Target
+    here: bool
+    known: MutableMapping[str, Measured] = field(default_factory=dict)
+    modelled: set[str] = field(default_factory=set)
+
+    def measure(self, nodes: Iterable[fx.Node], progress: Progress) -> None:
+        """Run what is not known yet."""
+        if self.here:
+            operators.measure(nodes, self.known, progress=lambda done, of: progress.update("measure operators", done, of))
+
+    def seconds(self, node: fx.Node) -> float:
+        """Time of one operator."""
+        found = self.known.get(operators.key(node))
+        if found is not None:
+            return found.seconds
+        self.modelled.add(str(node.target))
+        return roofline_seconds(node, self.target)
+
+    def workspace(self, node: fx.Node, traced: int) -> int:
+        """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators."""
+        found = self.known.get(operators.key(node))
+        ours = workspace_bytes(node.target, [_value(arg) for arg in node.args])
+        return max(traced, found.workspace if found is not None else 0, ours or 0)
+
+
+def prepare(step: Step, checkpoint: Checkpoint, heads: LossHeads | None, figures: Figures, progress: Progress = QUIET) -> list[Prepared]:
+    """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants."""
+    with progress.step("find loss head"):
+        variants = heads.variants(step) if heads is not None else (Variant(step=step),)
+    traced: list[tuple[Variant, Storages]] = []
+    for variant in variants:
+        with progress.step(f"trace storages ({variant.label})"):
+            traced.append((variant, graph_storages(variant.step.graph, lambda node: node.meta["val"])))
+    with progress.step("measure operators"):
+        figures.measure(_costly(traced), progress)
+    solved: dict[str, tuple[BlockOption, ...]] = {}
+    prepared = []
+    for variant, held in traced:
+        exact = replace(held, workspace={node: figures.workspace(node, size) for node, size in held.workspace.items()})
+        cut = cut_into_blocks(variant.step, exact, figures.seconds)
+        with progress.step(f"block options ({variant.label})"):
+            for block in cut.blocks:
+                if block.stage.kind not in solved:
+                    solved[block.stage.kind] = checkpoint.options(block)
+        total = sum(figures.seconds(n) for part in split(variant.step) for n in part if held.made[n] or n in held.written)
+        prepared.append(Prepared(variant=variant, cut=cut, options=solved, seconds=total))
+    return prepared
+
+
+def _costly(traced: Iterable[tuple[Variant, Storages]]) -> Iterator[fx.Node]:
+    """Operators that do something: views and getitems are free."""
+    for variant, held in traced:
+        yield from (n for n in variant.step.graph.nodes if n.op == "call_function" and (held.made[n] or n in held.written))
+
+
+def _value(arg: object) -> object:
+    """An argument with its nodes replaced by their (fake) values."""
+    return fx.map_arg(arg, lambda n: n.meta.get("val"))  # type: ignore[arg-type]
+
+
+def threads() -> int:
+    """Threads that operators were measured with."""
+    return torch.get_num_threads()

@@ -1,0 +1,137 @@
+"""The schedule of a step within its budget: solve, emit, simulate; where the simulation is above, say so and solve again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training.prepare import Prepared
+from effcompile.errors import InfeasibleError
+from effcompile.passes.checkpoint import Checkpoint, kept_storages
+from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
+from effcompile.remat.emit import Emitted, emit
+from effcompile.remat.simulate import Trace, per_stage, simulate
+from effcompile.units import format_bytes
+
+#: Solves at the most per variant: a schedule above its budget is corrected and solved again.
+MAX_ROUNDS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A variant with a choice for every block, emitted and simulated.
+
+    Attributes:
+        prepared: the variant. problem: as it was solved, corrections included. solution: the planner's.
+        chosen: per block its option.
+        emitted, trace: what it became, and the bytes at every instant of it.
+        rounds: solves that it took.
+    """
+
+    prepared: Prepared
+    problem: ChainProblem
+    solution: ChainSolution
+    chosen: tuple[BlockOption, ...]
+    emitted: Emitted
+    trace: Trace
+    rounds: int
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        return self.prepared.seconds + self.solution.seconds
+
+
+def best_schedule(
+    variants: Sequence[Prepared], checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01, progress: Progress = QUIET
+) -> tuple[Schedule, list[Schedule]]:
+    """The fastest schedule within the budget, and the best of every variant that has one.
+
+    Raises:
+        InfeasibleError: no variant fits; the one that comes nearest explains why.
+    """
+    found: list[Schedule] = []
+    refused: list[InfeasibleError] = []
+    for prepared in variants:
+        with progress.step(f"solve ({prepared.variant.label})"):
+            try:
+                found.append(schedule(prepared, checkpoint, budget, gap=gap))
+            except InfeasibleError as error:
+                refused.append(error)
+    if not found:
+        nearest = min(leanest(prepared, checkpoint) for prepared in variants)
+        error = min(refused, key=lambda e: e.nearest.get("memory", float("inf")))
+        raise InfeasibleError(_without_nearest(str(error), nearest), binding=error.binding, nearest={"memory": float(nearest)})
+    return min(found, key=lambda s: s.seconds), found
+
+
+def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01) -> Schedule:
+    """One variant's schedule. Its simulated peak is within the budget.
+
+    Raises:
+        InfeasibleError: there is none with these options.
+    """
+    problem = checkpoint.chain(prepared.cut, prepared.options, budget)
+    for rounds in range(1, MAX_ROUNDS + 1):
+        solution = solve_chain(problem, reference_seconds=prepared.seconds, gap=gap)
+        made = _carried_out(prepared, problem, solution, rounds)
+        if budget is None or made.trace.peak_bytes <= budget:
+            return made
+        problem = _corrected(made, budget)
+    raise InfeasibleError(
+        f"No schedule within the budget was found in {MAX_ROUNDS} rounds: the simulated peak stayed above it, lastly by "
+        f"{made.trace.peak_bytes - (budget or 0)} bytes at {made.trace.peak.node}. Allow a little more memory.",
+        nearest={"memory": float(made.trace.peak_bytes)},
+    )
+
+
+def leanest(prepared: Prepared, checkpoint: Checkpoint) -> int:
+    """The simulated peak of a variant's leanest schedule: a budget that is known to be feasible."""
+    problem = checkpoint.chain(prepared.cut, prepared.options, None)
+    problem = replace(problem, budget=smallest_budget(problem))
+    return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds), 1).trace.peak_bytes
+
+
+def _without_nearest(message: str, nearest: int) -> str:
+    """The planner's words, with the smallest budget that was emitted and simulated in the place of the model's."""
+    kept = message.partition(" The smallest feasible budget")[0]
+    return f"{kept} The smallest feasible budget is {format_bytes(nearest)} ({nearest} bytes)."
+
+
+def frontier(prepared: Prepared, checkpoint: Checkpoint, points: int) -> list[Schedule]:
+    """Schedules of one variant from the least budget to the unlimited one."""
+    problem = checkpoint.chain(prepared.cut, prepared.options, None)
+    found = chain_frontier(problem, reference_seconds=prepared.seconds, points=points)
+    return [_carried_out(prepared, problem, solution, 1) for solution in found]
+
+
+def _carried_out(prepared: Prepared, problem: ChainProblem, solution: ChainSolution, rounds: int) -> Schedule:
+    chosen = tuple(problem.options[stage.kind][i] for stage, i in zip(problem.stages, solution.choice, strict=True))
+    dropped = [i for group in solution.groups for i in range(group.first + 1, group.last + 1)]
+    emitted = emit(prepared.cut, kept_storages(prepared.cut, chosen, dropped), solution.groups)
+    trace = simulate(prepared.cut, emitted)
+    return Schedule(
+        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=rounds
+    )  # fmt: skip
+
+
+def _corrected(made: Schedule, budget: int) -> ChainProblem:
+    """The problem with what the simulation found above the budget added to those instants."""
+    slack = {"forward": dict(made.problem.forward_slack), "backward": dict(made.problem.backward_slack)}
+    names = [block.name for block in made.prepared.cut.blocks]
+    for phase, stage, live in per_stage(made.trace):
+        if live > budget:
+            name = names[stage]
+            expected = _expected(made, phase, stage)
+            slack[phase][name] = slack[phase].get(name, 0) + live - min(expected, budget)
+    return replace(made.problem, forward_slack=slack["forward"], backward_slack=slack["backward"])
+
+
+def _expected(made: Schedule, phase: str, i: int) -> int:
+    """What the planner's model has at an instant, its slack included; groups, which only lower it, left out."""
+    problem, stage, option = made.problem, made.problem.stages[i], made.chosen[i]
+    before = problem.base + sum(o.kept_bytes for o in made.chosen[:i])
+    if phase == "forward":
+        return before + stage.forward_base + option.forward_peak + problem.forward_slack.get(stage.name, 0)
+    return before + stage.backward_base + option.backward_peak + problem.backward_slack.get(stage.name, 0)

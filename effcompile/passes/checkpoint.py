@@ -1,0 +1,94 @@
+"""Keep or recompute: per storage that goes from the forward to the backward, decided by z3 (planner/remat).
+
+Source: Chen et al. 2016 (arXiv 1604.06174) for the idea; Checkmate (arXiv 1910.02653) for optimal schedules; Rockmate
+(ICML 2023) for solving each unique block once. What is new: bytes bound the true peak of the emitted graphs, proven.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from effcompile.estimate.storages import Storage
+from effcompile.planner.remat import BlockOption, ChainProblem, block_options
+from effcompile.remat.blocks import Block, Blocks
+
+#: Options of a block are searched for so long at the most; then the best found stand.
+SECONDS_PER_BLOCK = 4.0
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """`points`: options of a block at the most. `groups`: also drop the inputs of runs of blocks and remake them."""
+
+    points: int = 32
+    groups: bool = True
+
+    name: ClassVar[str] = "checkpoint"
+    exact: ClassVar[bool] = True
+
+    def options(self, block: Block) -> tuple[BlockOption, ...]:
+        """The Pareto front of a block, each option with a label in the user's words."""
+        found = block_options(block.problem, timeout=SECONDS_PER_BLOCK, points=self.points)
+        return tuple(replace(option, label=label(block, option)) for option in found)
+
+    def chain(self, cut: Blocks, options: Mapping[str, tuple[BlockOption, ...]], budget: int | None) -> ChainProblem:
+        """The whole step as the planner's problem."""
+        return ChainProblem(
+            base=cut.base_bytes,
+            budget=budget,
+            options={block.stage.kind: options[block.stage.kind] for block in cut.blocks},
+            stages=tuple(block.stage for block in cut.blocks),
+            groupable=_runs(cut) if self.groups else (),
+        )
+
+
+def kept_storages(cut: Blocks, chosen: Sequence[BlockOption], dropped: Iterable[int] = ()) -> frozenset[Storage]:
+    """Storages that a choice keeps. `dropped`: blocks whose entering values a group remakes."""
+    gone = {s for i in dropped for s in cut.blocks[i].entering}
+    kept = {block.values[name] for block, option in zip(cut.blocks, chosen, strict=True) for name in option.kept}
+    return frozenset(kept - gone)
+
+
+def label(block: Block, option: BlockOption) -> str:
+    """What an option does, in words: "recompute gelu, layer_norm +2"."""
+    names = Counter(_word(str(block.operators[name].target)) for name in option.recomputed)
+    if not names:
+        return "keep everything"
+    again, whole = set(option.recomputed), {op.name for op in block.problem.forward if op.seconds > 0}
+    if whole <= again or not option.kept - set(block.problem.entering) - block.problem.forced:
+        return "recompute all"
+    shown = [name for name, _ in sorted(names.items(), key=lambda item: -_seconds(block, option, item[0]))]
+    rest = f" +{len(shown) - _NAMED}" if len(shown) > _NAMED else ""
+    return f"recompute {', '.join(shown[:_NAMED])}{rest}"
+
+
+def _seconds(block: Block, option: BlockOption, word: str) -> float:
+    seconds = {op.name: op.seconds for op in block.problem.forward}
+    return sum(seconds[name] for name in option.recomputed if _word(str(block.operators[name].target)) == word)
+
+
+def _word(target: str) -> str:
+    """`gelu` of aten.gelu.default, `attention` of aten._scaled_dot_product_flash_attention_for_cpu.default."""
+    parts = target.split(".")
+    name = parts[1] if len(parts) > 1 else target
+    return "attention" if "scaled_dot_product" in name else name.strip("_").removeprefix("native_")
+
+
+def _runs(cut: Blocks) -> tuple[tuple[int, int], ...]:
+    """Runs of blocks in which each one's leaving values are the next one's entering values, and no others."""
+    joined = [
+        bool(after.entering) and set(after.entering) == {s for s in before.leaving if s not in cut.shared}
+        for before, after in zip(cut.blocks, cut.blocks[1:], strict=False)
+    ]
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for i, together in enumerate([*joined, False]):
+        if not together:
+            if i > start:
+                runs.append((start, i))
+            start = i + 1
+    return tuple(runs)
