@@ -1,0 +1,309 @@
+"""The loss head, a linear and its cross entropy, over chunks of rows: the (N, V) logits are never whole.
+
+    z = x Wᵀ + bias          logits = outer · tanh(inner · z) if capped, else inner · z
+    loss = −Σ log softmax(logits)[target], over rows whose target is not ignore_index; divided by their number for MEAN
+
+Two ways, both exact (the loss and all gradients, up to the order of sums):
+
+- `loss_head_gradients`: one pass that also computes the gradients for an incoming gradient of 1, as Liger Kernel does
+  (Hsu et al., arXiv 2410.10989, section 3.3). No operation is done twice; dW lives from the forward on.
+- `loss_head_forward` keeps one number per row, the log of the softmax's denominator, and `loss_head_backward` computes
+  each chunk's logits again (Wijmans et al., Cut Your Losses, arXiv 2411.09009): one of three matrix products twice.
+
+Legend: x (N, D), W (V, D), bias (V), target (N) of int64, R = ceil(N / chunks) rows per chunk (the last may be shorter, and
+there may be fewer chunks than asked for). Matrix products run in x's dtype, as in the model; all else in fp32 (fp64 for fp64).
+dW is accumulated over the chunks in W's dtype: in bf16 every chunk rounds it once. dbias is accumulated in fp32.
+A row of ignored labels gets no gradient; when all are ignored, the mean is nan and the gradients are 0, as in PyTorch.
+
+What is allocated beside the results: see `workspace_bytes`. In bf16 on a CPU, oneDNN's scratchpads come on top (measured here:
+20-230 kB on one core at V 50257, whatever V is); they are those of any bf16 matrix product of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from effcompile.errors import UsageError
+
+__all__ = ["MEAN", "SUM", "chunk_rows", "loss_head_backward", "loss_head_forward", "loss_head_gradients", "workspace_bytes"]
+
+#: Values of `reduction`, as in aten's nll_loss.
+MEAN, SUM = 1, 2
+
+
+def chunk_rows(rows: int, chunks: int) -> int:
+    """Rows per chunk, R: the last chunk may have fewer."""
+    return -(-rows // chunks)
+
+
+@torch.library.custom_op("effcompile::loss_head_gradients", mutates_args=())
+def loss_head_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
+    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, dx, dW, dbias) in one pass. `needs`: which of the three gradients are wanted, in this order; others are empty tensors.
+
+    Raises UsageError for shapes, a reduction or a number of chunks that it does not take.
+    """
+    _check(x, weight, bias, target, reduction, chunks)
+    labels = _Labels(target, reduction, ignore_index, _wide(x))
+    gradients = _Gradients(x, weight, bias, needs)
+    chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=True)
+    labels.factor.mul_(chunk.slope)
+    for rows in _row_slices(x.shape[0], chunks):
+        logits = chunk.logits(rows)
+        torch.log_softmax(logits, 1, out=logits)
+        torch.gather(logits, 1, labels.index[rows], out=labels.picked[rows])
+        gradients.add(chunk, logits.exp_(), rows, labels)
+    loss = labels.loss(reduction).neg_()
+    return loss, *gradients.results()
+
+
+@torch.library.custom_op("effcompile::loss_head_forward", mutates_args=())
+def loss_head_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
+    inner: float, outer: float, capped: bool, chunks: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(loss, log of the sum of exp(logits) per row as (N, 1)). Raises as `loss_head_gradients` does."""
+    _check(x, weight, bias, target, reduction, chunks)
+    labels = _Labels(target, reduction, ignore_index, _wide(x))
+    chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=False)
+    lse, sums = torch.empty_like(labels.picked), labels.factor  # the factor is for gradients: its memory serves again
+    for rows in _row_slices(x.shape[0], chunks):
+        logits = chunk.logits(rows)
+        torch.amax(logits, 1, keepdim=True, out=lse[rows])
+        torch.gather(logits, 1, labels.index[rows], out=labels.picked[rows])
+        torch.sum(logits.sub_(lse[rows]).exp_(), 1, keepdim=True, out=sums[rows])
+    lse.add_(sums.log_())
+    torch.sub(lse, labels.picked, out=labels.picked)
+    return labels.loss(reduction), lse
+
+
+@torch.library.custom_op("effcompile::loss_head_backward", mutates_args=())
+def loss_head_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, reduction: int, ignore_index: int,
+    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dW, dbias) for the incoming gradient `grad` of the loss, (). `lse` is what `loss_head_forward` returned."""
+    _check(x, weight, bias, target, reduction, chunks)
+    labels = _Labels(target, reduction, ignore_index, _wide(x), picks=False)
+    gradients = _Gradients(x, weight, bias, needs)
+    chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=True)
+    labels.factor.mul_(chunk.slope).mul_(grad)
+    for rows in _row_slices(x.shape[0], chunks):
+        gradients.add(chunk, chunk.logits(rows).sub_(lse[rows]).exp_(), rows, labels)
+    return gradients.results()
+
+
+class _Labels:
+    """What the kernels need of the labels, (N, 1) each.
+
+    index: the label, 0 where ignored (an invalid label stays, and gather refuses it). ignored: bool. picked: memory for the
+    label's log-probability. factor: d loss / d row's loss. count: how many are not ignored, ().
+    """
+
+    def __init__(self, target: Tensor, reduction: int, ignore_index: int, dtype: torch.dtype, *, picks: bool = True) -> None:
+        self.ignored = target.eq(ignore_index).unsqueeze_(1)
+        self.index = target.unsqueeze(1).masked_fill(self.ignored, 0)
+        self.count = self.ignored.logical_not().sum()
+        self.factor = torch.ones_like(self.index, dtype=dtype)
+        if reduction == MEAN:
+            self.factor.div_(self.count.clamp(min=1))
+        self.factor.masked_fill_(self.ignored, 0.0)
+        self.picked = torch.empty_like(self.factor) if picks else self.factor
+
+    def loss(self, reduction: int) -> Tensor:
+        """Sum or mean of `picked` over the rows that are not ignored, ()."""
+        total = self.picked.masked_fill_(self.ignored, 0.0).sum()
+        return total.div_(self.count) if reduction == MEAN else total
+
+
+class _Chunk:
+    """One chunk's logits, and the memory that they take, used again for each chunk.
+
+    slope: d logits / d z where that is a constant. tanh: (R, V), for capped logits in a backward. narrow: (R, V) in x's
+    dtype, when that is not `wide`'s.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, inner: float, outer: float, capped: bool, chunks: int, *, backward: bool
+    ) -> None:
+        self.x, self.weight, self.bias, self.inner, self.outer, self.capped = x, weight, bias, inner, outer, capped
+        shape, dtype = (chunk_rows(x.shape[0], chunks), weight.shape[0]), _wide(x)
+        self.slope = inner * outer if capped else inner
+        self.wide = x.new_empty(shape, dtype=dtype)
+        self.narrow = self.wide if dtype == x.dtype else x.new_empty(shape)
+        self.tanh = x.new_empty(shape, dtype=dtype) if capped and backward else None
+
+    def logits(self, rows: slice) -> Tensor:
+        """The logits of these rows, in `wide`."""
+        x, size = self.x[rows], rows.stop - rows.start
+        wide, narrow = self.wide[:size], self.narrow[:size]
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=narrow)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=narrow)
+        if wide.dtype != narrow.dtype:
+            wide.copy_(narrow)
+        if self.inner != 1.0:
+            wide.mul_(self.inner)
+        if self.capped:
+            wide.tanh_()
+            if self.tanh is not None:
+                self.tanh[:size].copy_(wide)
+            wide.mul_(self.outer)
+        return wide
+
+    def gradient(self, probabilities: Tensor, rows: slice, labels: _Labels) -> Tensor:
+        """Probabilities to d loss / d z, in place."""
+        index = labels.index[rows]
+        probabilities.scatter_add_(1, index, probabilities.new_full((1, 1), -1.0).expand_as(index))
+        probabilities.mul_(labels.factor[rows])
+        if self.tanh is not None:
+            tanh = self.tanh[: index.shape[0]]
+            probabilities.mul_(tanh.square_().neg_().add_(1.0))
+        return probabilities
+
+
+class _Gradients:
+    """dx (N, D), dW (V, D) in W's strides, dbias (V), accumulated chunk by chunk; what is not wanted is None."""
+
+    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
+        self.like = x
+        self.x, self.weight, self.bias = _like(x, weight, bias, needs)
+        self.bias_sum = self.row = None
+        if self.bias is not None:
+            self.row = x.new_empty(weight.shape[0], dtype=_wide(x))
+            self.bias_sum = self.bias.zero_() if self.bias.dtype == self.row.dtype else torch.zeros_like(self.row)
+
+    def add(self, chunk: _Chunk, probabilities: Tensor, rows: slice, labels: _Labels) -> None:
+        """What these rows add, from their probabilities, which are overwritten."""
+        gradient = chunk.gradient(probabilities, rows, labels)
+        if self.bias_sum is not None:
+            self.bias_sum.add_(torch.sum(gradient, 0, out=self.row))
+        narrow = chunk.narrow[: gradient.shape[0]]
+        if narrow.dtype != gradient.dtype:
+            narrow.copy_(gradient)
+        if self.x is not None:
+            torch.mm(narrow, chunk.weight, out=self.x[rows])
+        if self.weight is not None and rows.start == 0:
+            torch.mm(narrow.t(), chunk.x[rows], out=self.weight)
+        elif self.weight is not None:
+            self.weight.addmm_(narrow.t(), chunk.x[rows])
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, dW, dbias), empty tensors where None."""
+        if self.bias is not None and self.bias_sum is not self.bias:
+            self.bias.copy_(self.bias_sum)  # type: ignore[arg-type]
+        x, weight, bias = (g if g is not None else self.like.new_empty(0) for g in (self.x, self.weight, self.bias))
+        return x, weight, bias
+
+
+def _like(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Memory for the wanted gradients."""
+    return (
+        x.new_empty(x.shape) if needs[0] else None,
+        torch.empty_like(weight) if needs[1] else None,
+        torch.empty_like(bias) if needs[2] and bias is not None else None,
+    )
+
+
+def _row_slices(rows: int, chunks: int) -> Iterator[slice]:
+    size = chunk_rows(rows, chunks)
+    for start in range(0, rows, size):
+        yield slice(start, min(start + size, rows))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype of the softmax and of all sums that are not matrix products."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, chunks: int) -> None:
+    shapes = f"x {tuple(x.shape)}, W {tuple(weight.shape)}, target {tuple(target.shape)}"
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
+        raise UsageError(f"A loss head takes x (N, D), W (V, D) and target (N); given {shapes}. Flatten the batch axes first.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UsageError(f"A loss head's bias has shape (V); given {tuple(bias.shape)} with {shapes}.")
+    if reduction not in (MEAN, SUM):
+        raise UsageError(f"A loss head's reduction is {MEAN} (mean) or {SUM} (sum); given {reduction}. Losses per row are not computed.")
+    if chunks < 1:
+        raise UsageError(f"A loss head is computed in 1 chunk or more; given {chunks}.")
+
+
+@loss_head_gradients.register_fake
+def _(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks, needs):  # type: ignore[no-untyped-def]
+    return x.new_empty((), dtype=_wide(x)), *_fake_gradients(x, weight, bias, needs)
+
+
+@loss_head_forward.register_fake
+def _(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks):  # type: ignore[no-untyped-def]
+    return x.new_empty((), dtype=_wide(x)), x.new_empty((x.shape[0], 1), dtype=_wide(x))
+
+
+@loss_head_backward.register_fake
+def _(grad, x, weight, bias, target, lse, reduction, ignore_index, inner, outer, capped, chunks, needs):  # type: ignore[no-untyped-def]
+    return _fake_gradients(x, weight, bias, needs)
+
+
+def _fake_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor, ...]:
+    return tuple(g if g is not None else x.new_empty(0) for g in _like(x, weight, bias, needs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sizes:
+    """Bytes of the kernels' parts: e bytes per element of x, w of the softmax."""
+
+    n: int
+    v: int
+    r: int
+    e: int
+    w: int
+    capped: bool
+
+    @property
+    def labels(self) -> int:
+        """index, ignored, factor, count, and 16 bytes for scalars that come and go."""
+        return self.n * (8 + 1 + self.w) + 8 + 16
+
+    def chunk(self, *, backward: bool) -> int:
+        """wide, narrow, tanh."""
+        return self.r * self.v * (self.w + (self.e if self.e != self.w else 0) + (self.w if self.capped and backward else 0))
+
+    def bias(self, wanted: bool) -> int:
+        """row, and the sum where that is not the result itself."""
+        return (self.v * self.w * (1 if self.e == self.w else 2)) if wanted else 0
+
+
+def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
+    """Bytes alive at the highest instant inside one of these operators, beyond its inputs and its outputs.
+
+    The last chunk's size does not matter, the first is the largest. The formula is the list of what the kernels above
+    allocate: never below the CPU allocator's trace, and at most 16 bytes above (for bf16 see the note atop the file).
+
+    Args:
+        name: "effcompile::loss_head_gradients" (an OpOverload's `name()` without ".default").
+        args: the operator's arguments, tensors real or fake.
+
+    Returns:
+        None when the operator is not one of these.
+    """
+    kind = name.removeprefix("effcompile::loss_head_")
+    if kind == name or kind not in ("gradients", "forward", "backward"):
+        return None
+    given = list(args[1:] if kind == "backward" else args)
+    x, weight, bias = given[:3]
+    capped, chunks = given[9:11] if kind == "backward" else given[8:10]
+    assert isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(chunks, int)
+    n, v = int(x.shape[0]), int(weight.shape[0])
+    sizes = _Sizes(n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=_wide(x).itemsize, capped=bool(capped))
+    if kind == "forward":
+        return sizes.labels + n * sizes.w + sizes.chunk(backward=False)
+    needs = given[-1]
+    assert isinstance(needs, Sequence)
+    picked = n * sizes.w if kind == "gradients" else 0
+    return sizes.labels + picked + sizes.chunk(backward=True) + sizes.bias(bool(needs[2]) and bias is not None)

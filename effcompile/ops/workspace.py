@@ -1,0 +1,22 @@
+"""What our operators allocate while they run, by name: for whoever simulates memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from effcompile.ops import embedding, loss_head
+
+
+def workspace_bytes(target: object, args: Sequence[object]) -> int | None:
+    """Bytes alive at the highest instant inside a call of `target`, beyond its inputs and outputs.
+
+    Args:
+        target: what a node calls (an OpOverload). Its package is imported here, so a graph that holds it can run.
+        args: its arguments, all positional, tensors real or fake in the place of nodes.
+
+    Returns:
+        None when the operator is not one of ours: nothing is known here about its workspace.
+    """
+    name = getattr(target, "name", lambda: "")()
+    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding))
+    return next((nbytes for nbytes in known if nbytes is not None), None)
