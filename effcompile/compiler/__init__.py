@@ -5,5 +5,20 @@ from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.machine import calibrate
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training
 
-__all__ = ["QUIET", "ArtifactRun", "Executable", "Progress", "calibrate", "frontier", "make_plan", "optimize", "run_artifact"]
+__all__ = [
+    "QUIET",
+    "ArtifactRun",
+    "Executable",
+    "Progress",
+    "TrainingExecutable",
+    "calibrate",
+    "frontier",
+    "frontier_training",
+    "make_plan",
+    "optimize",
+    "optimize_training",
+    "plan_training",
+    "run_artifact",
+]

@@ -166,7 +166,7 @@ class Search:
             inputs=describe_inputs(self.program),
             calibration_inputs=self.calibration_inputs,
             notes=(*self.notes, *notes),
-            versions=_versions(),
+            versions=versions(),
         )
 
 
@@ -352,7 +352,8 @@ def _certificate(solution: planner.Solution, rounds: int, error_scale: float) ->
     )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Package → version, of what a plan's figures depend on."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

@@ -10,13 +10,27 @@ from typing import Any, get_type_hints
 from effcompile.errors import UnknownNameError, UsageError
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
+from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.fuse import Fuse
+from effcompile.passes.heads import LossHeads
 from effcompile.passes.logits import Logits
 from effcompile.passes.merge import Merge
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 
-__all__ = ["PASSES", "Choice", "Context", "Declined", "Option", "Pass", "load_passes", "propose_all", "registered"]
+__all__ = [
+    "PASSES",
+    "TRAINING_PASSES",
+    "Choice",
+    "Context",
+    "Declined",
+    "Option",
+    "Pass",
+    "load_passes",
+    "load_training_passes",
+    "propose_all",
+    "registered",
+]
 
 #: name → class. Structure changes first, so that precision is put on what is left.
 PASSES: dict[str, type[Any]] = {
@@ -26,6 +40,9 @@ PASSES: dict[str, type[Any]] = {
     "fuse": Fuse,
     "quantize": Quantize,
 }
+
+#: The passes of a training step. They propose options of its blocks and forms of its loss head; see remat/ for what applies them.
+TRAINING_PASSES: dict[str, type[Any]] = {"loss_head": LossHeads, "checkpoint": Checkpoint}
 
 _GROUP = "effcompile.passes"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -57,7 +74,25 @@ def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, or a value that does not fit its type.
     """
-    known = registered()
+    selected = _selected(registered(), spec)
+    return tuple(cls(**settings) for cls, settings in selected.values())
+
+
+def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint, LossHeads | None]:
+    """The passes of a training step, described as in `load_passes`. Without `checkpoint` everything is kept.
+
+    Raises:
+        UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or `no-checkpoint`.
+    """
+    selected = _selected(TRAINING_PASSES, spec)
+    if "checkpoint" not in selected:
+        raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
+    made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
+    return made["checkpoint"], made.get("loss_head")
+
+
+def _selected(known: dict[str, type[Any]], spec: Sequence[str] | None) -> dict[str, tuple[type[Any], dict[str, Any]]]:
+    """name → class and settings of the passes that a description selects, in order of application."""
     names: list[str] = []
     excluded: set[str] = set()
     settings: dict[str, dict[str, Any]] = {}
@@ -71,7 +106,7 @@ def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
         else:
             names.append(_known(name, known))
     selected = {*names, *settings} if names else set(known)
-    return tuple(cls(**settings.get(name, {})) for name, cls in known.items() if name in selected - excluded)
+    return {name: (cls, settings.get(name, {})) for name, cls in known.items() if name in selected - excluded}
 
 
 def _known(name: str, known: dict[str, type[Any]]) -> str:

@@ -41,11 +41,18 @@ class StepRunner:
         Raises:
             InputsError: inputs that the step was not captured for.
         """
-        leaves = self.step.leaves(args, kwargs)
-        values = self._values(leaves)
-        parameters = [self.model.get_parameter(name) for name in self._differentiated]
-        loss, *shown = _Function.apply(self, values, *parameters)
+        loss, *shown = self._run(args, kwargs)
         return self.step.rebuild(loss, shown)
+
+    def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The loss alone."""
+        return self._run(args, kwargs)[0]
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        values = self._values(self.step.leaves(args, kwargs))
+        parameters = [self.model.get_parameter(name) for name in self._differentiated]
+        results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters)
+        return results
 
     def _values(self, leaves: list[Any]) -> dict[Any, Any]:
         """Placeholder of the step → its value now."""

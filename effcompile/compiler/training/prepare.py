@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 from torch import fx
 
 from effcompile.compiler.progress import QUIET, Progress
@@ -113,11 +113,6 @@ def _costly(traced: Iterable[tuple[Variant, Storages]]) -> Iterator[fx.Node]:
         yield from (n for n in variant.step.graph.nodes if n.op == "call_function" and (held.made[n] or n in held.written))
 
 
-def _value(arg: object) -> object:
+def _value(arg: Any) -> Any:
     """An argument with its nodes replaced by their (fake) values."""
-    return fx.map_arg(arg, lambda n: n.meta.get("val"))  # type: ignore[arg-type]
-
-
-def threads() -> int:
-    """Threads that operators were measured with."""
-    return torch.get_num_threads()
+    return fx.map_arg(arg, lambda n: n.meta.get("val"))

@@ -61,8 +61,8 @@ def best_schedule(
                 refused.append(error)
     if not found:
         nearest = min(leanest(prepared, checkpoint) for prepared in variants)
-        error = min(refused, key=lambda e: e.nearest.get("memory", float("inf")))
-        raise InfeasibleError(_without_nearest(str(error), nearest), binding=error.binding, nearest={"memory": float(nearest)})
+        closest = min(refused, key=lambda e: e.nearest.get("memory", float("inf")))
+        raise InfeasibleError(_without_nearest(str(closest), nearest), binding=closest.binding, nearest={"memory": float(nearest)})
     return min(found, key=lambda s: s.seconds), found
 
 

@@ -1,0 +1,6 @@
+"""Planning, building and proving a training step within a byte budget."""
+
+from effcompile.compiler.training.compile import frontier_training, optimize_training, plan_training
+from effcompile.compiler.training.executable import TrainingExecutable
+
+__all__ = ["TrainingExecutable", "frontier_training", "optimize_training", "plan_training"]

@@ -1,0 +1,315 @@
+"""From a schedule to the Plan: what was decided where, what it saves and costs, and what was declined for which reason."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import fx
+
+from effcompile.compiler.search import versions
+from effcompile.compiler.training.prepare import Figures, Prepared
+from effcompile.compiler.training.solve import Schedule
+from effcompile.cost import Cost, Provenance
+from effcompile.errors import FormatError
+from effcompile.goal import Goal
+from effcompile.passes.checkpoint import kept_storages
+from effcompile.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
+from effcompile.planner.remat import BlockOption, Group
+from effcompile.remat.emit import Emitted, emit
+from effcompile.remat.simulate import Trace, simulate
+from effcompile.step import Step
+from effcompile.units import format_bytes, format_seconds
+
+_POINTS = MOST_POINTS - 2  # forward and backward are divided apart
+KEEP = "keep everything"
+
+
+def build_plan(best: Schedule, others: Sequence[Schedule], figures: Figures, goal: Goal, notes: Sequence[str] = ()) -> Plan:
+    """The plan of a schedule. `others`: the best schedules of the variants that were not taken."""
+    prepared = best.prepared
+    unplanned = simulate_unplanned(others[0].prepared if others else prepared)
+    solution = best.solution
+    return Plan(
+        model=prepared.step.name,
+        fingerprint=fingerprint(prepared.step),
+        parameters=sum(_numel(node) for node in prepared.step.parameters),
+        goal=goal,
+        target=figures.target.name,
+        target_line=figures.target.describe(),
+        backend="torch",
+        decisions=(*_checkpoints(best, figures), *_head(best, others), *_gradients(best)),
+        declined=(*_not_taken(best), *_other_heads(best, others), *_refused_heads(prepared)),
+        certificate=Certificate(
+            status=solution.status,
+            objective=best.seconds,
+            bound=prepared.seconds + solution.bound,
+            gap=solution.gap,
+            sites=len(prepared.cut.blocks),
+            alternatives=sum(len(prepared.options[stage.kind]) for stage in prepared.stages),
+            seconds=sum(s.solution.solve_seconds for s in others) or solution.solve_seconds,
+            solver=solution.solver,
+            rounds=best.rounds,
+        ),
+        baseline=Totals(seconds=_plain(best, others).seconds, peak_bytes=unplanned.peak_bytes, error=0.0),
+        predicted=Totals(seconds=best.seconds, peak_bytes=best.trace.peak_bytes, error=0.0),
+        inputs=describe_inputs(prepared.step),
+        notes=(*prepared.step.mends, *_dropped(prepared.step), *_times(figures), *notes),
+        versions=versions(),
+        memory_timeline=_timeline(best.trace, prepared),
+        schedule=saved_schedule(best),
+    )
+
+
+def simulate_unplanned(prepared: Prepared) -> Trace:
+    """The step with all kept that its backward reads."""
+    everything = frozenset(s for block in prepared.cut.blocks for s in block.values.values())
+    return simulate(prepared.cut, emit(prepared.cut, everything))
+
+
+def fingerprint(step: Step) -> str:
+    """A short hash of the graph: operators, shapes, constants. A plan fits only the step that it was made for."""
+    digest = hashlib.sha256()
+    for node in step.graph.nodes:
+        value = node.meta.get("val")
+        shape = tuple(map(int, value.shape)) if isinstance(value, torch.Tensor) else ""
+        digest.update(f"{node.op}:{node.target if node.op != 'placeholder' else ''}:{shape};".encode())
+    return digest.hexdigest()[:16]
+
+
+def describe_inputs(step: Step) -> tuple[str, ...]:
+    """One line for each input: `input_ids [2 × 512] int64`."""
+    lines = []
+    for node in step.inputs:
+        value = node.meta["val"]
+        lines.append(f"{node.name} [{' × '.join(str(int(s)) for s in value.shape)}] {str(value.dtype).removeprefix('torch.')}")
+    return tuple(lines)
+
+
+# ------------------------------------------------------------------ saving the schedule, and taking it up again
+
+
+def saved_schedule(best: Schedule) -> dict[str, Any]:
+    """What `restored` needs, as JSON-ready data."""
+    variant, blocks = best.prepared.variant, best.prepared.cut.blocks
+    return {
+        "loss_head": variant.option,
+        "chunks": variant.chunks,
+        "in_place": variant.in_place,
+        "kept": {block.name: sorted(option.kept) for block, option in zip(blocks, best.chosen, strict=True)},
+        "groups": [[group.first, group.last] for group in best.solution.groups],
+    }
+
+
+def restored(prepared: Prepared, data: Mapping[str, Any]) -> tuple[Emitted, Trace]:
+    """The emitted schedule that a plan was saved with.
+
+    Raises:
+        FormatError: the data does not fit the blocks of this step.
+    """
+    cut = prepared.cut
+    kept = data.get("kept")
+    if not isinstance(kept, Mapping) or set(kept) != {block.name for block in cut.blocks}:
+        raise FormatError("The plan's schedule names other blocks than this model has. Plan again without --plan.")
+    chosen = []
+    for block in cut.blocks:
+        names = kept[block.name]
+        unknown = [n for n in names if n not in block.problem.nbytes] if isinstance(names, list) else ["(no list)"]
+        if unknown:
+            raise FormatError(f"The plan's schedule keeps {unknown[0]!r} in {block.name}, which it does not make. Plan again.")
+        chosen.append(
+            BlockOption(kept=frozenset(names), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0)
+        )  # fmt: skip
+    groups = _groups(data.get("groups", []), len(cut.blocks))
+    dropped = [i for group in groups for i in range(group.first + 1, group.last + 1)]
+    emitted = emit(cut, kept_storages(cut, chosen, dropped), groups)
+    return emitted, simulate(cut, emitted)
+
+
+def _groups(data: Any, count: int) -> tuple[Group, ...]:
+    found = []
+    for pair in data if isinstance(data, list) else [None]:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(i, int) for i in pair) and 0 <= pair[0] < pair[1] < count):
+            raise FormatError(f"The plan's schedule has the group {pair!r}: two block numbers below {count} are wanted. Plan again.")
+        found.append(Group(first=pair[0], last=pair[1]))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------ decisions
+
+
+def _checkpoints(best: Schedule, figures: Figures) -> list[Decision]:
+    decisions = []
+    grouped = {i: group for group in best.solution.groups for i in range(group.first, group.last + 1)}
+    for i, (block, option) in enumerate(zip(best.prepared.cut.blocks, best.chosen, strict=True)):
+        full = best.prepared.options[block.stage.kind][0]
+        group = grouped.get(i)
+        name = option.label + (
+            f"; input remade from block {best.prepared.cut.blocks[group.first].name}" if group and i > group.first else ""
+        )
+        decisions.append(
+            Decision(
+                site=block.name, kind="checkpoint", option=name, baseline=KEEP, by="checkpoint",
+                cost=_cost(option, figures), baseline_cost=_cost(full, figures),
+                why=_why(option, full),
+            )
+        )  # fmt: skip
+    return decisions
+
+
+def _cost(option: BlockOption, figures: Figures) -> Cost:
+    provenance = Provenance.MEASURED if figures.here and not figures.modelled else Provenance.MODELLED
+    return Cost(seconds=option.seconds, bytes_kept=option.kept_bytes, bytes_transient=option.backward_peak, provenance=provenance)
+
+
+def _why(option: BlockOption, full: BlockOption) -> str:
+    if not option.recomputed:
+        return "all fits"
+    return f"frees {format_bytes(full.kept_bytes - option.kept_bytes)} between forward and backward for {format_seconds(option.seconds)}"
+
+
+def _head(best: Schedule, others: Sequence[Schedule]) -> list[Decision]:
+    variant = best.prepared.variant
+    if not variant.head:
+        return []
+    plain = _plain(best, others)
+    return [
+        Decision(
+            site=variant.head, kind="loss head", option=variant.choice, baseline="whole", by="loss_head",
+            cost=Cost(seconds=best.prepared.seconds - plain.seconds, bytes_transient=_end_peak(best.prepared)),
+            baseline_cost=Cost(bytes_transient=_end_peak(plain)),
+            why="" if variant.option == "whole" else f"its logits, {format_bytes(variant.logits_bytes)}, are never there at once",
+        )
+    ]  # fmt: skip
+
+
+def _plain(best: Schedule, others: Sequence[Schedule]) -> Prepared:
+    """The step as it was captured, where that variant is known."""
+    return next((s.prepared for s in others if s.prepared.variant.option == "whole"), best.prepared)
+
+
+def _end_peak(prepared: Prepared) -> int:
+    """The least that the last block, which holds the loss head, needs at its highest instant."""
+    return min(max(o.forward_peak, o.backward_peak) for o in prepared.options[prepared.stages[-1].kind])
+
+
+def _gradients(best: Schedule) -> list[Decision]:
+    if not best.prepared.variant.in_place:
+        return []
+    step = best.prepared.step
+    sites = [_summed(step, node) for node in step.graph.nodes if _in_place(node)]
+    return [
+        Decision(
+            site=site, kind="gradient", option="in place", baseline="separate", by="loss_head", cost=Cost(),
+            baseline_cost=Cost(bytes_transient=size), why="the uses of a tied parameter are summed in one tensor",
+        )
+        for site, size in dict(filter(None, sites)).items()
+    ]  # fmt: skip
+
+
+def _in_place(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable and bool(node.args)
+
+
+def _summed(step: Step, node: fx.Node) -> tuple[str, int] | None:
+    """The parameter whose gradient a node writes into, with its bytes."""
+    target: Any = node.args[0]
+    for name, gradient in step.gradients.items():
+        if gradient in (target, node) or target in gradient.all_input_nodes:
+            value = gradient.meta["val"]
+            return name, value.numel() * value.element_size()
+    return None
+
+
+# ------------------------------------------------------------------ what was declined
+
+
+def _not_taken(best: Schedule) -> list[Declined]:
+    """Per class of equal blocks with equal choices: the next faster option, with what the step would then need."""
+    found = []
+    budget = best.problem.budget
+    pairs = list(enumerate(zip(best.prepared.cut.blocks, best.chosen, strict=True)))
+    key = lambda pair: (pair[1][0].stage.kind, pair[1][1].label)  # noqa: E731
+    for _, run in groupby(sorted(pairs, key=lambda p: (*key(p), p[0])), key=key):
+        i, (block, option) = next(run)
+        faster = [o for o in best.prepared.options[block.stage.kind] if o.seconds < option.seconds]
+        if faster and budget is not None:
+            found.append(_declined(best, i, faster[-1], budget))
+    return found
+
+
+def _declined(best: Schedule, i: int, other: BlockOption, budget: int) -> Declined:
+    cut = best.prepared.cut
+    chosen = [*best.chosen[:i], other, *best.chosen[i + 1 :]]
+    dropped = [k for group in best.solution.groups for k in range(group.first + 1, group.last + 1)]
+    peak = simulate(cut, emit(cut, kept_storages(cut, chosen, dropped), best.solution.groups)).peak_bytes
+    saves = format_seconds(best.chosen[i].seconds - other.seconds)
+    if peak > budget:
+        reason = f"saves {saves}, but the step would peak at {format_bytes(peak)}, above {format_bytes(budget)}"
+    else:
+        reason = f"would fit and save {saves}: within the proof's gap"
+    cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)
+    return Declined(site=cut.blocks[i].name, kind="checkpoint", option=other.label, by="checkpoint", reason=reason, cost=cost)
+
+
+def _other_heads(best: Schedule, others: Sequence[Schedule]) -> list[Declined]:
+    taken = best.prepared.variant
+    return [
+        Declined(
+            site=other.prepared.variant.head, kind="loss head", option=other.prepared.variant.choice, by="loss_head",
+            reason=f"the fastest plan with it takes {format_seconds(other.seconds - best.seconds)} more a step",
+        )
+        for other in others
+        if other.prepared.variant is not taken and other.prepared.variant.head
+    ]  # fmt: skip
+
+
+def _refused_heads(prepared: Prepared) -> list[Declined]:
+    return [
+        Declined(site=line.partition(":")[0], kind="loss head", option="chunks", by="loss_head", reason=line.partition(": ")[2] or line)
+        for line in prepared.variant.declined
+    ]
+
+
+# ------------------------------------------------------------------ notes and the timeline
+
+
+def _dropped(step: Step) -> list[str]:
+    size = sum(step.dropped.values())
+    if not size:
+        return []
+    names = ", ".join(step.dropped)
+    return [f"not returned beside the loss: {names} ({format_bytes(size)}); --keep-outputs returns them and counts their bytes"]
+
+
+def _times(figures: Figures) -> list[str]:
+    if figures.here and not figures.modelled:
+        return [f"operator times were measured on this machine, {len(figures.known)} different ones, each alone"]
+    names = ", ".join(sorted(figures.modelled)[:3])
+    rest = f" (among them {names})" if figures.here else ""
+    return [f"{'some ' if figures.here else ''}operator times are modelled from the target's peaks{rest}"]
+
+
+def _timeline(trace: Trace, prepared: Prepared) -> MemoryTimeline:
+    live = [instant.live for instant in trace.instants]
+    forward = sum(instant.phase == "forward" for instant in trace.instants)
+    size = max(1, -(-len(live) // _POINTS))
+    first = [max(live[i : min(i + size, forward)]) for i in range(0, forward, size)]
+    second = [max(live[i : i + size]) for i in range(forward, len(live), size)]
+    return MemoryTimeline(
+        points=(*first, *second),
+        forward_points=len(first),
+        parameter_bytes=prepared.cut.base_bytes,
+        peak_phase=trace.peak.phase,
+        peak_site=prepared.cut.blocks[trace.peak.stage].name,
+        peak_node=trace.peak.node,
+        parts=trace.parts,
+    )
+
+
+def _numel(node: fx.Node) -> int:
+    return int(node.meta["val"].numel())

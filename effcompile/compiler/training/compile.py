@@ -1,0 +1,252 @@
+"""The whole path of a training step: capture, price, solve, emit, prove by simulation, run, verify, measure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile.backends.torch.training import StepRunner
+from effcompile.capture import capture_training
+from effcompile.compiler.machine import AUTO, resolve
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training import verify
+from effcompile.compiler.training.build import build_plan, fingerprint, restored, simulate_unplanned
+from effcompile.compiler.training.executable import TrainingExecutable, planned
+from effcompile.compiler.training.figures import keep_figures, known_figures
+from effcompile.compiler.training.prepare import Figures, Prepared, prepare
+from effcompile.compiler.training.solve import Schedule, best_schedule, frontier
+from effcompile.errors import FormatError, UsageError, VerificationError
+from effcompile.goal import Goal
+from effcompile.passes import load_training_passes
+from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.heads import LossHeads
+from effcompile.plan import Plan, Totals
+from effcompile.planner.remat import BlockOption
+from effcompile.step import Step
+from effcompile.target import Target
+from effcompile.units import format_bytes
+
+#: Solves again at the most when the allocator's peak is above the budget though the simulated one is not.
+_REMEASURED = 3
+#: Seconds that timing the step beside the original may take, once both have run.
+_TIMING_SECONDS = 20.0
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One request, and what has been found out on the way."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    goal: Goal
+    loss: Loss | None
+    checkpoint: Checkpoint
+    heads: LossHeads | None
+    figures: Figures
+    progress: Progress = QUIET
+    notes: list[str] = field(default_factory=list)
+
+    def capture(self, keep_outputs: bool) -> Step:
+        """The joint graph of the step."""
+        with self.progress.step("capture the step"):
+            return capture_training(self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=keep_outputs)
+
+    def prepare(self, step: Step) -> list[Prepared]:
+        """Its variants with their options; what was measured for them is kept for the next plan."""
+        found = prepare(step, self.checkpoint, self.heads, self.figures, self.progress)
+        if self.figures.here and (note := keep_figures(self.figures.known)):
+            self.notes.append(note)
+        return found
+
+    def eager_loss(self) -> torch.Tensor:
+        """The original's loss at the example inputs."""
+        args, kwargs = self.args, dict(self.kwargs)
+        if self.loss is not None:
+            taken = inspect.signature(self.model.forward).parameters
+            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+                kwargs = {name: value for name, value in kwargs.items() if name in taken}
+        outputs = self.model(*args, **kwargs)
+        whole = (self.args, dict(self.kwargs)) if self.args and self.kwargs else self.args or dict(self.kwargs)
+        return verify.loss_of(outputs, whole, self.loss)
+
+
+def plan_training(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO,
+    passes: Sequence[str] | None = None, loss: Loss | None = None, keep_outputs: bool = False, progress: Progress = QUIET,
+) -> Plan:  # fmt: skip
+    """The best plan, simulated and certified; nothing of the model is run. Arguments as in `optimize_training`.
+
+    Raises:
+        CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
+    """
+    work = _work(model, args, kwargs, goal, target, passes, loss, progress)
+    variants = work.prepare(work.capture(keep_outputs))
+    best, others = best_schedule(variants, work.checkpoint, goal.memory, progress=progress)
+    return build_plan(best, others, work.figures, goal, work.notes)
+
+
+def optimize_training(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO,
+    backend: str | None = None, plan: Plan | None = None, passes: Sequence[str] | None = None, loss: Loss | None = None,
+    keep_outputs: bool = False, progress: Progress = QUIET,
+) -> TrainingExecutable:  # fmt: skip
+    """Plan a training step within a byte budget, build, verify and measure it.
+
+    Args:
+        model: any nn.Module; left as it is. It runs in its own mode: `model.train()` for dropout.
+        args: positional example inputs; the plan holds for their shapes.
+        kwargs: example inputs by keyword, labels among them.
+        goal: with mode "training"; `memory` bounds the true peak of the step.
+        target: this machine, or another one to take operator times from.
+        backend: "torch" or None: a training step runs on torch's own kernels.
+        plan: an earlier plan of this step, applied without solving.
+        passes: `checkpoint`, `loss_head`, their options, or `no-loss_head`.
+        loss: `loss(outputs, inputs)`, for a forward that returns none.
+        keep_outputs: also return what the model returns beside the loss, detached.
+        progress: is told what is being done.
+
+    Raises:
+        CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
+        VerificationError: the planned step is not the model's own. FormatError: the plan is for another step.
+    """
+    if backend not in (None, "torch"):
+        raise UsageError(f"backend = {backend!r}: a training step runs on the backend 'torch'. Leave the backend out.")
+    if plan is not None:
+        return _reapply(model, args, kwargs, plan, passes, loss, keep_outputs, progress)
+    work = _work(model, args, kwargs, goal, target, passes, loss, progress)
+    if not work.figures.here:
+        raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
+    variants = work.prepare(work.capture(keep_outputs))
+    budget = goal.memory
+    for _ in range(_REMEASURED):
+        best, others = best_schedule(variants, work.checkpoint, budget, progress=progress)
+        made = build_plan(best, others, work.figures, goal, work.notes)
+        result, excess = _verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), made)
+        if excess <= 0 or budget is None:
+            return result
+        work.notes.append(f"the allocator's peak was {format_bytes(excess)} above the budget: solved again with so much less")
+        budget -= excess
+    return result
+
+
+def frontier_training(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO, points: int = 20,
+    passes: Sequence[str] | None = None, loss: Loss | None = None, keep_outputs: bool = False, progress: Progress = QUIET,
+) -> list[Plan]:  # fmt: skip
+    """Predicted plans for budgets from the least feasible to the unlimited one, none both larger and slower than another."""
+    work = _work(model, args, kwargs, goal, target, passes, loss, progress)
+    variants = work.prepare(work.capture(keep_outputs))
+    with progress.step("solve for every budget"):
+        found = [(s, s.prepared) for prepared in variants for s in frontier(prepared, work.checkpoint, points)]
+    firsts = [next(s for s, owner in found if owner is prepared) for prepared in variants]
+    front: list[Schedule] = []
+    for s, _ in sorted(found, key=lambda pair: (pair[0].trace.peak_bytes, pair[0].seconds)):
+        if not front or s.seconds < front[-1].seconds:
+            front.append(s)
+    thinned = front if len(front) <= points else [front[round(i * (len(front) - 1) / (points - 1))] for i in range(points)]
+    return [build_plan(s, firsts, work.figures, replace(goal, memory=s.trace.peak_bytes), work.notes) for s in thinned]
+
+
+def _work(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], goal: Goal, target: str | Target,
+    passes: Sequence[str] | None, loss: Loss | None, progress: Progress,
+) -> Work:  # fmt: skip
+    checkpoint, heads = load_training_passes(passes)
+    machine = resolve(target, [])
+    figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
+    return Work(
+        model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, figures=figures,
+        progress=progress,
+    )  # fmt: skip
+
+
+def _verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> tuple[TrainingExecutable, int]:
+    """The planned model with what was verified and measured in its plan; bytes that the allocator was above the budget.
+
+    Raises:
+        VerificationError: loss or gradients differ from the model's own by more than rounding.
+    """
+    step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
+    with work.progress.step("run the planned step"):
+        found = verify.run(step, work.model)
+    base = prepared.cut.base_bytes
+    peak = None if found.peak_bytes is None else base + found.peak_bytes
+    excess = 0 if peak is None or plan.goal.memory is None else peak - plan.goal.memory
+    reason = verify.room_for(simulate_unplanned(prepared).peak_bytes)
+    if reason is not None:
+        notes = (*plan.notes, f"not compared with the unplanned step: {reason}")
+        measured = Totals(seconds=None, peak_bytes=peak)
+        return planned(work.model, runner, replace(plan, measured=measured, notes=notes)), excess
+    with work.progress.step("run the original step"):
+        wanted = verify.run(work.eager_loss, work.model)
+    check = verify.compare(found, wanted, work.goal.max_error)
+    if not check.passed:
+        raise VerificationError(
+            f"The planned step differs from the model's own: {check.note}, relative error {check.error:.3e} > {check.limit:.3e}. "
+            "Please report it; --pass no-loss_head may help."
+        )
+    del found
+    with work.progress.step("measure"):
+        ours, eager = _timed(step, work)
+    plan = replace(
+        plan,
+        checks=(check,),
+        measured=Totals(seconds=ours, peak_bytes=peak, error=check.error),
+        measured_baseline=Totals(seconds=eager, peak_bytes=None if wanted.peak_bytes is None else base + wanted.peak_bytes, error=0.0),
+    )
+    return planned(work.model, runner, plan), excess
+
+
+def _timed(step: Callable[[], torch.Tensor], work: Work) -> tuple[float, float]:
+    """Seconds of the planned and of the original step, run in turn: the fastest of each."""
+    samples: dict[str, list[float]] = {"ours": [], "eager": []}
+    start = perf_counter()
+    while len(samples["eager"]) < 2 or (perf_counter() - start < _TIMING_SECONDS and len(samples["eager"]) < 10):
+        for name, run in (("ours", step), ("eager", work.eager_loss)):
+            began = perf_counter()
+            verify.bare(run, work.model)
+            samples[name].append(perf_counter() - began)
+    return min(samples["ours"]), min(samples["eager"])
+
+
+def _reapply(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan, passes: Sequence[str] | None, loss: Loss | None,
+    keep_outputs: bool, progress: Progress,
+) -> TrainingExecutable:  # fmt: skip
+    """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
+    work = _work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress)
+    option, chunks = plan.schedule.get("loss_head"), plan.schedule.get("chunks")
+    heads = replace(work.heads, chunks=chunks) if work.heads is not None and isinstance(chunks, int) and option != "whole" else work.heads
+    lazy = _NoOptions(points=work.checkpoint.points, groups=work.checkpoint.groups)
+    variants = replace(work, heads=heads, checkpoint=lazy).prepare(work.capture(keep_outputs))
+    wanted = (option, plan.schedule.get("in_place"))
+    prepared = next((p for p in variants if (p.variant.option, p.variant.in_place) == wanted), None)
+    if prepared is None or fingerprint(prepared.step) != plan.fingerprint:
+        raise FormatError(
+            f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}. "
+            "Plan this one anew, without --plan."
+        )
+    emitted, trace = restored(prepared, plan.schedule)
+    if plan.goal.memory is not None and trace.peak_bytes > plan.goal.memory:
+        raise FormatError(
+            f"The plan's schedule would peak at {format_bytes(trace.peak_bytes)}, above its budget of {format_bytes(plan.goal.memory)}: "
+            "it was changed, or made by another version. Plan again."
+        )
+    fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
+    return _verified(work, prepared, StepRunner(model, prepared.step, emitted), fresh)[0]
+
+
+class _NoOptions(Checkpoint):
+    """For applying a plan: nothing is chosen, so no block is solved."""
+
+    def options(self, block: Any) -> tuple[BlockOption, ...]:
+        return ()

@@ -1,0 +1,73 @@
+"""The planned model: the user's own class with the planned step in the place of its forward, while it trains."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from effcompile.backends.torch.training import StepRunner
+from effcompile.errors import UsageError
+from effcompile.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class TrainingExecutable(nn.Module):
+    """A model whose training step runs as planned. Made by `planned`, as a subclass of the model's class too.
+
+    It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's Trainer and
+    save_pretrained see the model. In training mode with gradients enabled the planned step runs; in eval mode, or
+    without gradients, the model's own forward.
+    """
+
+    plan: Plan
+    runner: StepRunner
+
+    def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
+        """Print the plan."""
+        self.plan.report(console, verbose=verbose)
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write plan.json, whole or not at all; `effcompile.optimize(model, plan=...)` applies it again.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        folder = Path(directory)
+        self.plan.save(folder / "plan.json")
+        return folder
+
+
+def planned(model: nn.Module, runner: StepRunner, plan: Plan) -> TrainingExecutable:
+    """The model with the planned step as its forward; the given model stays as it is."""
+    kind = type(model)
+    if isinstance(model, TrainingExecutable):
+        raise UsageError("This model is planned already. Give effcompile.optimize the original model.")
+    own = kind.forward
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            return self.runner(args, kwargs)
+        return own(self, *args, **kwargs)
+
+    result = copy.copy(model)
+    result.__class__ = type(kind.__name__, (TrainingExecutable, kind), {"forward": forward, "__module__": kind.__module__})
+    _set(result, {"runner": runner, "plan": plan})
+    if hasattr(model, "config"):  # HF's Trainer: the loss's own normalisation was captured, no further argument is taken
+        _set(result, {"accepts_loss_kwargs": False})
+    assert isinstance(result, TrainingExecutable)
+    return result
+
+
+def _set(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Past nn.Module.__setattr__, so that nothing is registered as a parameter or child."""
+    module.__dict__.update(attributes)

@@ -1,0 +1,143 @@
+"""Is the planned step the model's own? Loss and every gradient against eager, and the allocator's peak against the plan."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile import torch_compat
+from effcompile.errors import VerificationError
+from effcompile.goal import EXACT_TOLERANCE
+from effcompile.plan import Check
+from effcompile.units import format_bytes
+
+#: Relative error that the dtype's own rounding makes when sums are taken in another order.
+_ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+_SEED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One step: its loss, its gradients by parameter name, and the bytes allocated at its highest instant."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor | None]
+    peak_bytes: int | None
+
+
+def run(step: Callable[[], torch.Tensor], model: nn.Module) -> Result:
+    """One step from seed, with the model's gradients, buffers and the random generators put back afterwards.
+
+    Args:
+        step: runs the forward and returns the loss.
+        model: whose gradients it makes.
+    """
+    with _restored(model):
+        torch.manual_seed(_SEED)
+        with torch_compat.memory_profile() as profile:
+            loss = step()
+            loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        peak = None if loss.is_cuda else torch_compat.peak_of_memory_events(profile)
+        return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak)
+
+
+def bare(step: Callable[[], torch.Tensor], model: nn.Module) -> None:
+    """One step for timing, with everything put back as in `run`."""
+    with _restored(model):
+        step().backward()
+
+
+def compare(found: Result, wanted: Result, limit: float | None) -> Check:
+    """Loss and gradients of the planned step against the model's own.
+
+    Raises:
+        VerificationError: the model's own loss is not a number.
+    """
+    if not math.isfinite(float(wanted.loss)):
+        raise VerificationError(
+            f"The model's own loss is {float(wanted.loss)} at the example inputs, so nothing can be compared. Give other inputs, "
+            "or mend the model (a learning rate, a mask that hides every token, labels that are all ignored)."
+        )
+    same = torch.equal(found.loss, wanted.loss)
+    worst, where = _relative(found.loss, wanted.loss), "loss"
+    for name, gradient in wanted.gradients.items():
+        other = found.gradients.get(name)
+        if gradient is None and other is None:
+            continue
+        error = _relative(other, gradient)
+        same = same and error == 0.0 and gradient is not None and other is not None and torch.equal(other, gradient)
+        if error > worst:
+            worst, where = error, name
+    allowed = max(limit or 0.0, _ROUNDING.get(wanted.loss.dtype, EXACT_TOLERANCE), *(_rounding(g) for g in wanted.gradients.values()))
+    note = "bit-identical" if same else f"largest at {where}"
+    return Check(name="loss and all gradients, as eager", error=worst, limit=allowed, note=note)
+
+
+def room_for(peak_bytes: int) -> str | None:
+    """None, or why the unplanned step cannot be run beside for comparison: it needs more than there is."""
+    free = _free_bytes()
+    if free is None or peak_bytes < 0.9 * free:
+        return None
+    return f"the unplanned step needs {format_bytes(peak_bytes)}, {format_bytes(free)} are free"
+
+
+def _free_bytes() -> int | None:
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+        return min(found["MemAvailable"], os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """‖a − b‖ / ‖b‖; a missing tensor counts as zeros."""
+    if a is None or b is None:
+        there = b if a is None else a
+        return 0.0 if there is None or not bool(there.any()) else math.inf
+    difference = float((a.double() - b.double()).norm())
+    size = float(b.double().norm())
+    return difference / size if size > 0 else math.inf if difference > 0 else 0.0
+
+
+def _rounding(gradient: torch.Tensor | None) -> float:
+    return 0.0 if gradient is None else _ROUNDING.get(gradient.dtype, EXACT_TOLERANCE)
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    for p in model.parameters():
+        p.grad = None
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            yield
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = gradients[name]
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(buffers[name])
+
+
+def loss_of(outputs: Any, inputs: Any, loss: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+    """The scalar of what a model returned, as capture found it."""
+    if loss is not None:
+        return loss(outputs, inputs)
+    if isinstance(outputs, torch.Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        return outputs["loss"]
+    return outputs.loss if hasattr(outputs, "loss") else outputs[0]
