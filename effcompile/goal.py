@@ -23,12 +23,13 @@ class Goal:
 
     Attributes:
         mode: "inference" (a forward call) or "training" (forward, loss and backward).
-        minimize: "time" (seconds per call) or "memory" (weight bytes in inference).
-        memory: peak bytes live on the device during the call, or None for no limit. Accepts "6GiB".
+        minimize: "time" (seconds per call or step) or "memory" (weight bytes in inference, peak bytes in training).
+        memory: peak bytes live on the device during the call or step, or None for no limit. Accepts "6GiB". In training
+            parameters, buffers, inputs, gradients, kept activations and workspace count.
         max_error: largest relative L2 error of the output, ‖y − y₀‖ / ‖y₀‖; None or 0 allows only
             exact choices (verified to EXACT_TOLERANCE).
         reads: which positions of the output's sequence axis are read: "all", or "last" for a generator
-            that reads only the last token's logits.
+            that reads only the last token's logits (inference only).
     """
 
     mode: Mode = "inference"
@@ -41,6 +42,8 @@ class Goal:
         for name, allowed in (("mode", get_args(Mode)), ("minimize", get_args(Objective)), ("reads", get_args(Reads))):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} = {getattr(self, name)!r} is not allowed. Choose one of: {', '.join(allowed)}.")
+        if self.mode == "training" and self.reads != "all":
+            raise UsageError("reads = 'last' is for inference: a training step reads every position. Leave it out.")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_bytes(self.memory))
         if self.max_error is not None:
@@ -78,6 +81,8 @@ class Goal:
             limits.append(f"peak memory ≤ {format_bytes(self.memory)}")
         if self.reads == "last":
             limits.append("last token read")
+        if self.mode == "training":
+            return ", ".join([*reversed(limits), f"least {self.minimize}"])
         return f"least {self.minimize}, " + ", ".join(limits)
 
 

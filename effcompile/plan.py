@@ -31,7 +31,8 @@ class Decision:
 
     Attributes:
         site: unique name of the place, the module's qualified name where there is one.
-        kind: what is decided there: "linear", "embedding", "attention", "merge", "norm", "gelu", "logits".
+        kind: what is decided there: "linear", "embedding", "attention", "merge", "norm", "gelu", "logits"; in training
+            "checkpoint" (what a block keeps from forward to backward), "loss head", "gradient" (where it is accumulated).
         option: the option taken. `baseline`: the option the unplanned model has.
         by: the pass that proposed it.
         cost, baseline_cost: predicted costs of the two.
@@ -66,7 +67,8 @@ class Declined:
 class Totals:
     """Whole-model figures. None where not predicted or not measured in this run.
 
-    `seconds` is per call (measured: the median); `error` relative L2 of the outputs.
+    `seconds` is per call (measured: the median); `error` relative L2 of the outputs. In training `seconds` is one step
+    (forward and backward), `peak_bytes` its highest instant, and `error` 0 when loss and gradients are bit-identical.
     """
 
     seconds: float | None = None
@@ -119,6 +121,45 @@ class Candidate:
     note: str = ""
 
 
+#: A memory timeline has no more points than this: enough for a wide terminal, little in a plan.json.
+MOST_POINTS = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimeline:
+    """Bytes live on the device over one training step, as predicted by simulating what was emitted, and its highest instant.
+
+    Attributes:
+        points: bytes live, in the order of the step; at most MOST_POINTS, each the maximum of its bucket.
+        forward_points: how many of them belong to the forward; the others are the backward.
+        parameter_bytes: what is live at every instant: parameters, buffers, inputs.
+        peak_phase: "forward" or "backward". peak_site: the block. peak_node: the operator.
+        parts: what is alive at the peak → bytes: "parameters, buffers, inputs", "gradients", "kept activations",
+            "working memory".
+
+    Raises:
+        UsageError: no points, too many, or a division that is not among them.
+    """
+
+    points: tuple[int, ...]
+    forward_points: int
+    parameter_bytes: int
+    peak_phase: str
+    peak_site: str
+    peak_node: str
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.points) <= MOST_POINTS:
+            raise UsageError(f"a memory timeline of {len(self.points)} points; 1 to {MOST_POINTS} are allowed")
+        if not 0 <= self.forward_points <= len(self.points):
+            raise UsageError(f"forward_points = {self.forward_points} must be 0 to {len(self.points)}, the number of points")
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.points)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """See the module's docstring. `rows` of equal decisions are grouped by the report, not here."""
@@ -145,6 +186,8 @@ class Plan:
     notes: tuple[str, ...] = ()  # mends, fallbacks, corrections: nothing silent
     versions: Mapping[str, str] = field(default_factory=dict)
     artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
+    memory_timeline: MemoryTimeline | None = None  # of a training step
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # what a training step keeps: for applying the plan; the compiler checks it
 
     #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
     printer: ClassVar[Callable[..., None] | None] = None
@@ -157,9 +200,22 @@ class Plan:
 
     @property
     def met(self) -> bool:
-        """True when every check passed and the memory limit holds."""
-        within = self.goal.memory is None or self.peak_bytes is None or self.peak_bytes <= self.goal.memory
-        return within and all(check.passed for check in self.checks)
+        """True when every check passed and the memory limit holds; in training for the predicted and the measured peak."""
+        return self.over_memory is None and all(check.passed for check in self.checks)
+
+    @property
+    def over_memory(self) -> tuple[str, int] | None:
+        """("measured" or "predicted", bytes) of a peak over the limit; None when the limit holds.
+
+        A measured peak replaces the predicted one; in training, where the predicted peak is simulated and must hold
+        on any machine, both count.
+        """
+        peaks = {"measured": self.measured.peak_bytes if self.measured else None, "predicted": self.predicted.peak_bytes}
+        known = {how: peak for how, peak in peaks.items() if peak is not None}
+        if self.goal.mode != "training":
+            known = dict(list(known.items())[:1])
+        over = [(how, peak) for how, peak in known.items() if self.goal.memory is not None and peak > self.goal.memory]
+        return over[0] if over else None
 
     def options(self) -> dict[str, str]:
         """site → option taken."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from effcompile.report.diff import diff
 from effcompile.report.explain import explain, find_site
 from effcompile.report.frontier import print_frontier
-from effcompile.report.html import html_report
+from effcompile.report.html import frontier_html, html_report
 from effcompile.report.infeasible import flag, print_infeasible
 from effcompile.report.progress import Steps
 from effcompile.report.targets import targets_table
@@ -17,6 +17,7 @@ __all__ = [
     "explain",
     "find_site",
     "flag",
+    "frontier_html",
     "html_report",
     "print_frontier",
     "print_infeasible",

@@ -55,6 +55,8 @@ def _totals(page: Page, a: Plan, b: Plan) -> None:
         "peak memory": ("peak_bytes", format_bytes),
         "error": ("error", format_error),
     }
+    if a.goal.mode == b.goal.mode == "training":
+        shows = {"time per step": shows["time"], "peak memory": shows["peak memory"], "error": shows["error"]}
     for name, (attribute, show) in shows.items():
         left, right, how = _pair(a, b, attribute)
         change = f.ratio(right, left)

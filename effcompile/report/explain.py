@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.text import Text
 
@@ -9,10 +11,10 @@ from effcompile.cost import Cost
 from effcompile.errors import UsageError
 from effcompile.plan import Decision, Declined, Plan
 from effcompile.report import figures as f
-from effcompile.report.groups import groups, saved_seconds, saved_weight_bytes, share
+from effcompile.report.groups import groups
+from effcompile.report.ledger import choice, ledger_of
 from effcompile.report.names import collapse, printed
 from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
-from effcompile.units import format_bytes, format_error, format_seconds
 
 _LISTED = 6
 
@@ -27,11 +29,17 @@ def explain(plan: Plan, site: str | None = None, console: Console | None = None)
     if site is None:
         _sites(page, plan)
     else:
-        _site(page, plan, find_site(plan, site))
+        found = find_site(plan, site)
+        _site(page, plan, found)
+        if site.startswith(f"{found}."):
+            page.blank()
+            page.field("", Text(f"{site} is decided with {found}", style=DIM))
 
 
 def find_site(plan: Plan, name: str) -> str:
-    """The site with this name, or the only one whose name starts with or contains it.
+    """The site with this name, or the only one that it is a part of, or else the site that it lies within.
+
+    `h.3` finds `transformer.h.3`; `transformer.h.3.mlp`, which is decided with its block, finds it too.
 
     Raises:
         UnknownNameError: none. UsageError: several.
@@ -39,25 +47,37 @@ def find_site(plan: Plan, name: str) -> str:
     known = list(dict.fromkeys(site for site in (*plan.options(), *(d.site for d in plan.declined)) if site))
     if name in known:
         return name
-    for matches in ([s for s in known if s.startswith(name)], [s for s in known if name in s]):
+    whole = [s for s in known if f".{name}." in f".{s}."]
+    for matches in (whole if len(whole) == 1 else [], [s for s in known if s.startswith(name)], [s for s in known if name in s]):
         if len(matches) == 1:
             return matches[0]
         if matches and name:
             listed = printed(collapse(matches))
             more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
             raise UsageError(f"{name!r} fits {len(matches)} sites. Give one in full: {', '.join(listed[:_LISTED])}{more}.")
-    return plan.decision(name).site
+    return _enclosing(known, name) or plan.decision(name).site
+
+
+def _enclosing(known: Sequence[str], name: str) -> str | None:
+    """The innermost site that this name, in full or without its first parts, lies within; None when there is not one only."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        head = ".".join(parts[:end])
+        found = [site for site in known if site == head] or [site for site in known if site.endswith(f".{head}")]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
 
 
 def _sites(page: Page, plan: Plan) -> None:
     page.line(Text(" "), page.text(f"sites of the plan for {plan.model}", STRONG))
     page.blank()
     rows: list[Row] = []
-    found = groups(plan.decisions)
+    found = groups(plan.decisions, ledger_of(plan).worth)
     for place, group in enumerate(found):
         kind = "" if place and found[place - 1].kind == group.kind else group.kind
-        choice = Text(f.format_choice(group.option, group.baseline), style=DIM if group.kept else STRONG)
-        rows.append(Row(cells=[kind, choice, str(len(group.decisions))], below=[*printed(group.sites)]))
+        option = Text(choice(group.kind, group.option, group.baseline), style=DIM if group.kept else STRONG)
+        rows.append(Row(cells=[kind, option, str(len(group.decisions))], below=[*printed(group.sites)]))
     if rows:
         page.table([Column(header="what"), Column(header="choice"), Column(header="sites", right=True)], rows)
     else:
@@ -82,34 +102,29 @@ def _site(page: Page, plan: Plan, site: str) -> None:
 
 
 def _decision(page: Page, plan: Plan, decision: Decision) -> None:
-    page.field("choice", Text(f.format_choice(decision.option, decision.baseline), style=STRONG), Text(f"by {decision.by}", style=DIM))
+    page.field(
+        "choice", Text(choice(decision.kind, decision.option, decision.baseline), style=STRONG), Text(f"by {decision.by}", style=DIM)
+    )
     page.field("why", decision.why or "the cheapest choice that fits with all others")
     page.field("costs", _against_baseline(plan, decision))
+    thing = "the step" if plan.goal.mode == "training" else "the artifact"
     if not decision.applied:
         page.field("applied", Text("not lowered yet", style=DIM))
     elif decision.applied == decision.option:
-        page.field("applied", Text(f"✔ the artifact holds {decision.applied}", style=GOOD))
+        page.field("applied", Text(f"✔ {thing} holds {decision.applied}", style=GOOD))
     else:
-        page.field("applied", Text(f"⚠ the artifact holds {decision.applied}, not {decision.option}", style=WARN))
+        page.field("applied", Text(f"⚠ {thing} holds {decision.applied}, not {decision.option}", style=WARN))
 
 
 def _against_baseline(plan: Plan, decision: Decision) -> str:
     if decision.option == decision.baseline:
         return "nothing: it is what the unplanned model has"
-    seconds, size = saved_seconds(decision), saved_weight_bytes(decision)
-    changes = [_change("time", seconds, format_seconds(abs(seconds))), _change("weights", size, format_bytes(abs(size)))]
-    part = share(plan, decision.cost.error_squared)
-    error = f"error {format_error(decision.cost.error)}" + (f" ({f.format_share(part)} of the budget)" if part else "")
-    return f"{decision.cost.provenance.value} against {decision.baseline}: {' · '.join([*changes, error])}"
-
-
-def _change(name: str, saved: float, size: str) -> str:
-    return f"{name} unchanged" if not saved else f"{name} {'−' if saved > 0 else '+'}{size}"
+    return f"{decision.cost.provenance.value} against {decision.baseline}: {' · '.join(ledger_of(plan).changes(plan, decision))}"
 
 
 def _alternatives(page: Page, plan: Plan, decision: Decision | None, declined: list[Declined]) -> None:
     columns = [Column(header="option")]
-    columns += [Column(header=name, right=True) for name in ("time", "weights", "error", "share")]
+    columns += [Column(header=name, right=True) for name in ledger_of(plan).option_headers]
     columns.append(Column(header="", fit="wrap"))
     rows: list[Row] = []
     if decision is not None:
@@ -121,7 +136,5 @@ def _alternatives(page: Page, plan: Plan, decision: Decision | None, declined: l
 
 
 def _costs(plan: Plan, cost: Cost | None) -> list[Cell]:
-    if cost is None:
-        return [f.NONE] * 4
-    size = format_bytes(cost.weight_bytes) if cost.weight_bytes else f.NONE
-    return [format_seconds(cost.seconds), size, format_error(cost.error), f.format_share(share(plan, cost.error_squared))]
+    ledger = ledger_of(plan)
+    return [f.NONE] * len(ledger.option_headers) if cost is None else [*ledger.option_figures(plan, cost)]

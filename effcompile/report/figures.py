@@ -29,6 +29,7 @@ class Measure:
     before: tuple[float | None, float | None]  # predicted, measured
     after: tuple[float | None, float | None]
     show: Callable[[float], str]
+    comparable: bool = True  # False for a figure that is a ratio itself
 
     @property
     def change(self) -> float | None:
@@ -39,7 +40,7 @@ class Measure:
     @property
     def accuracy(self) -> float | None:
         """Predicted ÷ measured of the result; None where nothing was predicted to compare with."""
-        return ratio(*self.after) if self.after[0] else None
+        return ratio(*self.after) if self.after[0] and self.comparable else None
 
     def text(self, value: float | None) -> str:
         return NONE if value is None else self.show(value)
@@ -51,18 +52,27 @@ def target_text(plan: Plan) -> str:
 
 
 def measures(plan: Plan) -> list[Measure]:
-    """The four rows: time, weight bytes, peak memory, error."""
+    """The rows of the totals: time, weight bytes, peak memory, error; of a training step: time, extra time, peak memory, error."""
     rows: list[tuple[str, Callable[[Totals], float | None], Callable[[float], str]]] = [
-        ("time", lambda t: t.seconds, format_seconds),
+        ("time per step" if _training(plan) else "time", lambda t: t.seconds, format_seconds),
         ("weight bytes", lambda t: t.weight_bytes, format_bytes),
         ("peak memory", lambda t: t.peak_bytes, format_bytes),
         ("error", lambda t: t.error, format_error),
     ]
     before, after = (plan.baseline, plan.measured_baseline or Totals()), (plan.predicted, plan.measured or Totals())
-    return [
+    found = [
         Measure(name=name, before=(get(before[0]), get(before[1])), after=(get(after[0]), get(after[1])), show=show)
         for name, get, show in rows
     ]
+    if _training(plan):
+        time = found[0]
+        extras = extra(time.after[0], time.before[0]), extra(time.after[1], time.before[1])
+        found[1] = Measure(name="extra time", before=(None, None), after=extras, show=format_extra, comparable=False)
+    return found
+
+
+def _training(plan: Plan) -> bool:
+    return plan.goal.mode == "training"
 
 
 def verdict(plan: Plan) -> Verdict:
@@ -79,11 +89,16 @@ def shortfalls(plan: Plan) -> list[str]:
     lines = [f"check {c.name!r} failed: error {format_error(c.error)} > {format_error(c.limit)}" for c in plan.checks if not c.passed]
     if _over_tolerance(plan) and plan.measured is not None and plan.measured.error is not None:
         lines.append(f"measured error {format_error(plan.measured.error)} > {format_error(plan.goal.tolerance)}")
-    peak, limit = plan.peak_bytes, plan.goal.memory
-    if peak is not None and limit is not None and peak > limit:
-        how = "measured" if plan.measured and plan.measured.peak_bytes is not None else "predicted"
-        lines.append(f"{how} peak memory {format_bytes(peak)} > {format_bytes(limit)}")
+    if plan.over_memory is not None and plan.goal.memory is not None:
+        how, peak = plan.over_memory
+        lines.append(f"{how} peak memory {_more(peak, plan.goal.memory)}")
     return lines
+
+
+def _more(size: int, limit: int) -> str:
+    """`1.20 GiB > 900.0 MiB`; in bytes where both would print alike."""
+    left, right = format_bytes(size), format_bytes(limit)
+    return f"{left} > {right}" if left != right else f"{size:,} B > {limit:,} B"
 
 
 def _over_tolerance(plan: Plan) -> bool:
@@ -92,9 +107,11 @@ def _over_tolerance(plan: Plan) -> bool:
 
 
 def headline(plan: Plan) -> str:
-    """What was gained, in one line: `3.83× faster: 175 ms → 45.8 ms · weights 0.25×`."""
-    time, weights, _, error = measures(plan)
+    """What was gained, in one line: `3.83× faster: 175 ms → 45.8 ms · weights 0.25×`; of a training step, its memory first."""
+    time, weights, peak, error = measures(plan)
     how = 1 if plan.measured and plan.measured_baseline and None not in (time.before[1], time.after[1]) else 0
+    if _training(plan):
+        return " · ".join(part for part in (_less_memory(peak), _step_time(time, how), _exactness(plan)) if part)
     parts = []
     if (speed := ratio(time.before[how], time.after[how])) is not None:
         parts.append(f"{_speed(speed)}: {time.text(time.before[how])} → {time.text(time.after[how])}")
@@ -106,6 +123,24 @@ def headline(plan: Plan) -> str:
     if value is not None:
         parts.append(f"error {format_error(value)}")
     return " · ".join(parts)
+
+
+def _less_memory(peak: Measure) -> str:
+    """`0.49× the memory`: of the measured peaks where both are there, else of the predicted."""
+    return "" if peak.change is None else f"{format_ratio(peak.change)} the memory"
+
+
+def _step_time(time: Measure, how: int) -> str:
+    """`step +6.1 %: 4.31 s → 4.57 s`."""
+    change = extra(time.after[how], time.before[how])
+    return "" if change is None else f"step {format_extra(change)}: {time.text(time.before[how])} → {time.text(time.after[how])}"
+
+
+def _exactness(plan: Plan) -> str:
+    """What was verified of the numbers, else what is promised."""
+    if plan.measured is not None and plan.measured.error is not None:
+        return "bit-identical" if plan.measured.error == 0 else f"error {format_error(plan.measured.error)}"
+    return "" if plan.predicted.error is None else "exact" if plan.predicted.error == 0 else f"error {format_error(plan.predicted.error)}"
 
 
 def _speed(speed: float) -> str:
@@ -139,6 +174,25 @@ def proof(certificate: Certificate, objective: str) -> list[str]:
 def ratio(a: float | None, b: float | None) -> float | None:
     """a ÷ b; None where either is missing or b is 0."""
     return None if a is None or not b else a / b
+
+
+def extra(after: float | None, before: float | None) -> float | None:
+    """after ÷ before − 1."""
+    part = ratio(after, before)
+    return None if part is None else part - 1
+
+
+def format_extra(value: float) -> str:
+    """A part more or less: `+6.1 %`, `−2.0 %`, `+120 %`, `±0 %`."""
+    if abs(value) < 0.0005:
+        return "±0 %"
+    text = f"{100 * value:+.0f} %" if abs(value) >= 1 else f"{100 * value:+.1f} %"
+    return text.replace("-", "−")
+
+
+def format_extra_seconds(seconds: float) -> str:
+    """Time added: `+128 ms`; `−` in front where it is saved, a dash for nothing."""
+    return NONE if abs(seconds) < 5e-9 else ("+" if seconds > 0 else "−") + format_seconds(abs(seconds))
 
 
 def format_ratio(value: float | None) -> str:

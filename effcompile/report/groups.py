@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from effcompile.plan import Decision, Declined, Plan
@@ -26,14 +26,6 @@ class Group:
     def kept(self) -> bool:
         """True when the option is what the unplanned model has."""
         return self.option == self.baseline
-
-    @property
-    def saved_seconds(self) -> float:
-        return sum(saved_seconds(d) for d in self.decisions)
-
-    @property
-    def saved_weight_bytes(self) -> int:
-        return sum(saved_weight_bytes(d) for d in self.decisions)
 
     @property
     def error_squared(self) -> float:
@@ -70,24 +62,35 @@ def saved_weight_bytes(decision: Decision) -> int:
     return decision.baseline_cost.weight_bytes - decision.cost.weight_bytes
 
 
+def saved_bytes(decision: Decision) -> int:
+    """Bytes of activations that a training decision saves; negative where it adds.
+
+    A checkpoint saves what is no longer kept from forward to backward; a loss head and a gradient save working memory.
+    """
+    kept = decision.baseline_cost.bytes_kept - decision.cost.bytes_kept
+    working = decision.baseline_cost.bytes_transient - decision.cost.bytes_transient
+    return kept if decision.kind == "checkpoint" else working or kept
+
+
 def share(plan: Plan, error_squared: float) -> float | None:
     """Share of the error budget max_error² that a squared error takes; None for an exact goal."""
     return error_squared / plan.goal.max_error**2 if plan.goal.max_error else None
 
 
-def groups(decisions: Iterable[Decision]) -> list[Group]:
-    """Groups, kinds together: changed before kept, then by time saved, among the kinds and within each."""
+def groups(decisions: Iterable[Decision], worth: Callable[[Decision], float] = saved_seconds) -> list[Group]:
+    """Groups, kinds together: changed before kept, then by what they are worth, among the kinds and within each."""
     found: dict[tuple[str, str, str, str], list[Decision]] = {}
     for d in decisions:
         found.setdefault((d.kind, d.option, d.baseline, d.by), []).append(d)
     result = [Group(kind=k, option=o, baseline=b, by=by, decisions=tuple(ds)) for (k, o, b, by), ds in found.items()]
+    worths = {group: sum(map(worth, group.decisions)) for group in result}
     saved: dict[str, float] = {}
     kept: dict[str, bool] = {}
     for group in result:
-        saved[group.kind] = saved.get(group.kind, 0.0) + group.saved_seconds
+        saved[group.kind] = saved.get(group.kind, 0.0) + worths[group]
         kept[group.kind] = kept.get(group.kind, True) and group.kept
     order = {kind: rank for rank, kind in enumerate(sorted(saved, key=lambda kind: (kept[kind], -saved[kind])))}
-    return sorted(result, key=lambda g: (order[g.kind], g.kept, -g.saved_seconds))
+    return sorted(result, key=lambda g: (order[g.kind], g.kept, -worths[g]))
 
 
 def refusals(declined: Iterable[Declined]) -> list[Refusal]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from effcompile.plan import Decision, Plan
+from effcompile.plan import Decision, MemoryTimeline, Plan
 from effcompile.report import figures as f
-from effcompile.report.groups import Group, groups, refusals, saved_seconds, saved_weight_bytes, share
+from effcompile.report.chart import dots_of, letter
+from effcompile.report.frontier import TITLES, Other, inference_row, other_row, title, training_row
+from effcompile.report.groups import Group, groups, refusals, share
+from effcompile.report.ledger import Ledger, choice, ledger_of
 from effcompile.report.names import Template, collapse
+from effcompile.report.plots import frontier_plot, memory_plot
 from effcompile.report.style import STYLE
 from effcompile.report.svg import Bar, Part, stacked_bars
 from effcompile.units import format_bytes, format_count, format_error, format_seconds
@@ -18,8 +22,29 @@ _VERDICT_CLASS = {f.Verdict.MET: "good", f.Verdict.NOT_MET: "bad", f.Verdict.UNV
 
 def html_report(plan: Plan) -> str:
     """The whole document. Nothing in it is computed: sums, shares and ratios of the plan's figures only."""
-    title = f"effcompile · plan for {plan.model}"
-    sections = (
+    return _document(f"effcompile · plan for {plan.model}", _plan_sections(plan))
+
+
+def frontier_html(plans: Sequence[Plan], others: Sequence[Other] = ()) -> str:
+    """The plot of `print_frontier` and its table as a document of its own."""
+    training = bool(plans) and plans[0].goal.mode == "training"
+    names = ["", *(f"#{name}" for name in TITLES), ""] if training else ["#peak memory", "#weights", "#time", "#error", "changed"]
+    rows = [["●", *training_row(plan), "predicted"] if training else inference_row(plan) for plan in plans]
+    if training:
+        rows += [[letter(number), *other_row(plans, other), f"{other[0]}, measured"] for number, other in enumerate(others)]
+    head = f'<header><p class="brand">effcompile · frontier</p><h1>{escape(plans[0].model if plans else "no plans")}</h1>'
+    target = f'<p class="dim">{escape(f.target_text(plans[0]))}</p>' if plans else ""
+    plot = frontier_plot(dots_of(plans, others))
+    sections = [
+        f'{head}<p class="dim">{escape(title(plans))}</p>{target}</header>',
+        _section("Time against peak memory", plot) if plot else "",
+        _section("Plans", _table(names, [[escape(cell) for cell in row] for row in rows])),
+    ]
+    return _document(f"effcompile · frontier of {plans[0].model if plans else 'nothing'}", sections)
+
+
+def _plan_sections(plan: Plan) -> Iterable[str]:
+    return (
         _head(plan),
         _totals(plan),
         _charts(plan),
@@ -30,6 +55,9 @@ def html_report(plan: Plan) -> str:
         _checks(plan),
         _foot(plan),
     )
+
+
+def _document(title: str, sections: Iterable[str]) -> str:
     body = "\n".join(section for section in sections if section)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -68,6 +96,11 @@ def _totals(plan: Plan) -> str:
 
 
 def _charts(plan: Plan) -> str:
+    if plan.goal.mode == "training":
+        timeline = plan.memory_timeline
+        step = memory_plot(timeline, plan.goal.memory) + _peak_chart(timeline) if timeline is not None else ""
+        charts = [("Memory over the step, predicted", step), ("Peak memory", _memory_chart(plan))]
+        return "\n".join(_section(title, chart) for title, chart in charts if chart)
     charts = [
         ("Time by kind of decision, predicted", _time_chart(plan)),
         ("Memory", _memory_chart(plan)),
@@ -96,18 +129,31 @@ def _time_chart(plan: Plan) -> str:
     return stacked_bars(bars, title="time")
 
 
+def _peak_chart(timeline: MemoryTimeline) -> str:
+    """What is alive at the highest instant, as one bar."""
+    parts = [Part(name=name, length=size, text=format_bytes(size), colour=i) for i, (name, size) in enumerate(timeline.parts.items())]
+    where = f"highest in the {timeline.peak_phase} at <code>{escape(timeline.peak_site)}</code> <small>{escape(timeline.peak_node)}</small>"
+    total = format_bytes(timeline.peak_bytes)
+    bars = stacked_bars([Bar(label="at the peak", total=total, parts=tuple(parts))], title="alive at the peak") if parts else ""
+    sizes = " · ".join(f"{part.text} {part.name}" for part in parts)
+    return f'<p>{where}</p>{bars}<p class="dim">{escape(sizes)}</p>'
+
+
 def _memory_chart(plan: Plan) -> str:
     """Weights and the rest of the peak, measured where it was, before and after; the limit as a line."""
+    training = plan.goal.mode == "training"
+    names = ("parameters, buffers, inputs", "gradients, activations, workspace") if training else ("weights", "activations and workspace")
     bars = []
     for label, predicted, measured in (("before", plan.baseline, plan.measured_baseline), ("after", plan.predicted, plan.measured)):
         source = measured if measured is not None and measured.peak_bytes is not None else predicted
         if source.peak_bytes is None:
             continue
-        weights = min(source.weight_bytes or 0, source.peak_bytes)
+        fixed = plan.memory_timeline.parameter_bytes if plan.memory_timeline else source.weight_bytes
+        weights = min(fixed or 0, source.peak_bytes)
         rest = source.peak_bytes - weights
         parts = (
-            Part(name="weights", length=weights, text=format_bytes(weights), colour=0),
-            Part(name="activations and workspace", length=rest, text=format_bytes(rest), colour=1),
+            Part(name=names[0], length=weights, text=format_bytes(weights), colour=0),
+            Part(name=names[1], length=rest, text=format_bytes(rest), colour=1),
         )
         bars.append(Bar(label=label, total=format_bytes(source.peak_bytes), parts=parts))
     limit = plan.goal.memory
@@ -149,41 +195,41 @@ def _backends(plan: Plan) -> str:
 
 
 def _decisions(plan: Plan) -> str:
-    found = groups(plan.decisions)
+    ledger = ledger_of(plan)
+    found = groups(plan.decisions, ledger.worth)
     if not found:
         return _section("Decisions", "<p>None: no pass found anything to decide in this model.</p>")
-    rows = "".join(_group(plan, group) for group in found)
-    titles = ("what and where", "choice", "saves time", "saves weights", "error share")
+    rows = "".join(_group(plan, ledger, group) for group in found)
+    titles = ("what and where", "choice", *(header.replace("\n", " ") for header in ledger.headers))
     head = f'<div class="row head">{"".join(f"<span>{title}</span>" for title in titles)}</div>'
     return _section("Decisions", f'<div class="scroll"><div class="rows">{head}{rows}</div></div>')
 
 
-def _group(plan: Plan, group: Group) -> str:
+def _group(plan: Plan, ledger: Ledger, group: Group) -> str:
     strayed = f' <b class="warn">⚠ {len(group.strayed)} not applied</b>' if group.strayed else ""
     where = f"<b>{escape(group.kind)}</b> <small>{_where(group.sites)}</small>{strayed}"
-    choice = escape(f.format_choice(group.option, group.baseline))
-    choice = f'<span class="dim">{choice}</span>' if group.kept else f"<b>{choice}</b>"
+    option = escape(choice(group.kind, group.option, group.baseline))
+    option = f'<span class="dim">{option}</span>' if group.kept else f"<b>{option}</b>"
     whys = {d.why for d in group.decisions}
     shared = whys.pop() if len(whys) == 1 else ""
-    choice += f"<small>{escape(shared)}</small>"
-    figures = _figures(plan, group.saved_seconds, group.saved_weight_bytes, group.error_squared)
-    members = "".join(_member(plan, decision, shared) for decision in group.decisions)
-    return f'<details><summary class="row"><span>{where}</span><span>{choice}</span>{figures}</summary>{members}</details>'
+    option += f"<small>{escape(shared)}</small>"
+    figures = _figures(plan, ledger, group.decisions)
+    members = "".join(_member(plan, ledger, decision, shared) for decision in group.decisions)
+    return f'<details><summary class="row"><span>{where}</span><span>{option}</span>{figures}</summary>{members}</details>'
 
 
-def _member(plan: Plan, decision: Decision, shared_why: str) -> str:
-    figures = _figures(plan, saved_seconds(decision), saved_weight_bytes(decision), decision.cost.error_squared)
+def _member(plan: Plan, ledger: Ledger, decision: Decision, shared_why: str) -> str:
+    figures = _figures(plan, ledger, [decision])
     why = f"<small>{escape(decision.why)}</small>" if decision.why != shared_why else ""
     if decision.applied in ("", decision.option):
-        applied = f'<span class="dim">{"✔ in the artifact" if decision.applied else ""}</span>'
+        applied = f'<span class="dim">{"✔ applied" if decision.applied else ""}</span>'
     else:
-        applied = f'<span class="warn">⚠ artifact: {escape(decision.applied)}</span>'
+        applied = f'<span class="warn">⚠ applied: {escape(decision.applied)}</span>'
     return f'<div class="row member"><span><code>{escape(decision.site)}</code>{why}</span>{applied}{figures}</div>'
 
 
-def _figures(plan: Plan, seconds: float, size: int, error_squared: float) -> str:
-    values = (f.format_saved_seconds(seconds), f.format_saved_bytes(size), f.format_share(share(plan, error_squared)))
-    return "".join(f'<span class="n">{escape(value)}</span>' for value in values)
+def _figures(plan: Plan, ledger: Ledger, decisions: Sequence[Decision]) -> str:
+    return "".join(f'<span class="n">{escape(figure.text)}</span>' for figure in ledger.figures(plan, decisions))
 
 
 def _where(templates: Iterable[Template]) -> str:

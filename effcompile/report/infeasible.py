@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -16,8 +18,15 @@ from effcompile.units import format_bytes, format_error
 _GIB, _MIB = 2**30, 2**20
 
 
-def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None = None) -> None:
-    """Print the goal, the limits that cannot hold together, and for each limit the smallest value that would be feasible."""
+def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None = None, *, arguments: Sequence[str] | None = None) -> None:
+    """Print the goal, the limits that cannot hold together, and for each limit the smallest value that would be feasible.
+
+    Args:
+        error: says why, and what would be feasible.
+        goal: what was asked.
+        console: default stdout.
+        arguments: of the command that was typed; each change is then also printed as a command to run.
+    """
     page = Page(console)
     page.field("goal", Text(goal.describe(), style=STRONG), Text("✘ infeasible", style=BAD))
     page.field("why", str(error))
@@ -25,9 +34,27 @@ def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None
     if not error.nearest:
         return
     page.blank()
-    page.field("nearest", "changing any one of these makes it possible, all else unchanged:")
+    only = "the smallest budget that is feasible:" if list(error.nearest) == ["memory"] and goal.mode == "training" else ""
+    page.field("nearest", only or "changing any one of these makes it possible, all else unchanged:")
     columns = [Column(), Column(style=STRONG), Column(style=DIM, fit="wrap")]
     page.table(columns, [Row(cells=[" " * 8, flag(name, value), _instead(goal, name, value)]) for name, value in error.nearest.items()])
+    if arguments:
+        page.blank()
+        for number, (name, value) in enumerate(error.nearest.items()):
+            page.verbatim("next" if number == 0 else "", command(arguments, name, value))
+
+
+def command(arguments: Sequence[str], limit: str, value: float) -> str:
+    """The command that was typed with one limit changed, ready to be run."""
+    name, size = flag(limit, value).split()
+    words: list[str] = []
+    given = iter(arguments)
+    for word in given:
+        if word == name:
+            next(given, None)
+        elif not word.startswith(f"{name}="):
+            words.append(word)
+    return shlex.join(["effcompile", *words, name, size])
 
 
 def flag(limit: str, value: float) -> str:

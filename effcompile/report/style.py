@@ -26,6 +26,7 @@ thead th{border-top:0;color:var(--dim);font-weight:500;font-size:13px;vertical-a
 td.n,.numbers td,.row .n{white-space:nowrap}
 figure{margin:0}svg{width:100%;height:auto;display:block}svg text{fill:var(--ink);font:13px system-ui,sans-serif;dominant-baseline:central}
 svg .label{fill:var(--dim)}line.limit{stroke:var(--bad);stroke-dasharray:4 3}svg text.limit{fill:var(--bad);font-size:12px}
+svg text.over{fill:#fff;font-size:12px}line.divider{stroke:var(--ink);stroke-dasharray:2 3;opacity:.5}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin-top:8px;font-size:13px;color:var(--dim)}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
 .rows{min-width:720px}.row{display:grid;grid-template-columns:minmax(0,1fr) 188px 76px 92px 88px;

@@ -11,13 +11,14 @@ from rich.text import Text
 
 from effcompile.plan import Candidate, Check, Decision, Plan
 from effcompile.report import figures as f
-from effcompile.report.groups import Group, Refusal, groups, refusals, saved_seconds, saved_weight_bytes, share
+from effcompile.report.groups import Group, Refusal, groups, refusals
+from effcompile.report.ledger import Figure, Ledger, choice, ledger_of
 from effcompile.report.names import Template, collapse, printed
 from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
+from effcompile.report.step import print_memory
 from effcompile.units import format_count, format_error, format_seconds
 
 _TEMPLATES_SHOWN = 2
-_REFUSALS_SHOWN = 10
 
 VERDICT_STYLE = {f.Verdict.MET: GOOD, f.Verdict.NOT_MET: BAD, f.Verdict.UNVERIFIED: WARN, f.Verdict.PREDICTED: WARN}
 
@@ -35,6 +36,7 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
     _head(page, plan)
     _goal(page, plan)
     print_totals(page, plan)
+    print_memory(page, plan)
     page.blank()
     page.fields("proof", f.proof(plan.certificate, plan.goal.minimize))
     _backends(page, plan)
@@ -126,31 +128,31 @@ def _candidate(candidate: Candidate, chosen: str) -> Row:
 
 def _decisions(page: Page, plan: Plan, verbose: bool) -> None:
     page.blank()
-    found = groups(plan.decisions)
+    found = groups(plan.decisions, ledger_of(plan).worth)
     if not found:
         page.field("choices", "none: no pass found anything to decide in this model")
         return
+    ledger = ledger_of(plan)
     columns = [Column(header="what"), Column(header="choice", fit="cut"), Column(header="sites", right=True)]
-    columns += [Column(header=name, right=True) for name in ("saves\ntime", "saves\nweights", "share of\nerror")]
+    columns += [Column(header=name, right=True) for name in ledger.headers]
     if page.wide:
         columns.insert(1, Column(header="where", fit="cut", style=DIM))
     rows: list[Row] = []
     for place, group in enumerate(found):
         kind = "" if place and found[place - 1].kind == group.kind else group.kind
-        rows += _group_rows(page, plan, group, kind, verbose)
+        rows += _group_rows(page, plan, ledger, group, kind, verbose)
     page.table(columns, rows)
 
 
-def _group_rows(page: Page, plan: Plan, group: Group, kind: str, verbose: bool) -> list[Row]:
-    choice = Text(f.format_choice(group.option, group.baseline), style=DIM if group.kept else STRONG)
-    cells: list[Cell] = [kind, choice, str(len(group.decisions)), *_savings(group.saved_seconds, group.saved_weight_bytes)]
-    cells.append(f.format_share(share(plan, group.error_squared)))
+def _group_rows(page: Page, plan: Plan, ledger: Ledger, group: Group, kind: str, verbose: bool) -> list[Row]:
+    option = Text(choice(group.kind, group.option, group.baseline), style=DIM if group.kept else STRONG)
+    cells: list[Cell] = [kind, option, str(len(group.decisions)), *_figures(ledger.figures(plan, group.decisions))]
     where: list[Cell] = [] if verbose else _where(group.sites)
     strayed = group.strayed
     if strayed:
         found = ", ".join(dict.fromkeys(d.applied for d in strayed))
         where.append(Text(f"⚠ {len(strayed)} not applied: the artifact holds {found}", style=WARN))
-    members = [_site_row(plan, d, 4 if page.wide else 3) for d in group.decisions] if verbose else []
+    members = [_site_row(plan, ledger, d, 4 if page.wide else 3) for d in group.decisions] if verbose else []
     if not page.wide:
         return [Row(cells=cells, below=where), *members]
     first, *more = where or [""]
@@ -158,16 +160,13 @@ def _group_rows(page: Page, plan: Plan, group: Group, kind: str, verbose: bool) 
     return [Row(cells=[kind, first, *cells[1:]]), *(Row(cells=["", line, *empty]) for line in more), *members]
 
 
-def _site_row(plan: Plan, decision: Decision, span: int) -> Row:
+def _site_row(plan: Plan, ledger: Ledger, decision: Decision, span: int) -> Row:
     """One site of a group: its name across the columns at the left, its own figures."""
-    figures = _savings(saved_seconds(decision), saved_weight_bytes(decision))
-    figures.append(f.format_share(share(plan, decision.cost.error_squared)))
-    return Row(cells=[Text(f"  · {decision.site}", style=DIM), *figures], span=span)
+    return Row(cells=[Text(f"  · {decision.site}", style=DIM), *_figures(ledger.figures(plan, [decision]))], span=span)
 
 
-def _savings(seconds: float, weight_bytes: int) -> list[Cell]:
-    time, size = f.format_saved_seconds(seconds), f.format_saved_bytes(weight_bytes)
-    return [Text(time, style=WARN if seconds < 0 else ""), Text(size, style=WARN if weight_bytes < 0 else "")]
+def _figures(figures: Sequence[Figure]) -> list[Cell]:
+    return [Text(figure.text, style=WARN if figure.worse else "") for figure in figures]
 
 
 def _where(templates: Sequence[Template]) -> list[Cell]:
@@ -184,7 +183,7 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
     if not found:
         return
     page.blank()
-    shown = found if verbose else found[:_REFUSALS_SHOWN]
+    shown = found if verbose else _most_telling(found, ledger_of(plan).refusals)
     columns = [Column(header="declined"), Column(header="option"), Column(header="sites", right=True)]
     columns.append(Column(header="reason", fit="wrap"))
     rows = []
@@ -193,8 +192,14 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
         cells = [kind, refusal.option, str(len(refusal.sites)) if any(refusal.sites) else "all", refusal.reason]
         rows.append(Row(cells=cells, below=_refused_where(plan, refusal, verbose)))
     page.table(columns, rows)
-    if rest := found[len(shown) :]:
-        page.field("", Text(f"+{len(rest)} more groups: --verbose, or effcompile explain plan.json SITE", style=DIM))
+    if len(found) > len(shown):
+        page.field("", Text(f"+{len(found) - len(shown)} more groups: --verbose, or effcompile explain plan.json SITE", style=DIM))
+
+
+def _most_telling(found: Sequence[Refusal], most: int) -> list[Refusal]:
+    """At most so many, in their order: what was declined everywhere before what was declined at single sites."""
+    chosen = sorted(found, key=lambda refusal: any(refusal.sites))[:most]
+    return [refusal for refusal in found if refusal in chosen]
 
 
 def _refused_where(plan: Plan, refusal: Refusal, verbose: bool) -> list[Cell]:
@@ -231,14 +236,15 @@ def _next(page: Page, plan: Plan, directory: str | None) -> None:
     folder = directory.rstrip("/") or "/" if directory else None
     path = f"{folder}/plan.json" if folder else "plan.json"
     lines = [] if folder else [('plan.save("plan.json")', "")]
-    built = plan.measured is not None and folder is not None
+    built = plan.measured is not None and folder is not None and plan.goal.mode == "inference"
     if built:
         lines.append((f"effcompile run {shlex.quote(folder or '')}", "runs and times it"))
     if built and plan.backend == "onnxruntime":
         lines.append((f'onnxruntime.InferenceSession("{folder}/model.onnx")', "plain ONNX Runtime"))
     lines.append((f'model = effcompile.optimize(model, plan="{path}")', "no solving"))
     explains = [
-        f"effcompile explain {shlex.quote(path)} {shlex.quote(d.site)}" for d in sorted(plan.decisions, key=saved_seconds, reverse=True)
+        f"effcompile explain {shlex.quote(path)} {shlex.quote(d.site)}"
+        for d in sorted(plan.decisions, key=ledger_of(plan).worth, reverse=True)
     ]
     if explains:
         fitting = next((command for command in explains if len(command) < page.width - 12), None)
