@@ -1,1 +1,39 @@
-"""Where to keep and where to recompute: block frontiers, their allocation along the chain, and the proof."""
+"""Where to keep and where to recompute: block frontiers, their allocation along the chain, and the proof.
+
+`block_options` gives the Pareto front of one block (block.py; the mathematics in prove.py), `solve_chain` an option for
+every stage of a chain (chain.py; the constraints in links.py, the certificate in count.py). Knows no torch.
+"""
+
+from effcompile.planner.remat.block import BlockFront, block_front, block_options
+from effcompile.planner.remat.chain import chain_frontier, frontier_budgets, solve_chain
+from effcompile.planner.remat.least import smallest_budget
+from effcompile.planner.remat.problem import (
+    BackwardStep,
+    BlockOption,
+    BlockProblem,
+    ChainProblem,
+    ChainSolution,
+    Group,
+    Op,
+    Stage,
+)
+from effcompile.planner.remat.simulate import simulate_block
+
+__all__ = [
+    "BackwardStep",
+    "BlockFront",
+    "BlockOption",
+    "BlockProblem",
+    "ChainProblem",
+    "ChainSolution",
+    "Group",
+    "Op",
+    "Stage",
+    "block_front",
+    "block_options",
+    "chain_frontier",
+    "frontier_budgets",
+    "simulate_block",
+    "smallest_budget",
+    "solve_chain",
+]

@@ -89,6 +89,7 @@ class BlockOption:
             its last reader), recomputed values, workspace and `BackwardStep.live`.
         seconds: extra time: the recomputed operators'.
         label: the user's word for it ("keep all", "recompute gelu, layer_norm"); may be "".
+        entering_kept: bytes of `kept` that are entering values: what a group spares by remaking them.
     """
 
     kept: frozenset[str]
@@ -98,6 +99,7 @@ class BlockOption:
     backward_peak: int
     seconds: float
     label: str = ""
+    entering_kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +155,8 @@ class Group:
     """Stages first … last whose entering values, but the first one's, are not kept.
 
     When the backward reaches the last stage, the forwards of first … last−1 run again from the first one's entering
-    values and keep only each stage's entering values, which live until that stage's backward is done.
+    values and keep only each stage's entering values, which live until that stage's backward is done. So the option of
+    `first` keeps its entering values whole, and the options of the others keep some of theirs (`entering_kept` > 0).
     """
 
     first: int

@@ -1,0 +1,127 @@
+"""`block_options`: the Pareto front of (kept bytes, backward peak, seconds) of one block.
+
+What an option is and what it takes: simulate.py. What is kept decides everything else, so a block of n values has at
+most 2^n options. Three stages find the front and one proves it, and each only adds to what the one before found:
+
+    greedy     keep all; keep what must be; and, as a min-cut would, keep what takes long to make per byte, for every
+               threshold: always there, however large the block                                          `_greedy`
+    labels     dynamic program over the operators in reverse (search.py), first with few labels, then with all it takes.
+               Exact where no label was dropped for lack of room
+    z3         refutes "there is an option that none of these covers" (prove.py): the mathematics, constraint by
+               constraint. What z3 finds instead is added, and it is asked again
+    check      every option's figures come from the simulator, which knows nothing of the other two     `simulate.option`
+
+Seconds are compared in whole ticks: exactly where 2^30 of them make up the block's time, else rounded up to that.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import z3
+
+from effcompile.errors import UsageError
+from effcompile.planner.remat.layout import Layout, layout
+from effcompile.planner.remat.problem import BlockOption, BlockProblem
+from effcompile.planner.remat.prove import prove
+from effcompile.planner.remat.search import Front, Grid, replayed, search
+from effcompile.planner.remat.simulate import check_block, option
+
+_ROOMS = (60, 600, 4000)  # labels at a time, pass after pass: each pass prunes with what the one before found
+_SEARCH_SHARE = 0.6  # of the time; the rest is z3's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockFront:
+    """The options of a block and what is known about them.
+
+    Attributes:
+        options: least seconds first; thinned when the front has more points than asked for.
+        found: how many points the front had before it was thinned.
+        complete: nothing is missing from it, by the exhaustive search or by z3. `proven`: by z3.
+        solver: name and version. seconds: time taken.
+    """
+
+    options: tuple[BlockOption, ...]
+    found: int
+    complete: bool
+    proven: bool
+    solver: str
+    seconds: float
+
+
+def block_options(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> tuple[BlockOption, ...]:
+    """The Pareto front of (kept_bytes, backward_peak, seconds), least seconds first; see the module for the method.
+
+    Args:
+        problem: the block.
+        timeout: seconds; then what has been found until then, at the least the greedy options.
+        points: of a larger front about evenly many are left, among them the least seconds, kept bytes and peak.
+
+    Raises:
+        UsageError: the block contradicts itself, or timeout or points is not positive.
+    """
+    return block_front(problem, timeout=timeout, points=points).options
+
+
+def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
+    """`block_options`, with whether the front is complete and proven."""
+    start = time.monotonic()
+    check_block(problem)
+    if not (math.isfinite(timeout) and timeout > 0) or points < 3:
+        raise UsageError(f"timeout = {timeout!r}, points = {points!r}: give a positive number of seconds, and at least 3 points.")
+    small, front = layout(problem), Front()
+    _greedy(small, front)
+    complete = any(search(small, front, room=room, deadline=start + _SEARCH_SHARE * timeout) for room in _ROOMS)
+    proven = prove(small, front, deadline=start + timeout)
+    found = [option(problem, (small.names[v] for v in kept)) for kept in front.points.values()]
+    options = _pareto([o for o in found if o is not None])
+    return BlockFront(
+        options=tuple(thinned(options, points)),
+        found=len(options),
+        complete=complete or proven,
+        proven=proven,
+        solver=f"z3 {z3.get_version_string()}",
+        seconds=time.monotonic() - start,
+    )
+
+
+def _greedy(small: Layout, front: Front) -> None:
+    """Keep what took at least θ ticks per byte to make, for every θ that tells two values apart."""
+    grid = Grid(small)
+    worth = [small.ticks[u] / max(1, small.size[v]) if (u := small.maker[v]) >= 0 else math.inf for v in range(len(small.names))]
+    levels = sorted(set(worth))
+    for level in [*levels[:: max(1, len(levels) // 40)], math.inf]:
+        point, kept, _ = replayed(small, grid, frozenset(v for v, w in enumerate(worth) if w >= level))
+        front.add(point, kept)
+
+
+def _pareto(options: list[BlockOption]) -> list[BlockOption]:
+    """In order of seconds, what no other option covers. Ticks and seconds may differ in what they cover by rounding."""
+    left: list[BlockOption] = []
+    for o in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.backward_peak, o.forward_peak)):
+        if not any(p.kept_bytes <= o.kept_bytes and p.backward_peak <= o.backward_peak for p in left):
+            left.append(o)
+    return left
+
+
+def thinned(options: list[BlockOption], points: int) -> list[BlockOption]:
+    """The extremes, then again and again the option that is farthest from all chosen ones, each measure scaled to its range."""
+    if len(options) <= points:
+        return options
+    rows = np.array([[o.kept_bytes, o.backward_peak, o.seconds] for o in options], dtype=np.float64)
+    rows = (rows - rows.min(axis=0)) / (rows.max(axis=0) - rows.min(axis=0)).clip(1e-30)
+    everyone = range(len(options))
+    chosen = [
+        0,
+        min(everyone, key=lambda i: (options[i].kept_bytes, options[i].seconds)),
+        min(everyone, key=lambda i: (options[i].backward_peak, options[i].seconds)),
+    ]
+    far = np.min([np.linalg.norm(rows - rows[i], axis=1) for i in chosen], axis=0)
+    while len(set(chosen)) < points:
+        chosen.append(int(far.argmax()))
+        far = np.minimum(far, np.linalg.norm(rows - rows[chosen[-1]], axis=1))
+    return [options[i] for i in sorted(set(chosen))]

@@ -1,0 +1,156 @@
+"""z3's certificate for a chain: it refutes "some choice within the budget takes fewer than T ticks", or exhibits one.
+
+Of the chain's instants (links.py) only some are *stated*. Between two stated ones, stages with the same ways are
+interchangeable: only how many of them take a way is a variable, not which. With integers n_cw ≥ 0 for class c of such
+stages and way w (a stage with a stated instant is a class of its own):
+
+    (1) one way each      Σ_w n_cw = |c|
+    (2) stated instants   Σ_{c before i} Σ_w kept_w n_cw + Σ_w peak_w n_iw ≤ budget − (what is there beside)
+    (3) target            Σ_c Σ_w ticks_w n_cw ≤ T − 1
+
+Instants left out only make the system weaker, so unsat is a proof for the chain, in whatever order options stand along
+it. A model is spread over the stages, in a few orders (`_ORDERS`), and checked at every instant. If none fits, an instant
+that was violated is stated and z3 is asked again; with all stated, every stage is its own class and the system exact.
+
+Why the first order is tried first (exchange argument): let a and b be options of two neighbouring stages of one class with
+the same bytes beside, and d = backward − kept. In the order a, b the higher of the two backwards is
+max(d_a + kept_a, d_b + kept_a + kept_b) above what was there. If d_a ≥ d_b that is at most d_a + kept_a + kept_b, which
+the order b, a reaches. So among such stages those of greater d go first, and no other order does better, as long as the
+forward, whose d may order them otherwise, does not bind. Nothing that is proven rests on it.
+
+Bytes are exact, divided by their common divisor; ticks may be divided by a grain and rounded down, which weakens (3).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Literal
+
+import z3
+
+from effcompile.planner.remat.links import Links, Way
+
+_MOST_STATED = 2  # violated instants that one model adds
+
+_ORDERS: tuple[Callable[[Way], int], ...] = (
+    lambda w: w.kept - w.backward,
+    lambda w: w.kept - w.forward,
+    lambda w: w.kept - max(w.forward, w.backward),
+    lambda w: w.kept,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What z3 said; the choice when found."""
+
+    answer: Literal["refuted", "found", "unknown"]
+    choice: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Certifier:
+    """Asks z3 about one chain; instants once stated stay stated."""
+
+    links: Links
+    budget: int
+    stated: set[tuple[int, int]] = field(default_factory=set)
+
+    def tight(self, choice: Sequence[int]) -> None:
+        """State the two highest instants of a choice, and those at its last stage."""
+        loads = [(load, i, phase) for i, pair in enumerate(self.links.instants(choice)) for phase, load in enumerate(pair)]
+        self.stated.update((i, phase) for _, i, phase in sorted(loads, reverse=True)[:_MOST_STATED])
+
+    def cheaper(self, target: int, *, grain: int, deadline: float) -> Verdict:
+        """Is there a choice within the budget of fewer than `target` ticks? Sound either way; "unknown" at the deadline."""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return Verdict("unknown")
+            system = _System(self.links, self.budget, self.stated)
+            answer, counts = system.solve(target - self.links.ticks, grain, left)
+            if answer != z3.sat:
+                return Verdict("refuted" if answer == z3.unsat else "unknown")
+            choices = [system.spread(counts, order) for order in _ORDERS]
+            fitting = [c for c in choices if self.links.peak(c) <= self.budget and self.links.cost(c) < target]
+            if fitting:
+                return Verdict("found", min(fitting, key=self.links.cost))
+            if not self._state(choices[0]):
+                if grain == 1:
+                    return Verdict("unknown")
+                grain = 1  # the choice fits, and was not cheaper than the target only by the grain
+
+    def _state(self, choice: Sequence[int]) -> bool:
+        loads = [(load, i, phase) for i, pair in enumerate(self.links.instants(choice)) for phase, load in enumerate(pair)]
+        over = sorted((x for x in loads if x[0] > self.budget), reverse=True)
+        self.stated.update((i, phase) for _, i, phase in over[:_MOST_STATED])
+        return bool(over)
+
+
+class _System:
+    """The stages in classes, and z3's question about them."""
+
+    def __init__(self, links: Links, budget: int, stated: set[tuple[int, int]]) -> None:
+        self.links, self.budget, self.stated = links, budget, stated
+        self.classes = _classes(links, {i for i, _ in stated})
+        self.counts = [[z3.Int(f"n{c}_{w}") for w in range(len(links.links[members[0]].ways))] for c, members in enumerate(self.classes)]
+
+    def solve(self, target: int, grain: int, seconds: float) -> tuple[z3.CheckSatResult, list[list[int]]]:
+        solver = z3.SolverFor("QF_LIA")
+        for members, counts in zip(self.classes, self.counts, strict=True):
+            solver.add(z3.Sum(counts) == len(members), *(n >= 0 for n in counts))
+        for i, phase in sorted(self.stated):
+            solver.add(self._instant(i, phase))
+        terms = [(way.ticks // grain, n) for way, n in self._ways()]
+        solver.add(_sum(terms) <= (target - 1) // grain)
+        solver.set("timeout", max(1, int(seconds * 1000)))
+        answer = solver.check()
+        if answer != z3.sat:
+            return answer, []
+        model = solver.model()
+        return answer, [[model.eval(n, model_completion=True).as_long() for n in counts] for counts in self.counts]
+
+    def _ways(self) -> list[tuple[Way, z3.ArithRef]]:
+        pairs = []
+        for members, counts in zip(self.classes, self.counts, strict=True):
+            pairs += list(zip(self.links.links[members[0]].ways, counts, strict=True))
+        return pairs
+
+    def _instant(self, i: int, phase: int) -> z3.BoolRef:
+        terms: list[tuple[int, z3.ArithRef]] = []
+        for members, counts in zip(self.classes, self.counts, strict=True):
+            ways = self.links.links[members[0]].ways
+            if members[0] == i:
+                terms += [(way.backward if phase else way.forward, n) for way, n in zip(ways, counts, strict=True)]
+            elif members[0] < i:
+                terms += [(way.kept, n) for way, n in zip(ways, counts, strict=True)]
+        room = self.budget - (self.links.links[i].backward if phase else self.links.links[i].forward)
+        unit = gcd(*(c for c, _ in terms)) or 1
+        return _sum([(c // unit, n) for c, n in terms]) <= room // unit
+
+    def spread(self, counts: list[list[int]], order: Callable[[Way], int]) -> tuple[int, ...]:
+        """A choice with these counts: within a class in the given order of its ways."""
+        choice = [0] * len(self.links.links)
+        for members, numbers in zip(self.classes, counts, strict=True):
+            ways = self.links.links[members[0]].ways
+            taken = [w for w in sorted(range(len(ways)), key=lambda w: order(ways[w])) for _ in range(numbers[w])]
+            for i, w in zip(members, taken, strict=True):
+                choice[i] = w
+        return tuple(choice)
+
+
+def _classes(links: Links, alone: set[int]) -> list[list[int]]:
+    """Stages with the same ways between two of the stages that stand alone; every class in chain order."""
+    classes: dict[tuple[int, int], list[int]] = {}
+    segment = 0
+    for i, link in enumerate(links.links):
+        segment += 2 * (i in alone)
+        classes.setdefault((segment - (i in alone), id(link.ways)), []).append(i)
+    return list(classes.values())
+
+
+def _sum(terms: list[tuple[int, z3.ArithRef]]) -> z3.ArithRef:
+    return z3.Sum([z3.IntVal(0), *(c * n for c, n in terms if c)])

@@ -1,0 +1,220 @@
+"""A chain in whole numbers: per stage a few options, two instants, and what was kept before.
+
+With S_i = Σ_{j<i} kept_j(o_j), option o of stage i is possible within budget M when
+
+    forward   S_i + forward_peak_i(o)  + base + forward_base_i  + forward_slack_i   ≤ M
+    backward  S_i + backward_peak_i(o) + base + backward_base_i + backward_slack_i  ≤ M
+
+A *group* of stages f … l (problem.Group) is the same chain with other numbers, so what solves chains solves groups:
+
+    kept_j           loses entering_kept_j(o) for f < j ≤ l; only options where that is positive, and at f only those that
+                     keep the entering values whole (they are what the re-run starts from)
+    backward_base_k  gains Σ_{f<j<k} entering_bytes_j: remade, and not yet done with. Stage k's own are in its peak
+    backward_peak_l  is at least kept_l(o) + max_{f≤j<l} ( Σ_{f<m≤j} entering_bytes_m + rerun_peak_j ) − Σ_{f<j<l} entering_bytes_j,
+                     the re-run itself, which counts stage j's entering values twice where rerun_peak_j has them too
+    seconds          gain Σ_{f≤j<l} rerun_seconds_j
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from math import gcd, lcm
+
+from effcompile.planner.remat.problem import BlockOption, ChainProblem, Group, Stage
+
+_FINE = 1 << 40  # ticks of the longest choice, where its seconds are no multiples of a coarser unit
+_EVERY_SIZE = 12  # runs up to this long are grouped in every size, longer ones in sizes that grow by a half
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """An option of a stage: its index in the problem, bytes kept for others, highest instants, ticks."""
+
+    index: int
+    kept: int
+    forward: int
+    backward: int
+    ticks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A stage: its ways, and what is there beside S_i and the way.
+
+    None of the ways is as good as another in everything; those that keep least come first. Equal stages share one tuple.
+    """
+
+    ways: tuple[Way, ...]
+    forward: int
+    backward: int
+
+    def reach(self, way: Way, budget: int) -> int:
+        """The most S_i with which the way is within the budget."""
+        return budget - max(self.forward + way.forward, self.backward + way.backward)
+
+
+@dataclass(frozen=True)
+class Links:
+    """A chain under one choice of groups. `ticks`: what the groups' re-runs take, of `tick` seconds each."""
+
+    links: tuple[Link, ...]
+    groups: tuple[Group, ...]
+    ticks: int
+    tick: Fraction
+
+    @cached_property
+    def possible(self) -> bool:
+        """Whether every stage has an option that the groups allow."""
+        return all(link.ways for link in self.links)
+
+    @cached_property
+    def fastest(self) -> tuple[int, ...]:
+        """Every stage's way of the least ticks, and of those the one that keeps least."""
+        best = {id(link.ways): min(range(len(link.ways)), key=[way.ticks for way in link.ways].__getitem__) for link in self.links}
+        return tuple(best[id(link.ways)] for link in self.links)
+
+    @cached_property
+    def least(self) -> int:
+        """The ticks when every stage takes its fastest way: a bound."""
+        return self.cost(self.fastest)
+
+    def instants(self, choice: Sequence[int]) -> list[tuple[int, int]]:
+        """Per stage, bytes at the highest instant of its forward and of its backward. `choice` counts a link's ways."""
+        kept, loads = 0, []
+        for link, c in zip(self.links, choice, strict=True):
+            way = link.ways[c]
+            loads.append((kept + link.forward + way.forward, kept + link.backward + way.backward))
+            kept += way.kept
+        return loads
+
+    def peak(self, choice: Sequence[int]) -> int:
+        return max((max(pair) for pair in self.instants(choice)), default=0)
+
+    def cost(self, choice: Sequence[int]) -> int:
+        return self.ticks + sum(link.ways[c].ticks for link, c in zip(self.links, choice, strict=True))
+
+    def lean(self, budget: int) -> tuple[int, ...] | None:
+        """The choice that keeps least at every stage: feasible if any is. None: nothing fits, for a lower S_i never hurts."""
+        kept, choice = 0, []
+        for link in self.links:
+            c = next((c for c, way in enumerate(link.ways) if kept <= link.reach(way, budget)), None)
+            if c is None:
+                return None
+            kept += link.ways[c].kept
+            choice.append(c)
+        return tuple(choice)
+
+
+def variants(problem: ChainProblem) -> list[Links]:
+    """The chain without groups, and with every run of `groupable` in groups of one size, for each size."""
+    tick = _tick(problem)
+    shop = _Shop(problem, tick)
+    plain = _links(problem, (), tick, shop)
+    longest = max((last - first + 1 for first, last in problem.groupable), default=0)
+    made = {plain.groups: plain}
+    for size in _sizes(longest):
+        groups = tuple(g for first, last in problem.groupable for g in _cut(first, last, size))
+        if groups not in made:
+            made[groups] = _links(problem, groups, tick, shop)
+    return [links for links in made.values() if links.possible]
+
+
+def _sizes(longest: int) -> list[int]:
+    sizes = list(range(2, min(longest, _EVERY_SIZE) + 1))
+    while sizes and sizes[-1] < longest:
+        sizes.append(min(longest, sizes[-1] * 3 // 2))
+    return sizes
+
+
+def _cut(first: int, last: int, size: int) -> list[Group]:
+    return [Group(first=a, last=min(a + size - 1, last)) for a in range(first, last, size)]
+
+
+def _tick(problem: ChainProblem) -> Fraction:
+    """The largest unit of which all seconds are multiples; a 2^40th of the longest choice where that is larger."""
+    count = Counter((s.kind, s.rerun_seconds) for s in problem.stages)
+    seconds = {Fraction(o.seconds) for kind, _ in count for o in problem.options[kind]} | {Fraction(rerun) for _, rerun in count}
+    longest = sum((n * (max(Fraction(o.seconds) for o in problem.options[k]) + Fraction(r)) for (k, r), n in count.items()), Fraction(0))
+    if not longest:
+        return Fraction(1)
+    bottom = lcm(*(s.denominator for s in seconds))
+    top = gcd(*(int(s * bottom) for s in seconds))
+    return max(Fraction(top, bottom), longest / _FINE)
+
+
+class _Shop:
+    """Makes the ways of a stage for its part in a group, each only once."""
+
+    def __init__(self, problem: ChainProblem, tick: Fraction) -> None:
+        self.problem = problem
+        self.ways = {kind: tuple(_way(i, o, tick) for i, o in enumerate(options)) for kind, options in problem.options.items()}
+        self.made: dict[tuple[str, int | None, int | None], tuple[Way, ...]] = {}
+
+    def alone(self, stage: Stage) -> tuple[Way, ...]:
+        return self._once((stage.kind, None, None), lambda way: way)
+
+    def first(self, stage: Stage) -> tuple[Way, ...]:
+        """Those that keep the entering values whole."""
+        options, whole = self.problem.options[stage.kind], stage.entering_bytes
+        return self._once((stage.kind, whole, None), lambda w: w if options[w.index].entering_kept == whole else None)
+
+    def member(self, stage: Stage, rerun: int | None) -> tuple[Way, ...]:
+        """Those that keep entering values, without them; at the group's last stage its backward is at least the re-run."""
+        options = self.problem.options[stage.kind]
+
+        def less(way: Way) -> Way | None:
+            spared = options[way.index].entering_kept
+            kept = way.kept - spared
+            return replace(way, kept=kept, backward=way.backward if rerun is None else max(way.backward, kept + rerun)) if spared else None
+
+        return self._once((stage.kind, -1, rerun), less)
+
+    def _once(self, key: tuple[str, int | None, int | None], change: Callable[[Way], Way | None]) -> tuple[Way, ...]:
+        if key not in self.made:
+            changed = [change(way) for way in self.ways[key[0]]]
+            self.made[key] = _undominated([way for way in changed if way])
+        return self.made[key]
+
+
+def _links(problem: ChainProblem, groups: tuple[Group, ...], tick: Fraction, shop: _Shop) -> Links:
+    links = [_link(problem, stage, shop.alone(stage)) for stage in problem.stages]
+    ticks = 0
+    for group in groups:
+        links[group.first : group.last + 1] = _grouped(problem, group, links[group.first : group.last + 1], shop)
+        ticks += sum(int(Fraction(s.rerun_seconds) / tick) for s in problem.stages[group.first : group.last])
+    return Links(tuple(links), groups, ticks, tick)
+
+
+def _way(index: int, option: BlockOption, tick: Fraction) -> Way:
+    """Ticks are rounded down: a bound in ticks is a bound in seconds."""
+    return Way(index, option.kept_bytes, option.forward_peak, option.backward_peak, int(Fraction(option.seconds) / tick))
+
+
+def _link(problem: ChainProblem, stage: Stage, ways: tuple[Way, ...]) -> Link:
+    forward = problem.base + stage.forward_base + problem.forward_slack.get(stage.name, 0)
+    return Link(ways, forward, problem.base + stage.backward_base + problem.backward_slack.get(stage.name, 0))
+
+
+def _grouped(problem: ChainProblem, group: Group, links: list[Link], shop: _Shop) -> list[Link]:
+    """The group's stages: `remade` counts up the entering values of those after the first, as the re-run makes them."""
+    stages = problem.stages[group.first : group.last + 1]
+    changed = [replace(links[0], ways=shop.first(stages[0]))]
+    remade, rerun = 0, stages[0].rerun_peak
+    for stage, link in zip(stages[1:-1], links[1:-1], strict=True):
+        changed.append(replace(link, ways=shop.member(stage, None), backward=link.backward + remade))
+        remade += stage.entering_bytes
+        rerun = max(rerun, remade + stage.rerun_peak)
+    changed.append(replace(links[-1], ways=shop.member(stages[-1], rerun - remade), backward=links[-1].backward + remade))
+    return changed
+
+
+def _undominated(ways: list[Way]) -> tuple[Way, ...]:
+    left: list[Way] = []
+    for w in sorted(ways, key=lambda w: (w.kept, w.ticks, w.backward, w.forward, w.index)):
+        if not any(v.ticks <= w.ticks and v.backward <= w.backward and v.forward <= w.forward for v in left):
+            left.append(w)
+    return tuple(left)

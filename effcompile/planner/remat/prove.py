@@ -1,0 +1,180 @@
+"""z3 completes and proves a block's front: it refutes "there is an option that none of these covers", or exhibits one.
+
+Booleans: k_v "value v is kept"; d_uj "operator u has run again by reading step j" (layout.py), for j among its possible
+places. What is read at which step is data.
+
+    (1) place       d_uj ⇔ ⋁_{v ∈ makes(u)} ¬k_v ∧ ( v read at a step ≤ j  ∨  ⋁_{w reads v} d_wj )             `_Terms.done`
+                    which says that u runs right before its first reader; r_u := d_u,last "u is recomputed"
+    (2) forced      ¬r_u for operators that may not run again; k_v for forced values                           `_Terms.rules`
+    (3) entering    v read in the backward, or by a recomputed operator → k_v                                  `_Terms.rules`
+    (4) no waste    k_v → v is read in the backward or by a recomputed operator, but for forced ones           `_Terms.rules`
+    (5) last use    l_v(j, x) ⇔ v is read at (j, x) or later: by a step, or by some w with r_w placed there    `_Terms.later`
+    (6) alive       a_v(j, x) ⇔ (k_v ∨ v was made again before (j, x)) ∧ l_v(j, x)                             `_Terms.alive`
+    (7) instants    Σ_v size_v a_v(j, n) + steps_j ≤ W; and where u runs again at j, that is d_uj ∧ ¬d_u,j−1,
+                    Σ_v size_v a_v(j, u) + Σ_{v ∈ makes(u)} size_v + workspace_u + gaps_j ≤ W                  `_Terms.limit`
+    (8) uncovered   Σ_v size_v k_v < S  ∨  Σ_u ticks_u r_u < T   for each option (S, ·, T) found of peak ≤ W   `_uncovered`
+
+W starts without limit and only falls. If z3 refutes (8) under W, every option of peak ≤ W is covered by one found, of
+peak at most P; so W becomes P − 1, until nothing is found there: the front is complete. Else the kept values of z3's
+model are an option: a new one, or one whose peak exceeds W. Then the instants where it does are added to (7), which
+starts empty: few of the many instants ever matter. All numbers are exact integers.
+"""
+
+from __future__ import annotations
+
+import time
+
+import z3
+
+from effcompile.planner.remat.layout import Layout
+from effcompile.planner.remat.search import Front, Grid, Point, replayed
+
+_MOST_STATED = 8  # violated instants that one model adds
+
+Weighted = list[tuple[z3.BoolRef, int]]
+
+
+def prove(layout: Layout, front: Front, *, deadline: float) -> bool:
+    """Add what the front lacks, until z3 says that nothing does. False when the deadline came first."""
+    terms = _Terms(layout)
+    if not terms.grid.instants:  # no backward, so nothing but the forced values is kept
+        point, kept, _ = replayed(layout, terms.grid, layout.forced)
+        front.add(point, kept)
+        return True
+    solver = z3.SolverFor("QF_FD")  # z3's SAT solver with pseudo-Boolean constraints
+    solver.add(*terms.rules())
+    limit: int | None = None
+    stated: set[int] = set()
+    while True:
+        solver.push()
+        if limit is not None:
+            solver.add(*(terms.limit(i, limit) for i in sorted(stated)))
+        while (answer := _another(terms, solver, front, limit, stated, deadline)) == z3.sat:
+            pass
+        if answer != z3.unsat:
+            return False
+        solver.pop()
+        under = _under(front, limit)
+        if not under:
+            return True
+        limit = max(p[1] for p in under) - 1
+
+
+def _another(terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, stated: set[int], deadline: float) -> z3.CheckSatResult:
+    """Ask once for an uncovered option: sat when one was added to the front, or one over the limit to the stated instants."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return z3.unknown
+    solver.push()
+    solver.add(*_uncovered(terms, _under(front, limit)))
+    solver.set("timeout", max(1, int(left * 1000)))
+    answer = solver.check()
+    model = solver.model() if answer == z3.sat else None
+    solver.pop()
+    if model is None:
+        return answer
+    point, kept, load = replayed(terms.layout, terms.grid, terms.kept(model))
+    if limit is None or point[1] <= limit:
+        assert front.add(point, kept), "z3's model and the replay disagree"
+        return answer
+    over = sorted((i for i in range(terms.grid.instants) if load[i] > limit), key=lambda i: -load[i])
+    assert not stated.issuperset(over), "z3's model and the replay disagree"
+    new = [i for i in over if i not in stated][:_MOST_STATED]
+    stated.update(new)
+    solver.add(*(terms.limit(i, limit) for i in new))
+    return answer
+
+
+def _under(front: Front, limit: int | None) -> list[Point]:
+    """The options of peak ≤ limit that no other of those covers in kept bytes and ticks; of equals the one of least peak."""
+    left: list[Point] = []
+    for point in sorted((p for p in front.points if limit is None or p[1] <= limit), key=lambda p: (p[0], p[2], p[1])):
+        if not left or point[2] < left[-1][2]:
+            left.append(point)
+    return left
+
+
+def _uncovered(terms: _Terms, found: list[Point]) -> list[z3.BoolRef]:
+    return [z3.Or(_at_most(terms.sizes, size - 1), _at_most(terms.times, ticks - 1)) for size, _, ticks in found]
+
+
+def _at_most(weighted: Weighted, bound: int) -> z3.BoolRef:
+    if bound < 0:
+        return z3.BoolVal(False)
+    if sum(w for _, w in weighted) <= bound:
+        return z3.BoolVal(True)
+    return z3.PbLe(weighted, bound)
+
+
+class _Terms:
+    """The terms of one block, by the numbers of the module's docstring."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.grid = layout, Grid(layout)
+        self.keep = [z3.Bool(f"k{v}") for v in range(len(layout.names))]
+        self.placed = [{j: z3.Bool(f"d{u}_{j}") for j in places} for u, places in enumerate(layout.places)]
+        self.again = [self.done(u, len(layout.steps)) for u in range(layout.count)]
+        self.sizes = [(k, layout.size[v]) for v, k in enumerate(self.keep) if layout.size[v]]
+        self.times = [(r, layout.ticks[u]) for u, r in enumerate(self.again) if layout.ticks[u]]
+
+    def kept(self, model: z3.ModelRef) -> frozenset[int]:
+        return frozenset(v for v, k in enumerate(self.keep) if z3.is_true(model.eval(k, model_completion=True)))
+
+    def done(self, u: int, j: int) -> z3.BoolRef:
+        """Operator u has run again by reading step j."""
+        by = [i for i in self.layout.places[u] if i <= j]
+        return self.placed[u][by[-1]] if by else z3.BoolVal(False)
+
+    def rules(self) -> list[z3.BoolRef]:
+        """(1) to (4)."""
+        layout, rules = self.layout, []
+        for u, places in enumerate(layout.places):
+            for j in places:
+                asked = [z3.And(z3.Not(self.keep[v]), self._read(v, j)) for v in layout.makes[u]]
+                rules.append(self.placed[u][j] == z3.Or(asked))
+            if not layout.repeatable[u]:
+                rules.append(z3.Not(self.again[u]))
+        for v, keep in enumerate(self.keep):
+            if v in layout.forced:
+                rules.append(keep)
+                continue
+            read = self._read(v, len(layout.steps))
+            rules.append(z3.Implies(keep, read))
+            if layout.maker[v] < 0:
+                rules.append(z3.Implies(read, keep))
+        return rules
+
+    def limit(self, instant: int, limit: int) -> z3.BoolRef:
+        """(7) for one instant of the grid."""
+        layout, (j, x) = self.layout, self.grid.points[instant]
+        if x >= layout.count:
+            bytes_there = int(self.grid.base[instant])
+            return _at_most(self._alive_at(j, x), limit - bytes_there)
+        bytes_there = layout.gaps[j] + layout.workspace[x] + sum(layout.size[v] for v in layout.makes[x])
+        runs = z3.And(self.done(x, j), z3.Not(self.done(x, j - 1)))
+        return z3.Implies(runs, _at_most(self._alive_at(j, x), limit - bytes_there))
+
+    def _alive_at(self, j: int, x: int) -> Weighted:
+        return [(self.alive(v, j, x), size) for v, size in enumerate(self.layout.size) if size]
+
+    def alive(self, v: int, j: int, x: int) -> z3.BoolRef:
+        """(6): v is alive at (j, x); copies that x itself makes are left out."""
+        u = self.layout.maker[v]
+        there = self.keep[v] if u < 0 else z3.Or(self.keep[v], self.done(u, j if u < x else j - 1))
+        return z3.And(there, self.later(v, j, x))
+
+    def later(self, v: int, j: int, x: int) -> z3.BoolRef:
+        """(5): v is read at (j, x) or later. A forced value that nothing reads is there to the end."""
+        layout = self.layout
+        if layout.used[v] and layout.used[v][-1] >= (j if x <= layout.count else j + 1):
+            return z3.BoolVal(True)
+        readers = [z3.And(self.again[w], z3.Not(self.done(w, j - 1 if w >= x else j))) for w in layout.readers[v]]
+        if v in layout.forced and not layout.used[v]:
+            readers.append(z3.Not(z3.Or([self.again[w] for w in layout.readers[v]])))
+        return z3.Or(readers)
+
+    def _read(self, v: int, j: int) -> z3.BoolRef:
+        """Value v is read at a step ≤ j, or by an operator that has run again by then."""
+        if self.layout.used[v] and self.layout.used[v][0] <= j:
+            return z3.BoolVal(True)
+        return z3.Or([self.done(w, j) for w in self.layout.readers[v]])
