@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from effcompile.backends import resident
 from effcompile.errors import LoweringError
 from effcompile.timing import faster_half_median, interleaved
 
@@ -106,21 +104,15 @@ def tune(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], *, rounds: int =
 
 
 _MEASURE_PEAK = """
-import sys, numpy, onnxruntime
-def status(field):
-    with open("/proc/self/status") as lines:
-        return next(int(l.split()[1]) * 1024 for l in lines if l.startswith(field + ":"))
-path, inputs, threads, arena = sys.argv[1:5]
-feeds = dict(numpy.load(inputs))
-before = status("VmRSS")
-options = onnxruntime.SessionOptions()
-options.intra_op_num_threads, options.inter_op_num_threads = int(threads), 1
-options.enable_cpu_mem_arena = arena == "True"
-session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-with open("/proc/self/clear_refs", "w") as reset:
-    reset.write("5")
-session.run(None, feeds)
-print(status("VmHWM") - before)
+import onnxruntime
+threads, arena, *names = options
+before()
+settings = onnxruntime.SessionOptions()
+settings.intra_op_num_threads, settings.inter_op_num_threads = int(threads), 1
+settings.enable_cpu_mem_arena = arena == "True"
+session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
+loaded()
+session.run(None, dict(zip(names, inputs)))
 """
 
 
@@ -130,12 +122,7 @@ def peak_bytes(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], settings: 
     ORT has no allocator statistics for CPU, so the process's high-water mark (reset after loading) is read, less
     what the process held before the session was made.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = Path(folder) / "inputs.npz"
-        np.savez(inputs, **feeds)  # type: ignore[arg-type]
-        command = [sys.executable, "-c", _MEASURE_PEAK, str(path), str(inputs), str(settings.threads), str(settings.arena)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    return int(done.stdout.strip()) if done.returncode == 0 and done.stdout.strip().isdigit() else None
+    return resident.peak_bytes(_MEASURE_PEAK, path, list(feeds.values()), settings.threads, settings.arena, *feeds)
 
 
 def settings_dict(settings: Settings) -> dict[str, Any]:

@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from effcompile.backends import resident
 from effcompile.backends.base import Run
 from effcompile.backends.openvino import model as models
-from effcompile.backends.openvino.measure import config, measure
+from effcompile.backends.openvino.measure import measure
+from effcompile.backends.openvino.shapes import Shaped
 from effcompile.errors import FormatError, LoweringError, MissingPackageError, UsageError
 from effcompile.goal import Goal
 from effcompile.plan import Plan
@@ -25,10 +27,24 @@ from effcompile.target import KernelCall
 ARTIFACT = "model.xml"
 INSTALL = "pip install 'effcompile[openvino]'"
 _LINEAR_OPTIONS = ("fp32", "bf16", "int8_static")
+#: A compiled nothing loads the CPU plugin, so that it is not taken for a part of the model.
+_MEASURE_PEAK = """
+import openvino
+from openvino import opset13 as ops
+core = openvino.Core()
+config = {"INFERENCE_NUM_THREADS": int(options[0]), "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": options[1]}
+value = ops.parameter([1], numpy.float32)
+nothing = openvino.Model([ops.relu(value)], [value])
+core.compile_model(nothing, "CPU", config).create_infer_request().infer([numpy.zeros(1, numpy.float32)])
+before()
+request = core.compile_model(core.read_model(path), "CPU", config).create_infer_request()
+loaded()
+request.infer(inputs)
+"""
 
 
 class OpenVino:
-    """Converts the exported program; NNCF quantises exactly the linears planned as `int8_static`."""
+    """Converts the exported program; NNCF quantises exactly what is planned as `int8_static`, `int8` or `sdpa_int8`."""
 
     name: ClassVar[str] = "openvino"
     #: the bf16 hint holds for a whole model
@@ -56,7 +72,7 @@ class OpenVino:
         if refusal := _why_not(program):
             raise LoweringError(f"OpenVINO cannot run {program.name} as planned: {refusal}.")
         converted = models.convert(program)
-        names = models.names_of_sites(program, converted)
+        names = models.names_of_sites(program, converted) | models.names_of_attentions(program, converted)
         quantized = models.quantize(program, converted, names, calibration)
         precision = "bf16" if _linear_options(program) & {"bf16"} else "f32"
         quantized.set_rt_info(precision, ["runtime_options", "INFERENCE_PRECISION_HINT"])
@@ -72,14 +88,13 @@ class OpenVinoLowered:
     """See `backends.base.Lowered`. Saved as OpenVINO IR, which plain OpenVINO loads with the same precision."""
 
     model: Any
-    request: Any
+    shaped: Shaped
     applied: Mapping[str, str]
     settings: Mapping[str, Any]
     weight_bytes: int
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        results = self.request.infer([t.detach().cpu().numpy() for t in inputs], share_inputs=True)
-        return [torch.from_numpy(value) for value in results.values()]
+        return [torch.from_numpy(value) for value in self.shaped.infer([t.detach().cpu().numpy() for t in inputs])]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Write `model.xml` and `model.bin`, each whole or not at all."""
@@ -97,8 +112,14 @@ class OpenVinoLowered:
         return directory / ARTIFACT, (directory / ARTIFACT).with_suffix(".bin")
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
-        """None: OpenVINO does not report its memory."""
-        return None
+        """Peak resident bytes over one call, in a process of its own (OpenVINO reports no memory); None off Linux.
+
+        What OpenVINO itself takes, its CPU plugin included, is not counted; pages of the model's file that it reads are.
+        """
+        with tempfile.TemporaryDirectory(prefix="effcompile-openvino-") as folder:
+            path, _ = self.save(Path(folder))
+            arrays = [t.detach().cpu().numpy() for t in inputs]
+            return resident.peak_bytes(_MEASURE_PEAK, path, arrays, self.settings["threads"], self.settings["precision_hint"])
 
 
 def load(path: Path) -> Callable[..., list[torch.Tensor]]:
@@ -115,40 +136,34 @@ def load(path: Path) -> Callable[..., list[torch.Tensor]]:
 
     try:
         model = openvino.Core().read_model(path)
-        request = _request(model)
+        shaped = Shaped(model, _precision(model))
     except RuntimeError as error:
         raise FormatError(f"{str(path)!r} is not an OpenVINO model: {models.first_line(error)}. Write it again.") from error
 
     def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.from_numpy(value) for value in request.infer([t.detach().cpu().numpy() for t in inputs]).values()]
+        return [torch.from_numpy(value) for value in shaped.infer([t.detach().cpu().numpy() for t in inputs])]
 
     return call
 
 
 def _compile(program: Program, model: Any, names: Mapping[str, str], precision: str) -> OpenVinoLowered:
-    import openvino
-
+    shaped = Shaped(model, precision)
     try:
-        compiled = openvino.Core().compile_model(model, "CPU", config(precision))
-        request = compiled.create_infer_request()
-        request.infer([t.numpy() for t in program.flat_inputs()])
+        shaped.infer([t.numpy() for t in program.flat_inputs()])
     except RuntimeError as error:
         raise LoweringError(f"OpenVINO cannot run {program.name}: {models.first_line(error)}. Choose another backend.") from error
     return OpenVinoLowered(
         model=model,
-        request=request,
-        applied={**_unchanged(program), **models.applied(compiled, model, names)},
+        shaped=shaped,
+        applied={**_unchanged(program), **models.applied(shaped.compiled, model, names)},
         settings={"threads": torch.get_num_threads(), "precision_hint": precision},
         weight_bytes=models.weight_bytes(model),
     )
 
 
-def _request(model: Any) -> Any:
-    import openvino
-
+def _precision(model: Any) -> str:
     hint = ["runtime_options", "INFERENCE_PRECISION_HINT"]
-    precision = str(model.get_rt_info(hint).astype(str)) if model.has_rt_info(hint) else "f32"
-    return openvino.Core().compile_model(model, "CPU", config(precision)).create_infer_request()
+    return str(model.get_rt_info(hint).astype(str)) if model.has_rt_info(hint) else "f32"
 
 
 def _linear_options(program: Program) -> set[str]:

@@ -106,6 +106,18 @@ def _attention(dims: Dims) -> Made:
     return ops.scaled_dot_product_attention(*parameters), parameters, values
 
 
+def _attention_int8(dims: Dims) -> Made:
+    """As NNCF writes it: FakeQuantize to 256 levels on q and k."""
+    from openvino import opset13 as ops
+
+    b, h, sq, sk, d = dims
+    values = [_random(b, h, s, d) for s in (sq, sk, sk)]
+    parameters = [_parameter(v) for v in values]
+    low, high = ops.constant(np.float32(-4)), ops.constant(np.float32(4))
+    q, k = (ops.fake_quantize(p, low, high, low, high, 256) for p in parameters[:2])
+    return ops.scaled_dot_product_attention(q, k, parameters[2]), parameters, values
+
+
 def _norm(x: Any, cols: int) -> Any:
     from openvino import opset13 as ops
 
@@ -174,6 +186,7 @@ _KERNELS: dict[str, Callable[[Dims], Made]] = {
     "linear/int8_static": _linear_int8,
     "matmul/fp32": _matmul,
     "attention/sdpa": _attention,
+    "attention/sdpa_int8": _attention_int8,
     "norm/layer": _layer_norm,
     "add_norm/split": _add_norm,
     "gelu/erf": _unary("gelu", "erf"),

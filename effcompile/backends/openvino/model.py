@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +15,11 @@ import torch
 from effcompile.errors import LoweringError
 from effcompile.export import reexport
 from effcompile.program import Program
-from effcompile.sites import embeddings, linears
+from effcompile.sites import attentions, embeddings, linears
 
 #: Operators between a constant and the product or lookup that reads it.
 _PASSED_THROUGH = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize")
+_ATTENTION = "ScaledDotProductAttention"
 #: Where `runtimePrecision` of a compiled layer stands in the plan's words.
 _PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8_static", "i8": "int8_static"}
 
@@ -54,6 +59,13 @@ def names_of_sites(program: Program, model: Any) -> dict[str, str]:
     return names
 
 
+def names_of_attentions(program: Program, model: Any) -> dict[str, str]:
+    """site → friendly name of its ScaledDotProductAttention, matched by order; nothing where their numbers differ."""
+    products = [op.get_friendly_name() for op in model.get_ordered_ops() if op.get_type_name() == _ATTENTION]
+    found = attentions(program)
+    return dict(zip((s.site for s in found), sorted(products, key=_number), strict=True)) if len(products) == len(found) else {}
+
+
 def quantize(program: Program, model: Any, names: Mapping[str, str], calibration: Sequence[Sequence[torch.Tensor]]) -> Any:
     """The model with the sites tagged int8 quantised by NNCF (SmoothQuant and its transformer preset), all else untouched.
 
@@ -62,28 +74,49 @@ def quantize(program: Program, model: Any, names: Mapping[str, str], calibration
     """
     products = {site.site for site in linears(program) if program.tags.get(site.site) == "int8_static"}
     tables = {site.site for site in embeddings(program) if program.tags.get(site.site) == "int8"} & set(names)  # others were folded
-    if not products | tables:
+    heads = {site.site for site in attentions(program) if program.tags.get(site.site) == "sdpa_int8"}
+    if not products | tables | heads:
         return model
+    if lost := sorted(heads - set(names)):
+        raise LoweringError(f"OpenVINO's conversion took {lost[0]} apart; it cannot be quantised as one.")
     if lost := sorted(products - set(names)):
         raise LoweringError(f"OpenVINO's conversion merged {lost[0]} with another linear; it cannot be quantised alone.")
     if not calibration:
         raise LoweringError("int8_static needs calibration inputs: pass calibration inputs, or let effcompile generate them.")
-    import nncf
-
-    chosen = {names[site] for site in products | tables}
+    chosen = {names[site] for site in products | tables | heads}
     kept = [op.get_friendly_name() for op in model.get_ordered_ops() if _quantisable(op) and op.get_friendly_name() not in chosen]
     samples = [[t.detach().cpu().numpy() for t in inputs] for inputs in calibration]
     order = [port.get_any_name() for port in model.inputs]
     try:
-        return nncf.quantize(
-            model,
-            nncf.Dataset(samples, lambda inputs: dict(zip(order, inputs, strict=True))),
-            model_type=nncf.ModelType.TRANSFORMER,
-            subset_size=len(samples),
-            ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
-        )
+        with _silent_nncf() as nncf:
+            return nncf.quantize(
+                model,
+                nncf.Dataset(samples, lambda inputs: dict(zip(order, inputs, strict=True))),
+                model_type=nncf.ModelType.TRANSFORMER,
+                subset_size=len(samples),
+                ignored_scope=nncf.IgnoredScope(names=kept, validate=False),
+            )
     except Exception as error:
         raise LoweringError(f"NNCF cannot quantise {program.name}: {first_line(error)}. Choose another backend.") from error
+
+
+@contextlib.contextmanager
+def _silent_nncf() -> Iterator[Any]:
+    """The package nncf, which else draws progress bars on stdout and logs there, through a handler it makes when imported."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere):
+        import nncf
+
+        logger = logging.getLogger("nncf")
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler) and handler.stream is nowhere:  # this was the import
+                handler.setStream(sys.stderr)
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            yield nncf
+        finally:
+            logger.setLevel(level)
 
 
 def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, str]:
@@ -92,9 +125,12 @@ def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, st
     A compiled layer that contradicts the model (an int8 product run in fp32) is believed.
     """
     layers = _layer_precisions(compiled)
-    ops = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() in ("Gather", "MatMul")}
+    ops = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() in ("Gather", "MatMul", _ATTENTION)}
     found = {}
     for site, name in names.items():
+        if name in ops and ops[name].get_type_name() == _ATTENTION:
+            found[site] = "sdpa_int8" if all(_quantised_on_the_way(ops[name].input_value(port)) for port in (0, 1)) else "sdpa"
+            continue
         op, constant = ops.get(name), _constant_of(ops[name]) if name in ops else None
         narrow = constant is not None and constant.get_element_type().get_type_name() in ("i8", "u8")
         if op is None or op.get_type_name() == "Gather":
@@ -104,6 +140,14 @@ def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, st
         in_model = "int8_static" if narrow and fed_by == "FakeQuantize" else "not found"  # some fused int8 layers lose their name
         found[site] = layers.get(_stem(name), in_model)
     return found
+
+
+def _quantised_on_the_way(value: Any) -> bool:
+    """Whether a FakeQuantize lies behind this, looking through operators that only move elements."""
+    node = value.get_node()
+    while node.get_type_name() in ("Reshape", "Transpose", "VariadicSplit", "Split"):
+        node = node.input_value(0).get_node()
+    return bool(node.get_type_name() == "FakeQuantize")
 
 
 def _layer_precisions(compiled: Any) -> dict[str, str]:
@@ -117,6 +161,12 @@ def _layer_precisions(compiled: Any) -> dict[str, str]:
         for original in info["originalLayersNames"].astype(str).split(","):
             layers.setdefault(_stem(original), _PRECISIONS.get(precision, precision))
     return layers
+
+
+def _number(name: str) -> int:
+    """The 3 of `scaled_dot_product_attention_3/...`, 0 without one: the exporter numbers an operator's calls in their order."""
+    tail = name.split("/")[0].rpartition("_")[2]
+    return int(tail) if tail.isdigit() else 0
 
 
 def _stem(name: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from effcompile.backends.openvino import OpenVino, load
 from effcompile.errors import FormatError, LoweringError
 from effcompile.goal import Goal
 from effcompile.program import Program
-from effcompile.sites import embeddings, linears
+from effcompile.sites import attentions, embeddings, linears
 from effcompile.target import KernelCall
 
 installed = pytest.mark.skipif(OpenVino().unavailable() is not None, reason="openvino or nncf is not installed")
@@ -63,6 +65,50 @@ def test_exactly_the_planned_linears_are_int8(program: Program) -> None:
 
 
 @installed
+def test_nothing_is_printed(program: Program) -> None:
+    """In a process of its own, as nncf's log handler keeps the stdout of its first import."""
+    script = """
+import torch
+from torch import nn
+from effcompile.backends.openvino import OpenVino
+from effcompile.capture import capture
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+x = torch.randn(4, 16)
+program = capture(model, (x,)).tagged({"0": "int8_static", "2": "int8_static"}, "test")
+lowered = OpenVino().lower(program, None, [[x]])
+assert lowered.applied["0"] == lowered.applied["2"] == "int8_static"
+assert lowered.peak_bytes([x]) > lowered.weight_bytes
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    assert "nncf" not in done.stderr.lower()
+
+
+@installed
+def test_peak_grows_with_the_input(program: Program) -> None:
+    lowered = lower(program, {})
+    long = lowered.peak_bytes([program.args[0].repeat(8, 32)])
+    short = lowered.peak_bytes([program.args[0]])
+    assert long is not None
+    assert short is not None
+    assert lowered.weight_bytes < short < long
+
+
+@installed
+def test_attention_is_int8_only_where_planned(model: nn.Module, program: Program) -> None:
+    site = attentions(program)[0].site
+    linear_tags = {s.site: "int8_static" for s in linears(program)}
+    plain, planned = lower(program, linear_tags), lower(program, {**linear_tags, site: "sdpa_int8"})
+    assert plain.applied[site] == "sdpa"
+    assert planned.applied[site] == "sdpa_int8"
+    assert {s: planned.applied[s] for s in linear_tags} == linear_tags
+    ids = program.args[0]
+    assert not torch.equal(plain(ids)[0], planned(ids)[0])
+    assert error(model, planned, ids) <= 0.15
+
+
+@installed
 def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: Path) -> None:
     lowered = lower(program, {site.site: "int8_static" for site in linears(program)})
     path, data = lowered.save(tmp_path)
@@ -77,4 +123,5 @@ def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: P
 @installed
 def test_measures_what_it_has() -> None:
     assert (OpenVino().measure(KernelCall("linear/int8_static", (8, 32, 32))) or 0) > 0
+    assert (OpenVino().measure(KernelCall("attention/sdpa_int8", (1, 2, 8, 8, 16))) or 0) > 0
     assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32))) is None
