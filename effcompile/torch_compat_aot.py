@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -59,6 +61,39 @@ def dynamo_front(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.Graph
     from torch._dynamo.functional_export import _dynamo_graph_capture_for_export
 
     return _dynamo_graph_capture_for_export(module)(*tensors)
+
+
+@contextlib.contextmanager
+def python_gradients() -> Iterator[list[str]]:
+    """Notes what defines gradients in Python while open, as "what (file:line)": torch.export records no such thing.
+
+    It traces through the forward of a torch.autograd.Function and forgets its backward; of a tensor's hook nothing is left.
+    """
+    noted: list[str] = []
+    apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+
+    def note(what: str) -> None:
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(os.path.dirname(torch.__file__)):
+            frame = frame.f_back
+        noted.append(f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})")
+
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+            note(f"the torch.autograd.Function {cls.__name__}")
+        return apply.__func__(cls, *args, **kwargs)
+
+    def hooked(tensor: torch.Tensor, function: Any) -> Any:
+        note("a hook on a tensor")
+        return hook(tensor, function)
+
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+    torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 
 
 def is_random(target: Any) -> bool:

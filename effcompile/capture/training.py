@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 
@@ -25,7 +27,7 @@ from effcompile.errors import CaptureError, EffcompileError, InputsError
 from effcompile.step import Step
 
 Loss = Callable[[Any, Any], Tensor]
-_DYNAMO = "traced by Dynamo: torch.export cannot take this forward"
+_DYNAMO = "traced by Dynamo, for torch.export cannot take "
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,12 +119,19 @@ def _joint(subject: _Subject) -> training_graph.Joint:
         _raise_ours(error)
         first = error
     _run_eager(subject)
-    for said, context, front in ((None, _batched_experts, _export_front), (_DYNAMO, contextlib.nullcontext, _dynamo_front)):
+    why = str(first) if isinstance(first, _PythonGradientError) else f"this forward: {first_line(first)} ({place_of(first, subject.model)})"
+    for said, context, front in ((None, _batched_experts, _export_front), (_DYNAMO + why, contextlib.nullcontext, _dynamo_front)):
         with context(subject.model) as mend, contextlib.suppress(Exception):
             if said or mend:
                 joint = _joined(subject, front)
                 subject.mends.append(said or str(mend))
                 return joint
+    if isinstance(first, _PythonGradientError):
+        raise CaptureError(
+            f"{type(subject.model).__name__} cannot be captured for training: it defines a gradient in Python by {first}, which neither "
+            "torch.export nor Dynamo records. Mend it: write it with torch operators, or as a torch.library.custom_op with its own "
+            "register_autograd."
+        ) from first
     raise capture_error(first, subject.model) from first
 
 
@@ -132,10 +141,34 @@ def _joined(subject: _Subject, front: Callable[[_StepModule, list[Tensor]], fx.G
         return training_graph.join(training_graph.lift(graph, subject.model, subject.tensors), subject.model)
 
 
+class _PythonGradientError(Exception):
+    """The forward defines a gradient in Python, which torch.export does not record. Says what, and where."""
+
+
 def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
-    front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
+    with _no_python_randomness(), torch_compat_aot.python_gradients() as noted:
+        front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
+    if noted:
+        raise _PythonGradientError(noted[0])
     assert isinstance(front, fx.GraphModule)
     return front
+
+
+@contextlib.contextmanager
+def _no_python_randomness() -> Iterator[None]:
+    """Refuse a forward that draws from Python's or NumPy's generator: every step would repeat what it drew at capture."""
+    states = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+        python = random.getstate() != states[0]
+        if python or not all(numpy.array_equal(a, b) for a, b in zip(numpy.random.get_state(), states[1], strict=True)):
+            raise CaptureError(
+                f"The forward draws random numbers from {'Python' if python else 'NumPy'}'s generator, which a graph cannot repeat anew at "
+                "each step. Draw them with torch (torch.rand, dropout), or before the forward and give them as an input."
+            )
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
 
 
 def _dynamo_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:

@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import OrderedDict
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from effcompile.capture import capture_training
 from effcompile.errors import CaptureError, EffcompileError, InputsError
@@ -29,7 +31,7 @@ def run_step(step: Step, model: nn.Module, args: tuple[Any, ...] = (), kwargs: A
     given = {node: weights[name].detach() for node, name in (*step.parameters.items(), *step.buffers.items())}
     given |= dict(step.constants) | dict(zip(step.inputs, step.leaves(args, kwargs or {}), strict=True))
     if step.tangent is not None:
-        given[step.tangent] = torch.ones(())
+        given[step.tangent] = torch.ones((), dtype=step.tangent.meta["val"].dtype)
     with torch.no_grad():
         flat = fx.Interpreter(step.module).run(*[given[node] for node in step.graph.find_nodes(op="placeholder")])
     shown, rest = list(flat[1 : 1 + step.shown]), flat[1 + step.shown :]
@@ -376,6 +378,7 @@ class ThroughNumpy(nn.Module):
         self.up = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
+        functional.dropout(x, 0.3)  # nothing reads it
         return {"loss": (self.up(x) * torch.from_numpy(np.sin(x.numpy()))).sum(), "show": x + 1}
 
 
@@ -387,6 +390,65 @@ def test_dynamo_is_the_second_way() -> None:
     assert list(step.parameters.values()) == ["up.0.weight", "up.0.bias"]
     assert module_path(calls(step, aten.addmm.default)[0]) == "up.0"
     assert dict(step.dropped) == {"show": 96}
+
+
+class Straight(torch.autograd.Function):
+    """Rounds, with a gradient as if it did not: torch.export alone would record a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 3
+
+
+class Odd(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.up, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.kind == "function":
+            y = Straight.apply(y)
+        elif self.kind == "hook":
+            y.register_hook(lambda gradient: gradient * 2)
+        elif self.kind == "checkpoint":
+            y = checkpoint(lambda z: functional.dropout(z.sin(), 0.3), y, use_reentrant=False)
+        elif self.kind == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.up(y)
+        elif self.kind == "in place":
+            y.relu_()
+        elif self.kind in ("random", "numpy"):
+            y = y * (random.random() if self.kind == "random" else float(np.random.rand()))
+        return (y * y).sum()
+
+
+@pytest.mark.parametrize("kind", ["function", "hook", "checkpoint", "autocast", "in place"])
+def test_what_export_alone_would_get_wrong_or_might(kind: str) -> None:
+    model = Odd(kind)
+    step = capture_training(model, (X,))
+    assert mistakes(step, model, (X,)) == []
+    assert any("Dynamo" in mend for mend in step.mends) == (kind in ("function", "hook"))
+    assert torch.autograd.Function.apply.__func__.__name__ == "apply" and torch.Tensor.register_hook.__name__ == "register_hook"
+
+
+def test_a_module_hook_on_gradients_is_refused() -> None:
+    model = Odd("")
+    model.up.register_full_backward_hook(lambda module, given, arrived: None)
+    with pytest.raises(CaptureError, match=r"gradient in Python by .*BackwardHookFunction \(.*test_training.py:\d+\)"):
+        capture_training(model, (X,))
+
+
+@pytest.mark.parametrize(("kind", "whose"), [("random", "Python"), ("numpy", "NumPy")])
+def test_random_numbers_from_outside_torch_are_refused(kind: str, whose: str) -> None:
+    state = random.getstate()
+    with pytest.raises(CaptureError, match=f"{whose}'s generator"):
+        capture_training(Odd(kind), (X,))
+    assert random.getstate() == state
 
 
 def test_leaves_take_the_same_inputs_in_any_form_and_no_others() -> None:
