@@ -63,6 +63,7 @@ KERNELS: dict[str, KernelSpec] = {
         "B M K N", "fp32", lambda d: 2.0 * math.prod(d), lambda d: 4.0 * d[0] * (d[1] * d[2] + d[2] * d[3] + d[1] * d[3])
     ),
     "attention/sdpa": _attention(),  # one kernel, heads split by explicit transposes around it
+    "attention/sdpa_int8": _attention("int8"),  # sdpa that reads q and k as 8-bit, their scales fixed from calibration inputs
     "attention/packed": _attention(),  # one kernel that reads (B, S, H·D) and needs no transposes
     "attention/math": _attention(),  # matmul, softmax, matmul as separate kernels
     "norm/layer": _pointwise("rows cols", 8, 2),

@@ -24,12 +24,42 @@ def test_attention_offers_the_forms_that_exist_and_pay(bert: Program) -> None:
     def price(call: KernelCall) -> float | None:
         return {"attention/sdpa": 2e-3, "attention/packed": 1e-3}.get(call.kernel)
 
-    choices, declined = split(Attention().propose(bert, context(price, goal=Goal())))
+    choices, declined = split(Attention(int8=False).propose(bert, context(price, goal=Goal())))
     assert [s.site for s in attentions(bert)] == list(choices)
     assert all([o.name for o in c.options] == ["sdpa", "packed"] for c in choices.values())
     assert {d.reason for d in declined} == {"onnxruntime has no attention/math kernel here"}
     site = next(iter(choices))
     assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: "packed"}
+
+
+def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: Program) -> None:
+    def price(call: KernelCall) -> float | None:
+        return {"attention/sdpa": 2e-3, "attention/sdpa_int8": 1e-3}.get(call.kernel)
+
+    found = attentions(bert)
+    exact, refused = split(Attention().propose(bert, context(price, goal=Goal())))
+    assert all([o.name for o in c.options] == ["sdpa"] for c in exact.values())
+    assert "goal allows no error (max_error = 0)" in {d.reason for d in refused if d.option == "sdpa_int8"}
+    _, refused = split(Attention().propose(bert, context(price, sensitivity={})))
+    assert {d.reason for d in refused if d.option == "sdpa_int8"} == {"its error at the output was not measured"}
+    errors = {(site.site, "sdpa_int8"): 1e-6 for site in found}
+    choices, _ = split(Attention().propose(bert, context(price, sensitivity=errors)))
+    for site in found:
+        option = choices[site.site].option("sdpa_int8")
+        assert option.cost.error_squared == 1e-6
+        layer = site.site.partition(":")[0]
+        assert option.requires == {f"{layer}.query": ("int8_static",), f"{layer}.key": ("int8_static",)}
+
+
+def test_int8_attention_is_not_offered_where_q_is_no_linears_result(bert: Program) -> None:
+    edited = bert.editable("test")
+    node = attentions(edited)[0].node
+    with edited.graph.inserting_before(node):
+        turned = edited.graph.call_function(torch.ops.aten.neg.default, (node.args[0],))
+    turned.meta = dict(node.args[0].meta)
+    node.update_arg(0, turned)
+    _, declined = split(Attention().propose(edited, context(lambda call: 1e-3)))
+    assert "q or k is not a linear's result as it stands" in {d.reason for d in declined if d.option == "sdpa_int8"}
 
 
 def test_attention_is_not_packed_where_heads_are_not_split_before_it(bert: Program) -> None:
@@ -40,7 +70,9 @@ def test_attention_is_not_packed_where_heads_are_not_split_before_it(bert: Progr
     turned.meta = dict(node.args[0].meta)
     node.update_arg(0, turned)
     _, declined = split(Attention().propose(edited, context(lambda call: 1e-3)))
-    assert [d.reason for d in declined] == ["the heads of q are not split right before it, so packing would add a transpose"]
+    assert [d.reason for d in declined if d.option != "sdpa_int8"] == [
+        "the heads of q are not split right before it, so packing would add a transpose"
+    ]
 
 
 def test_a_slower_fusion_is_declined_with_both_figures(bert: Program) -> None:
