@@ -32,7 +32,7 @@ from effcompile.planner.remat.walk import walk
 
 _COARSE, _MOST = 200, 40_000  # labels per stage in the first pass, and in any
 _QUICK, _SLOW = 4_000_000, 400_000_000  # labels × ways × stages in the second pass, before and after z3 has tried
-_FIND_SHARE, _PROVE_SHARE, _DONE_SHARE = 0.3, 0.6, 0.9  # of the time, when find, prove, find again must be done
+_FIND_SHARE, _PROVE_SHARE, _DONE_SHARE = 0.4, 0.65, 0.9  # of the time, when find, prove, find again must be done
 _GRAINS = 16  # z3's grain loses at most the gap's 16th over the whole chain
 
 

@@ -7,10 +7,14 @@ stages and way w (a stage with a stated instant is a class of its own):
     (1) one way each      Σ_w n_cw = |c|
     (2) stated instants   Σ_{c before i} Σ_w kept_w n_cw + Σ_w peak_w n_iw ≤ budget − (what is there beside)
     (3) target            Σ_c Σ_w ticks_w n_cw ≤ T − 1
+    (4) surrogates        Q·(3) + p·(2) for each stated instant, integers Q, p ≥ 0
 
 Instants left out only make the system weaker, so unsat is a proof for the chain, in whatever order options stand along
 it. A model is spread over the stages, in a few orders (`_ORDERS`), and checked at every instant. If none fits, an instant
 that was violated is stated and z3 is asked again; with all stated, every stage is its own class and the system exact.
+
+(4) follows from (2) and (3) and changes no answer, but with p / Q the multiplier of the Lagrangian it is what refutes the
+linear relaxation, which z3 takes long to find when all stages differ (as in planner/certify.py).
 
 Why the first order is tried first (exchange argument): let a and b be options of two neighbouring stages of one class with
 the same bytes beside, and d = backward − kept. In the order a, b the higher of the two backwards is
@@ -33,6 +37,7 @@ import z3
 
 from effcompile.planner.remat.links import Links, Way
 
+_Q = 1 << 20
 _MOST_STATED = 2  # violated instants that one model adds
 
 _ORDERS: tuple[Callable[[Way], int], ...] = (
@@ -103,7 +108,12 @@ class _System:
         for members, counts in zip(self.classes, self.counts, strict=True):
             solver.add(z3.Sum(counts) == len(members), *(n >= 0 for n in counts))
         for i, phase in sorted(self.stated):
-            solver.add(self._instant(i, phase))
+            surrogate, left = self._surrogate(i, phase, target)
+            if left < 0:  # hopeless, and z3's simplex says so at once when asked for nothing else
+                alone = z3.Solver()
+                alone.add(*(n >= 0 for counts in self.counts for n in counts), surrogate)
+                return alone.check(), []
+            solver.add(self._instant(i, phase), surrogate)
         terms = [(way.ticks // grain, n) for way, n in self._ways()]
         solver.add(_sum(terms) <= (target - 1) // grain)
         solver.set("timeout", max(1, int(seconds * 1000)))
@@ -120,16 +130,35 @@ class _System:
         return pairs
 
     def _instant(self, i: int, phase: int) -> z3.BoolRef:
-        terms: list[tuple[int, z3.ArithRef]] = []
-        for members, counts in zip(self.classes, self.counts, strict=True):
-            ways = self.links.links[members[0]].ways
-            if members[0] == i:
-                terms += [(way.backward if phase else way.forward, n) for way, n in zip(ways, counts, strict=True)]
-            elif members[0] < i:
-                terms += [(way.kept, n) for way, n in zip(ways, counts, strict=True)]
-        room = self.budget - (self.links.links[i].backward if phase else self.links.links[i].forward)
+        used, room = self._row(i, phase)
+        terms = [(a, n) for row, counts in zip(used, self.counts, strict=True) for a, n in zip(row, counts, strict=True) if a]
         unit = gcd(*(c for c, _ in terms)) or 1
         return _sum([(c // unit, n) for c, n in terms]) <= room // unit
+
+    def _row(self, i: int, phase: int) -> tuple[list[list[int]], int]:
+        """Per class and way the bytes at an instant, and the room for them."""
+        used = []
+        for members in self.classes:
+            ways = self.links.links[members[0]].ways
+            if members[0] == i:
+                used.append([way.backward if phase else way.forward for way in ways])
+            else:
+                used.append([way.kept if members[0] < i else 0 for way in ways])
+        return used, self.budget - (self.links.links[i].backward if phase else self.links.links[i].forward)
+
+    def _surrogate(self, i: int, phase: int, target: int) -> tuple[z3.BoolRef, int]:
+        """(4) of one instant, and its room, with the least of every class taken off: below 0 nothing satisfies it."""
+        used, room = self._row(i, phase)
+        ticks = [[way.ticks for way in self.links.links[members[0]].ways] for members in self.classes]
+        sizes = [len(members) for members in self.classes]
+        p = _multiplier(ticks, used, sizes, room)
+        terms: list[tuple[int, z3.ArithRef]] = []
+        left = _Q * (target - 1) + p * room
+        for size, row, times, counts in zip(sizes, used, ticks, self.counts, strict=True):
+            weights = [_Q * t + p * a for t, a in zip(times, row, strict=True)]
+            left -= size * min(weights)
+            terms += [(w - min(weights), n) for w, n in zip(weights, counts, strict=True)]
+        return _sum(terms) <= left, left
 
     def spread(self, counts: list[list[int]], order: Callable[[Way], int]) -> tuple[int, ...]:
         """A choice with these counts: within a class in the given order of its ways."""
@@ -150,6 +179,23 @@ def _classes(links: Links, alone: set[int]) -> list[list[int]]:
         segment += 2 * (i in alone)
         classes.setdefault((segment - (i in alone), id(link.ways)), []).append(i)
     return list(classes.values())
+
+
+def _multiplier(ticks: list[list[int]], used: list[list[int]], sizes: list[int], room: int) -> int:
+    """p that makes Σ_c |c| min_w (Q ticks_w + p bytes_w) − p room, which is concave in it, about greatest."""
+
+    def dual(p: float) -> float:
+        lows = (n * min(_Q * t + p * a for t, a in zip(ts, row, strict=True)) for n, ts, row in zip(sizes, ticks, used, strict=True))
+        return sum(lows) - p * room
+
+    low, high = -10.0, 60.0  # of log2 p
+    for _ in range(40):
+        third = (high - low) / 3
+        if dual(2 ** (low + third)) < dual(2 ** (high - third)):
+            low += third
+        else:
+            high -= third
+    return round(2**low)
 
 
 def _sum(terms: list[tuple[int, z3.ArithRef]]) -> z3.ArithRef:

@@ -3,8 +3,8 @@
 Only S_i, what is kept before stage i, ties a stage to those before it, and a smaller S_i is never worse (links.py). So of
 two ways to come to stage i the one with more kept and no fewer ticks can be dropped. So can one whose S_i no way on is
 feasible from, or whose ticks with the least of all later stages reach those of a choice already known. What is left is
-a staircase in (S_i, ticks); with more than `room` steps, only evenly spaced ones are followed, and the result is a
-choice but no longer the proven best.
+a staircase in (S_i, ticks); with more than `room` steps, only some of them all along it are followed, and the result
+is a choice but no longer the proven best.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from effcompile.planner.remat.links import Links, Way
 
 Vector = NDArray[np.int64]
+
+_SLOPES = np.geomspace(0.02, 50.0, 41)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def walk(links: Links, budget: int, *, below: int | None, room: int, deadline: f
         kept, ticks = kept[parents] + table[0][ways], ticks[parents] + table[1][ways]
         left = _stairs(kept, ticks)
         if len(left) > room:
-            exact, left = False, left[np.unique(np.linspace(0, len(left) - 1, room).astype(np.int64))]
+            exact, left = False, left[_nearest(kept[left], ticks[left], room)]
         kept, ticks = kept[left], ticks[left]
         trail.append((parents[left], ways[left]))
     if not len(ticks):
@@ -69,6 +71,21 @@ def _stairs(kept: Vector, ticks: Vector) -> Vector:
     first = np.ones(len(order), bool)
     first[1:] = sorted_ticks[1:] < best[:-1]
     return order[first]
+
+
+def _nearest(kept: Vector, ticks: Vector, room: int) -> Vector:
+    """Of a staircase in `room` equal parts, the ends and each part's step nearest to the convex hull: what mixes best with later stages.
+
+    The hull is taken from below by tangents of slopes around the mean one.
+    """
+    x, y = (kept - kept[0]).astype(np.float64), (ticks - ticks[-1]).astype(np.float64)
+    slopes = (y[0] / x[-1]) * _SLOPES[:, None]
+    lines = y + slopes * x
+    height = y - (lines.min(axis=1, keepdims=True) - slopes * x).max(axis=0)
+    part = np.arange(len(x)) * room // len(x)
+    order = np.lexsort((height, part))
+    first = np.flatnonzero(np.diff(part[order], prepend=-1))
+    return np.unique(np.concatenate(([0, len(x) - 1], order[first])))
 
 
 def _back(trail: list[tuple[Vector, Vector]], at: int) -> tuple[int, ...]:
