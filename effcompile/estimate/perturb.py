@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - its customary name
 
 from effcompile.estimate import fake_quant
 from effcompile.program import Program
-from effcompile.sites import LinearSite, embeddings, gelus, linears, merges
+from effcompile.sites import LinearSite, attentions, embeddings, gelus, linears, merges
 
 #: int8_dynamic with the weight scale that a merge with its neighbours would impose.
 MERGED = "int8_dynamic@merged"
@@ -69,6 +69,10 @@ def find_sites(program: Program, options: Mapping[str, tuple[str, ...]], group_s
         x = g.node.args[0]
         names = tuple(o for o in options.get("gelu", ()) if o != "erf")
         found.append(Site(name=g.site, kind="gelu", node=g.node, x=x if isinstance(x, fx.Node) else None, options=names))
+    for a in attentions(program):
+        for value in a.node.args[:2]:  # q and k are rounded: two places of one site, whose errors add
+            if isinstance(value, fx.Node):
+                found.append(Site(name=a.site, kind="attention", node=value, x=None, options=tuple(options.get("attention", ()))))
     return [site for site in found if site.options]
 
 
@@ -94,6 +98,8 @@ def delta_of(site: Site, option: str, record: Record, group_size: int, limits: f
     if site.kind == "embedding":
         assert site.weight is not None
         return fake_quant.uint8(result, fake_quant.range_of(site.weight.detach())) - result
+    if site.kind == "attention":
+        return fake_quant.uint8(result) - result
     x = record.entering[site.node]
     if site.kind == "gelu":
         return F.gelu(x, approximate="tanh") - result

@@ -70,7 +70,7 @@ def measure(
     Args:
         program: the captured model, in fp32.
         inputs: calibration inputs as (args, kwargs); cut along the batch, then in number, to about MAX_ROWS rows.
-        options: kind ("linear", "embedding", "gelu") → options to price there.
+        options: kind ("linear", "embedding", "gelu", "attention") → options to price there.
         probes: backward passes per input and output group (three quarters of it where there are several outputs).
         budget_seconds: half of it bounds the probing, of which one round is always done. Sites whose turn comes late
             are priced on one input instead of all; the method says so.
@@ -268,7 +268,8 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
         reached = any(site.node in group for record in task.records for group in record.gradients)
         for option in site.options:
             deltas = _deltas(task, site, option, used)
-            errors[site.name, option] = _from_gradients(task, site, deltas) if reached else _by_running(task, site, deltas)
+            error = _from_gradients(task, site, deltas) if reached else _by_running(task, site, deltas)
+            errors[site.name, option] = errors.get((site.name, option), 0.0) + error
         site.cache.clear()
     return errors, late
 

@@ -60,6 +60,12 @@ class Blocks:
     shared: frozenset[Storage]
     base_bytes: int
 
+    @property
+    def given_bytes(self) -> int:
+        """`base_bytes` less the gradient that arrives at the loss: what is there before the step begins."""
+        tangent = self.step.tangent
+        return self.base_bytes - sum(self.held.nbytes[s] for s in (self.held.of[tangent] if tangent is not None else ()))
+
 
 def split(step: Step) -> tuple[list[fx.Node], list[fx.Node]]:
     """(nodes that do not depend on the tangent, the others), each in graph order."""

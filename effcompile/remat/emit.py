@@ -19,6 +19,7 @@ from effcompile.estimate.storages import Storage
 from effcompile.ops.replay import random_state, replay
 from effcompile.planner.remat.problem import Group
 from effcompile.remat.blocks import Block, Blocks
+from effcompile.torch_compat_aot import is_random
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,6 @@ def emit(cut: Blocks, kept: frozenset[Storage], groups: Sequence[Group] = ()) ->
         groups: blocks whose entering values, but the first one's, are remade together.
     """
     return _Emitter(cut, kept | cut.shared | {s for n in cut.step.forward_results for s in cut.held.of[n]}, groups).run()
-
-
-def is_random(node: fx.Node) -> bool:
-    """True for an operator that draws from a generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 @dataclass
@@ -139,7 +135,7 @@ class _Emitter:
         if storages and self.kept.issuperset(storages) and isinstance(node.meta.get("val"), torch.Tensor):
             self.saved[node] = self._placeholder(f"saved_{node.name}", node)
             return self.saved[node]
-        copy = self._replayed(node) if is_random(node) else self._copy(self.backward, node, self._value)
+        copy = self._replayed(node) if is_random(node.target) else self._copy(self.backward, node, self._value)
         self.recomputed += bool(self.cut.held.made[node])
         self.again[node] = copy
         return copy
@@ -180,7 +176,7 @@ class _Emitter:
 
     def _emit_forward(self) -> None:
         step = self.cut.step
-        wanted = {*step.forward_results, *self.saved, *(n for n in self.in_forward if is_random(n))}
+        wanted = {*step.forward_results, *self.saved, *(n for n in self.in_forward if is_random(n.target))}
         todo = list(wanted)
         while todo:
             for arg in todo.pop().all_input_nodes:

@@ -18,7 +18,7 @@ from effcompile.capture.inference import capture
 from effcompile.estimate import fake_quant
 from effcompile.estimate.sensitivity import Sensitivity, describe_generated, generate_inputs, measure
 from effcompile.program import Program
-from effcompile.sites import embeddings, gelus, linears, merges
+from effcompile.sites import attentions, embeddings, gelus, linears, merges
 
 OPTIONS = {"linear": ("bf16", "int8_dynamic", "int8_channel", "w8", "w4"), "embedding": ("int8",), "gelu": ("tanh",)}
 WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -151,6 +151,29 @@ def test_a_merge_adds_what_the_common_weight_scale_adds() -> None:
     assert w is not None
     expected = float((fake_quant.per_tensor(w, peak) - w).square().sum() / w.square().sum())
     assert expected / 3 < found.errors[":merge", "merged@int8_dynamic"] < 3 * expected
+
+
+class _RoundedHeads(fx.Interpreter):
+    """Runs a program with q and k of one attention rounded to 8 bits."""
+
+    def __init__(self, program: Program, node: fx.Node) -> None:
+        super().__init__(program.module)
+        self.rounded = set(node.all_input_nodes[:2])
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        return fake_quant.uint8(result) if n in self.rounded else result
+
+
+def test_an_attentions_q_and_k_are_one_site() -> None:
+    program = tiny("bert")
+    inputs = [(program.args, program.kwargs), *generate_inputs(program, 2)]
+    found = measure(program, inputs, {"attention": ("sdpa_int8",)}, budget_seconds=30.0)
+    wanted = program.module(*program.args, **program.kwargs)[0]
+    for site in attentions(program):
+        moved = _RoundedHeads(program, site.node).run(*program.flat_inputs())[0]
+        true = float((moved - wanted).norm() / wanted.norm())
+        assert true / 3 < math.sqrt(found.errors[site.site, "sdpa_int8"]) < 3 * true
 
 
 def test_behind_integers_the_model_is_run_instead() -> None:

@@ -178,7 +178,7 @@ def _verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) ->
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     with work.progress.step("run the planned step"):
         found = verify.run(step, work.model)
-    base = prepared.cut.base_bytes
+    base = prepared.cut.given_bytes
     peak = None if found.peak_bytes is None else base + found.peak_bytes
     excess = 0 if peak is None or plan.goal.memory is None else peak - plan.goal.memory
     reason = verify.room_for(simulate_unplanned(prepared).peak_bytes)
@@ -212,9 +212,7 @@ def _timed(step: Callable[[], torch.Tensor], work: Work) -> tuple[float, float]:
     start = perf_counter()
     while len(samples["eager"]) < 2 or (perf_counter() - start < _TIMING_SECONDS and len(samples["eager"]) < 10):
         for name, run in (("ours", step), ("eager", work.eager_loss)):
-            began = perf_counter()
-            verify.bare(run, work.model)
-            samples[name].append(perf_counter() - began)
+            samples[name].append(verify.seconds(run, work.model))
     return min(samples["ours"]), min(samples["eager"])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from effcompile.units import format_bytes
 #: Relative error that the dtype's own rounding makes when sums are taken in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 _SEED = 20
+#: A gradient whose elements are smaller than this share of the usual one is compared with that share.
+_NEGLIGIBLE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +52,12 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module) -> Result:
         return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak)
 
 
-def bare(step: Callable[[], torch.Tensor], model: nn.Module) -> None:
-    """One step for timing, with everything put back as in `run`."""
+def seconds(step: Callable[[], torch.Tensor], model: nn.Module) -> float:
+    """Time of one step (forward and backward), with everything put back as in `run`."""
     with _restored(model):
+        start = perf_counter()
         step().backward()
+        return perf_counter() - start
 
 
 def compare(found: Result, wanted: Result, limit: float | None) -> Check:
@@ -67,12 +72,13 @@ def compare(found: Result, wanted: Result, limit: float | None) -> Check:
             "or mend the model (a learning rate, a mask that hides every token, labels that are all ignored)."
         )
     same = torch.equal(found.loss, wanted.loss)
-    worst, where = _relative(found.loss, wanted.loss), "loss"
+    worst, where = _relative(found.loss, wanted.loss, 0.0), "loss"
+    usual = _root_mean_square(wanted.gradients.values())
     for name, gradient in wanted.gradients.items():
         other = found.gradients.get(name)
         if gradient is None and other is None:
             continue
-        error = _relative(other, gradient)
+        error = _relative(other, gradient, _NEGLIGIBLE * usual)
         same = same and error == 0.0 and gradient is not None and other is not None and torch.equal(other, gradient)
         if error > worst:
             worst, where = error, name
@@ -100,14 +106,22 @@ def _free_bytes() -> int | None:
         return None
 
 
-def _relative(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """‖a − b‖ / ‖b‖; a missing tensor counts as zeros."""
+def _relative(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> float:
+    """‖a − b‖ / ‖b‖, where b's elements count as `floor` in the mean at the least; a missing tensor counts as zeros.
+
+    The floor is for gradients that are zero but for rounding (a key's bias: softmax does not see it).
+    """
     if a is None or b is None:
         there = b if a is None else a
         return 0.0 if there is None or not bool(there.any()) else math.inf
     difference = float((a.double() - b.double()).norm())
-    size = float(b.double().norm())
+    size = max(float(b.double().norm()), floor * math.sqrt(b.numel()))
     return difference / size if size > 0 else math.inf if difference > 0 else 0.0
+
+
+def _root_mean_square(gradients: Iterable[torch.Tensor | None]) -> float:
+    known = [g for g in gradients if g is not None]
+    return math.sqrt(sum(float(g.double().square().sum()) for g in known) / max(1, sum(g.numel() for g in known)))
 
 
 def _rounding(gradient: torch.Tensor | None) -> float:

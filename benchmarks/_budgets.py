@@ -1,0 +1,71 @@
+"""One step at many budgets: planned, built, run; the allocator's peak and the gradients against the unplanned graph's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from effcompile.backends.torch.training import StepRunner
+from effcompile.capture import capture_training
+from effcompile.compiler.training import verify
+from effcompile.compiler.training.prepare import Figures, Prepared, prepare
+from effcompile.compiler.training.solve import best_schedule, leanest
+from effcompile.machines import load_target
+from effcompile.passes import load_training_passes
+from effcompile.remat.emit import emit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One budget: bytes asked, predicted and real; predicted seconds; whether equal to the unplanned graph bit by bit."""
+
+    budget: int
+    predicted: int
+    real: int
+    seconds: float
+    exact: bool
+    eager_error: float
+    recomputed: int
+    variant: str
+
+
+def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
+    """Budgets from the smallest feasible to the unconstrained peak, evenly; operators are measured here, as in a user's run."""
+    checkpoint, heads, *rest = load_training_passes(None)
+    figures = Figures(target=load_target("cpu-generic"), here=True)
+    variants = prepare(capture_training(model, (), batch), checkpoint, heads, *rest, figures)
+    low = min(leanest(prepared, checkpoint) for prepared in variants)
+    high = best_schedule(variants, checkpoint, None)[0].trace.peak_bytes
+    eager = verify.run(lambda: model(**batch).loss, model)
+    unplanned: dict[int, verify.Result] = {}
+    for k in range(count):
+        budget = low + round((high - low) * k / max(1, count - 1))
+        best, _ = best_schedule(variants, checkpoint, budget)
+        runner = StepRunner(model, best.prepared.step, best.emitted)
+        found = verify.run(lambda: runner.loss((), batch), model)  # noqa: B023
+        reference = unplanned.setdefault(id(best.prepared), _unplanned(model, batch, best.prepared))
+        yield Outcome(
+            budget=budget,
+            predicted=best.trace.peak_bytes,
+            real=best.prepared.cut.given_bytes + (found.peak_bytes or 0),
+            seconds=best.seconds,
+            exact=_equal(found, reference),
+            eager_error=verify.compare(found, eager, None).error,
+            recomputed=best.emitted.recomputed,
+            variant=best.prepared.variant.label,
+        )
+
+
+def _unplanned(model: Any, batch: dict[str, Any], prepared: Prepared) -> verify.Result:
+    """The same graph with everything kept."""
+    everything = frozenset(s for block in prepared.cut.blocks for s in block.values.values())
+    runner = StepRunner(model, prepared.step, emit(prepared.cut, everything))
+    return verify.run(lambda: runner.loss((), batch), model)
+
+
+def _equal(a: verify.Result, b: verify.Result) -> bool:
+    same = all((g is None and b.gradients[n] is None) or torch.equal(g, b.gradients[n]) for n, g in a.gradients.items())
+    return bool(torch.equal(a.loss, b.loss) and same)
