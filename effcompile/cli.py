@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from effcompile import console, report
-from effcompile.errors import EffcompileError
+from effcompile.errors import EffcompileError, UsageError
 from effcompile.goal import Goal
 from effcompile.plan import Plan, write_atomically
 from effcompile.units import format_seconds
 
 if TYPE_CHECKING:
-    from effcompile.compiler import Executable
+    from effcompile.compiler import Executable, TrainingExecutable
+    from effcompile.deferred import Request
     from effcompile.loader import Loaded
     from effcompile.target import Target
 
 app = typer.Typer(
     help="Declare the budget; get the fastest transformer that fits, with proof.",
-    epilog="Start with:  effcompile optimize examples/bert.py --max-error 0.031 -o out/bert",
+    epilog="Start with:  effcompile optimize examples/bert.py --max-error 0.031 -o out/bert\n\n"
+    "or, to train:  effcompile optimize examples/train_gpt2.py --mode training --memory 900MiB -o out/train",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -46,11 +48,11 @@ ModelFile = Annotated[
     ),
 ]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="A saved plan.")]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Peak bytes live during the call: 6GiB, 900MB.", rich_help_panel=_GOAL)]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes live during the call or step: 6GiB.", rich_help_panel=_GOAL)]
 MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=_GOAL)]
 Minimize = Annotated[str | None, typer.Option(metavar="time|memory", help="What to make least within the limits.", rich_help_panel=_GOAL)]
 Mode = Annotated[
-    str | None, typer.Option(metavar="inference|training", help="Training comes with the next release.", rich_help_panel=_GOAL)
+    str | None, typer.Option(metavar="inference|training", help="A forward call, or a step with its backward.", rich_help_panel=_GOAL)
 ]
 Reads = Annotated[str | None, typer.Option(metavar="all|last", help="Which rows of the logits are read.", rich_help_panel=_GOAL)]
 TargetName = Annotated[str, typer.Option("--target", help="A machine (see `effcompile targets`) or a .toml file.", rich_help_panel=_HOW)]
@@ -60,6 +62,9 @@ PassNames = Annotated[
 ]
 Dynamic = Annotated[
     bool | None, typer.Option("--dynamic/--static", help="Keep batch and sequence free, or fix every shape.", rich_help_panel=_HOW)
+]
+KeepOutputs = Annotated[
+    bool, typer.Option("--keep-outputs", help="Training: return logits too, not the loss alone; takes memory.", rich_help_panel=_GOAL)
 ]
 SavedPlan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Apply this plan; nothing is solved.", rich_help_panel=_HOW)]
 Output = Annotated[
@@ -80,10 +85,18 @@ class Job:
     backend: str | None
     passes: list[str] | None
     dynamic: bool | None
+    keep_outputs: bool
 
     @classmethod
     def of(
-        cls, file: str, target: str, backend: str | None, passes: list[str] | None, dynamic: bool | None = None, **goal_fields: Any
+        cls,
+        file: str,
+        target: str,
+        backend: str | None,
+        passes: list[str] | None,
+        dynamic: bool | None,
+        keep_outputs: bool,
+        **goal_fields: Any,
     ) -> Job:
         """The job, with all checked that can be before torch and the model load.
 
@@ -96,42 +109,51 @@ class Job:
             from effcompile.machines import load_target
 
             load_target(target)
-        return cls(file=file, changes=changes, target=target, backend=backend, passes=passes, dynamic=dynamic)
+        return cls(file=file, changes=changes, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs)
 
-    def load(self, steps: report.Steps, plan: Plan | None = None) -> tuple[Loaded, Goal]:
-        """The user's model, and the goal: that of a saved plan, or that of the file changed by the command line."""
+    def load(self, steps: report.Steps, plan: Plan | None = None) -> tuple[Loaded, Request]:
+        """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""
         with steps.step("load the model"):
-            from effcompile.api import declare, goal_of_plan
+            from effcompile.api import declare, goal_of_plan, to_training_mode
+            from effcompile.deferred import Request
             from effcompile.loader import load
-            from effcompile.passes import load_passes
+            from effcompile.passes import load_passes, load_training_passes
 
-            load_passes(self.passes)
             loaded = load(self.file)
-        if plan is not None:
-            return loaded, goal_of_plan(plan, None, self.changes, self.backend)
-        return loaded, declare(loaded.goal, None, self.changes)
+        asked = declare(loaded.goal, None, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
+        training = asked.mode == "training"
+        (load_training_passes if training else load_passes)(self.passes)
+        if training:
+            console.warn(to_training_mode(loaded.model))
+            console.warn(_OPTIMIZER if loaded.optimizer is not None else "")
+        request = Request(
+            goal=asked,
+            target=self.target,
+            backend=self.backend,
+            plan=plan,
+            passes=self.passes,
+            dynamic=self.dynamic,
+            calibration=loaded.calibration or None if not training else None,
+            loss=loaded.loss if training else None,
+            keep_outputs=self.keep_outputs,
+            progress=steps,
+        )
+        return loaded, request
 
-    def request(self, loaded: Loaded, goal: Goal, steps: report.Steps) -> dict[str, Any]:
-        """Keyword arguments of `compiler.optimize` and `compiler.make_plan`."""
-        return {
-            "goal": goal,
-            "target": self.target,
-            "backend": self.backend,
-            "passes": self.passes,
-            "dynamic": self.dynamic,
-            "calibration": loaded.calibration or None,
-            "progress": steps,
-        }
+
+_OPTIMIZER = "The file defines an optimizer: its states are not planned in this release, and take memory beyond what is reported here."
 
 
 @app.command()
 def optimize(
+    context: typer.Context,
     model: ModelFile,
     memory: Memory = None,
     max_error: MaxError = None,
     minimize: Minimize = None,
     mode: Mode = None,
     reads: Reads = None,
+    keep_outputs: KeepOutputs = False,
     target: TargetName = "auto",
     backend: BackendName = None,
     passes: PassNames = None,
@@ -142,35 +164,37 @@ def optimize(
     as_json: AsJson = False,
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
-    job = Job.of(model, target, backend, passes, dynamic, memory=memory, max_error=max_error, minimize=minimize, mode=mode, reads=reads)
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
+    job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
     saved = None if plan is None else Plan.load(plan)
     if output is not None:
         console.check_writable(output)
     written: list[Path] = []
     with console.steps(as_json, verbose) as steps:
-        from effcompile import compiler
-
-        loaded, goal = job.load(steps, saved)
-        with console.explaining(goal, as_json):
-            executable = compiler.optimize(loaded.model, loaded.args, loaded.kwargs, plan=saved, **job.request(loaded, goal, steps))
+        loaded, request = job.load(steps, saved)
+        with console.explaining(request.goal, as_json, context.obj):
+            executable = request.carry_out(loaded.model, loaded.args, loaded.kwargs)
         if output is not None:
             written = _write(executable, output)
     if as_json:
         console.emit({**executable.plan.to_dict(), "met": executable.plan.met, "written": [str(path) for path in written]})
     else:
-        _print_plan(executable.plan, verbose, output, hint="Add -o DIR to write plan.json, report.html and the artifact.")
+        what = "plan.json and report.html" if request.training else "plan.json, report.html and the artifact"
+        _print_plan(executable.plan, verbose, output, hint=f"Add -o DIR to write {what}.")
     if not executable.plan.met:
         raise typer.Exit(1)
 
 
 @app.command("plan")
 def plan_command(
+    context: typer.Context,
     model: ModelFile,
     memory: Memory = None,
     max_error: MaxError = None,
     minimize: Minimize = None,
     mode: Mode = None,
     reads: Reads = None,
+    keep_outputs: KeepOutputs = False,
     target: TargetName = "auto",
     backend: BackendName = None,
     passes: PassNames = None,
@@ -182,15 +206,14 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
-    job = Job.of(model, target, backend, passes, dynamic, memory=memory, max_error=max_error, minimize=minimize, mode=mode, reads=reads)
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
+    job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
     if output is not None:
         console.check_writable(output)
     with console.steps(as_json, verbose) as steps:
-        from effcompile import compiler
-
-        loaded, goal = job.load(steps)
-        with console.explaining(goal, as_json):
-            made = compiler.make_plan(loaded.model, loaded.args, loaded.kwargs, **job.request(loaded, goal, steps))
+        loaded, request = job.load(steps)
+        with console.explaining(request.goal, as_json, context.obj):
+            made = request.make_plan(loaded.model, loaded.args, loaded.kwargs)
         written = [] if output is None else [made.save(output / "plan.json"), _write_report(made, output)]
     if as_json:
         console.emit({**made.to_dict(), "written": [str(path) for path in written]})
@@ -200,27 +223,35 @@ def plan_command(
 
 @app.command()
 def frontier(
+    context: typer.Context,
     model: ModelFile,
     memory: Memory = None,
     max_error: MaxError = None,
     minimize: Minimize = None,
     mode: Mode = None,
     reads: Reads = None,
+    keep_outputs: KeepOutputs = False,
     target: TargetName = "auto",
     backend: BackendName = None,
     passes: PassNames = None,
     dynamic: Dynamic = None,
-    points: Annotated[int, typer.Option(min=1, help="How many plans at the most.", rich_help_panel=_HOW)] = 8,
+    points: Annotated[int | None, typer.Option(min=1, help="How many plans at the most: 8, in training 20.", rich_help_panel=_HOW)] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the picture there, as report.html.", rich_help_panel=_OUTPUT)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What each byte of memory buys: predicted plans, none both larger and slower than another."""
-    job = Job.of(model, target, backend, passes, dynamic, memory=memory, max_error=max_error, minimize=minimize, mode=mode, reads=reads)
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
+    job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
+    if output is not None:
+        console.check_writable(output)
     with console.steps(as_json) as steps:
-        from effcompile import compiler
-
-        loaded, goal = job.load(steps)
-        with console.explaining(goal, as_json):
-            plans = compiler.frontier(loaded.model, loaded.args, loaded.kwargs, points=points, **job.request(loaded, goal, steps))
+        loaded, request = job.load(steps)
+        with console.explaining(request.goal, as_json, context.obj):
+            plans = request.make_frontier(loaded.model, loaded.args, loaded.kwargs, points)
+    if output is not None:
+        write_atomically(output / "report.html", report.frontier_html(plans).encode())
     if as_json:
         console.emit([plan.to_dict() for plan in plans])
     else:
@@ -279,6 +310,11 @@ def run(
 ) -> None:
     """Run and time a saved artifact."""
     plan = Plan.load(directory / "plan.json")
+    if plan.goal.mode == "training":
+        raise UsageError(
+            f"{str(directory / 'plan.json')!r} plans a training step: there is no artifact to run. Apply it to the model in your training "
+            f"script: model = effcompile.optimize(model, plan={str(directory / 'plan.json')!r})"
+        )
     with console.steps(as_json) as steps:
         from effcompile import compiler
         from effcompile.loader import load
@@ -325,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its own start and stop to stderr
     try:
-        app(args=arguments, prog_name="effcompile")
+        app(args=arguments, prog_name="effcompile", obj=arguments)
     except EffcompileError as error:
         if os.environ.get("EFFCOMPILE_DEBUG"):
             traceback.print_exc()
@@ -341,10 +377,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(status)
 
 
-def _write(executable: Executable, directory: Path) -> list[Path]:
-    """Artifact and plan (whole or nothing), then the report beside them."""
-    artifact = executable.save(directory)
-    return [artifact, directory / "plan.json", _write_report(executable.plan, directory)]
+def _write(executable: Executable | TrainingExecutable, directory: Path) -> list[Path]:
+    """Artifact (there is none of a training step) and plan, whole or nothing; then the report beside them."""
+    artifact = [executable.save(directory)] if executable.plan.goal.mode == "inference" else []
+    if not artifact:
+        executable.save(directory)
+    return [*artifact, directory / "plan.json", _write_report(executable.plan, directory)]
 
 
 def _write_report(plan: Plan, directory: Path) -> Path:

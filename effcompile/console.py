@@ -7,7 +7,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,12 @@ def tell(error: EffcompileError, as_json: bool) -> int:
     else:
         Console(stderr=True, soft_wrap=True).print(Text("✘ ", style="bold red") + Text(str(error)))
     return error.exit_code
+
+
+def warn(text: str) -> None:
+    """What the user should know before the result, on stderr; nothing for an empty text."""
+    if text:
+        Console(stderr=True, soft_wrap=True).print(Text("⚠ ", style="yellow") + Text(text))
 
 
 def tell_bug(error: Exception, as_json: bool) -> int:
@@ -70,14 +76,14 @@ def steps(as_json: bool, verbose: bool = False) -> Iterator[Steps]:
 
 
 @contextmanager
-def explaining(goal: Goal, as_json: bool) -> Iterator[None]:
-    """An infeasible goal is explained, with the flags to type that would make it feasible."""
+def explaining(goal: Goal, as_json: bool, typed: Sequence[str] | None = None) -> Iterator[None]:
+    """An infeasible goal is explained, with the flags, and the whole commands after what was `typed`, that would be feasible."""
     try:
         yield
     except InfeasibleError as error:
         if as_json:
             raise
-        print_infeasible(error, goal, Console(stderr=True))
+        print_infeasible(error, goal, Console(stderr=True), arguments=typed)
         raise typer.Exit(error.exit_code) from error
 
 

@@ -1,5 +1,7 @@
 """`torch.compile(model, backend="effcompile", options={"max_error": 0.01})`: each graph that dynamo captures is optimized.
 
+A graph that needs gradients is a training step: it is given to AOTAutograd with our partition, within options={"memory": ...}.
+
 Dynamo passes parameters as inputs of the graph. They become constants of the optimized graph (quantisation needs their
 values), and every call checks that they are still the same tensors, unchanged; otherwise the original graph is run.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,9 +29,10 @@ _PART = re.compile(r"\._(modules|parameters|buffers)\['([^']+)'\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compilation:
-    """What became of one captured graph: its Executable, or why the original graph is run instead."""
+    """What became of one captured graph: its Executable, its training step, or why the original graph is run instead."""
 
     executable: Executable | None = None
+    step: Callable[..., Any] | None = None
     fallback: str = ""
 
 
@@ -52,25 +55,55 @@ def dynamo_backend(
         options: goal fields (max_error, memory, minimize, reads), target, backend, passes, calibration.
 
     Returns:
-        A function of the same flat inputs. It is optimized at its first call. Calls that need gradients, and
-        graphs that cannot be optimized, run the original graph with a warning and an entry in `compilations`.
+        A function of the same flat inputs. Of a graph that needs gradients it is the planned step, unless the options ask
+        for inference; else it is optimized at its first call. Graphs that cannot be planned or optimized run as they
+        are, with a warning and an entry in `compilations`.
 
     Raises:
         UsageError: an option that does not exist or is not allowed.
     """
-    goal, request = _request(options or {})
+    goal, request, training = _request(options or {})
+    if training and _needs_gradients(example_inputs):
+        return _training_step(gm, example_inputs, replace(goal, mode="training"))
+    if goal.mode == "training":
+        return gm.forward  # an evaluation between the steps
     return torch.compiler.disable(_Graph(gm, goal, request).__call__)
 
 
-def _request(options: Mapping[str, Any]) -> tuple[Goal, dict[str, Any]]:
+def _request(options: Mapping[str, Any]) -> tuple[Goal, dict[str, Any], bool]:
+    """Goal, what inference takes beside it, and whether graphs that need gradients are planned: unless inference is meant.
+
+    Raises:
+        UsageError: an option that does not exist, is not allowed, or that training does not take.
+    """
     known = [*_OPTIONS, *Goal.__dataclass_fields__]
     for name in options:
         if name not in known:
             raise UnknownNameError("option", name, known)
     goal = Goal.of(**{k: v for k, v in options.items() if k not in _OPTIONS})
-    if goal.mode == "training":
-        raise UsageError("Training is not built yet: this release optimizes inference. Use mode='inference' under torch.no_grad().")
-    return goal, {k: v for k, v in options.items() if k in _OPTIONS}
+    request = {k: v for k, v in options.items() if k in _OPTIONS}
+    if goal.mode == "training" and request:
+        raise UsageError(f"options[{next(iter(request))!r}] is for inference. In training give goal fields only, e.g. memory.")
+    return goal, request, goal.mode == "training" or ("mode" not in options and not request)
+
+
+def _needs_gradients(inputs: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
+
+
+def _training_step(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal) -> Callable[..., Sequence[Any]]:
+    """The graph's forward and backward as planned; the graph itself, with a warning, where it cannot be."""
+    build = getattr(compiler, "training_backend", None)
+    try:
+        if build is None:
+            raise UsageError("the call needs gradients, and steps are not planned under torch.compile yet (use effcompile.optimize)")
+        step: Callable[..., Sequence[Any]] = build(gm, example_inputs, goal)
+    except EffcompileError as error:
+        _compilations.append(Compilation(fallback=str(error)))
+        warnings.warn(f"effcompile runs this graph unplanned: {error}", stacklevel=2)
+        return gm.forward
+    _compilations.append(Compilation(step=step))
+    return step
 
 
 class _Graph:
@@ -83,8 +116,8 @@ class _Graph:
         self.warned: set[str] = set()
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-            return self._original(inputs, "the call needs gradients and training is not built yet (call it under torch.no_grad())")
+        if _needs_gradients(inputs):
+            return self._original(inputs, "the call needs gradients, and the options ask for inference (call it under torch.no_grad())")
         sizes = tuple(x for x in inputs if isinstance(x, int))
         if sizes not in self.built:
             if len(self.built) >= _MOST_SHAPES:

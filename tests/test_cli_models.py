@@ -113,7 +113,7 @@ def test_infeasible_names_the_memory_that_would_do(capsys: pytest.CaptureFixture
         (GOOD + "inputs = {'nonsense': torch.ones(2, 16)}", "", "nonsense"),
         (GOOD + "inputs = 'text'", "", "inputs"),
         (GOOD + "goal = {'max_error': -1}", "", "max_error = -1"),
-        (GOOD, "--mode training", "not built yet"),
+        (GOOD, "--mode training", "runs on the backend 'torch'"),
         (GOOD, "--pass quantise", "Did you mean 'quantize'"),
         (GOOD, "--pass quantize.nonsense=1", "no option 'nonsense'"),
         (GOOD, "--backend onnx", "Did you mean 'onnxruntime'"),

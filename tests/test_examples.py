@@ -28,12 +28,14 @@ def test_small_example_runs(name: str, shape: tuple[int, ...]) -> None:
     assert (result if isinstance(result, torch.Tensor) else result[0]).shape == shape
 
 
-@pytest.mark.parametrize(("name", "millions", "tokens"), [("bert.py", 109, (1, 128)), ("gpt2.py", 124, (1, 256))])
+@pytest.mark.parametrize(
+    ("name", "millions", "tokens"), [("bert.py", 109, (1, 128)), ("gpt2.py", 124, (1, 256)), ("train_gpt2.py", 124, (2, 512))]
+)
 def test_big_example_is_the_model_it_says(name: str, millions: int, tokens: tuple[int, int]) -> None:
     with torch.device("meta"):
         found = runpy.run_path(str(EXAMPLES / name))
     model, inputs = found["model"], found["inputs"]
-    assert not model.training
+    assert model.training == name.startswith("train_")
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
     assert {tuple(value.shape) for value in inputs.values()} == {tokens}
     assert set(inputs) <= set(inspect.signature(model.forward).parameters)
@@ -41,10 +43,20 @@ def test_big_example_is_the_model_it_says(name: str, millions: int, tokens: tupl
 
 def test_every_example_is_tested_and_names_its_command() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
-    assert [f.name for f in files] == ["bert.py", "decorator.py", "gpt2.py", "minilm.py", "mlp.py", "tiny.py"]
+    assert [f.name for f in files] == ["bert.py", "decorator.py", "gpt2.py", "minilm.py", "mlp.py", "tiny.py", "train_gpt2.py"]
     for file in files:
         text = file.read_text()
         assert f"effcompile optimize examples/{file.name}" in text or f"python examples/{file.name}" in text
+
+
+def test_training_example_returns_a_loss_when_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=512, bos_token_id=0, eos_token_id=0)
+    monkeypatch.setattr(transformers, "GPT2Config", lambda **_: config)
+    found = runpy.run_path(str(EXAMPLES / "train_gpt2.py"))
+    found["model"](**found["inputs"]).loss.backward()
+    assert all(p.grad is not None for p in found["model"].parameters())
 
 
 def test_minilm_without_its_package_says_what_to_install() -> None:

@@ -20,11 +20,12 @@ LAYERS: list[tuple[str, ...]] = [
     ("export",),
     ("capture",),
     ("estimate", "planner"),
+    ("remat",),
     ("passes", "backends"),
     ("loader",),
     ("compiler",),
     ("report",),
-    ("dynamo", "console"),
+    ("deferred", "dynamo", "console"),
     ("api",),
     ("cli", "__init__"),
 ]

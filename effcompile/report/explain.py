@@ -109,7 +109,8 @@ def _decision(page: Page, plan: Plan, decision: Decision) -> None:
     page.field("costs", _against_baseline(plan, decision))
     thing = "the step" if plan.goal.mode == "training" else "the artifact"
     if not decision.applied:
-        page.field("applied", Text("not lowered yet", style=DIM))
+        if plan.measured is None:
+            page.field("applied", Text("not lowered yet", style=DIM))
     elif decision.applied == decision.option:
         page.field("applied", Text(f"✔ {thing} holds {decision.applied}", style=GOOD))
     else:

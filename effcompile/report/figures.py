@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -157,7 +158,7 @@ def proof(certificate: Certificate, objective: str) -> list[str]:
     if certificate.status == "only one alternative":
         lines = [f"there was only one alternative at every site: nothing to choose {facts}"]
     elif certificate.status == "optimal within gap":
-        by = f"more than {100 * certificate.gap:.1f} % " if certificate.gap > 0 else ""
+        by = f"more than {math.ceil(1000 * certificate.gap - 1e-6) / 10:.1f} % " if certificate.gap > 1e-9 else ""
         lines = [f"no plan is {by}{better} within this budget {facts}"]
     else:
         lines = [f"{certificate.status}: the best plan found {facts}"]

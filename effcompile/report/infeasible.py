@@ -30,7 +30,8 @@ def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None
     page = Page(console)
     page.field("goal", Text(goal.describe(), style=STRONG), Text("✘ infeasible", style=BAD))
     page.field("why", str(error))
-    page.fields("", [f"• {reason}" for reason in error.binding if reason not in str(error)])
+    said = f"{str(error).lower()} {' '.join(goal.__dataclass_fields__)}"  # a limit's bare name tells nothing new either
+    page.fields("", [f"• {reason}" for reason in error.binding if reason.lower() not in said])
     if not error.nearest:
         return
     page.blank()

@@ -35,7 +35,7 @@ def memory_plot(timeline: MemoryTimeline, limit: int | None) -> str:
         f'<path d="M{x(0):.1f} {base:.1f}{steps}V{base:.1f}Z" style="fill:var(--c5)"/>',
         f'<rect x="{_LEFT}" y="{band:.1f}" width="{_ROOM}" height="{base - band:.1f}" style="fill:var(--c0)"/>',
         _text(_LEFT + 8, min(band + 14, base - 8), f"parameters, buffers, inputs {format_bytes(timeline.parameter_bytes)}", "over"),
-        *(_text(_LEFT - 10, y(part * top), bytes_like(part * top, top), "label", "end") for part in (0, 0.5, 1)),
+        *(_text(_LEFT - 10, y(part * top), bytes_like(part * top, top) if part else "0 B", "label", "end") for part in (0, 0.5, 1)),
         *_divider(timeline),
     ]
     if drawn is not None:
