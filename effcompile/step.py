@@ -30,6 +30,7 @@ class Step:
         constants: placeholder → tensor, for tensors that are neither (made while capturing). get_attr nodes do not occur.
         inputs: placeholders of the user's tensors, in the order of `leaves`.
         tangent: placeholder of the gradient that arrives at the loss (a scalar), None when the graph does not read it.
+        more_tangents: those of other outputs; only graphs that torch.compile cut out have any.
         shown: how many outputs beside the loss are returned (none, unless the user asked to keep them).
         updated: qualified names of the buffers whose new values are returned, in output order.
         differentiated: qualified names of the parameters whose gradients are returned, in output order.
@@ -57,6 +58,12 @@ class Step:
     mends: tuple[str, ...] = ()
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
+    more_tangents: tuple[fx.Node, ...] = ()
+
+    @property
+    def tangents(self) -> tuple[fx.Node, ...]:
+        """All placeholders of arriving gradients."""
+        return (*((self.tangent,) if self.tangent is not None else ()), *self.more_tangents)
 
     @property
     def graph(self) -> fx.Graph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -99,3 +99,63 @@ def python_gradients() -> Iterator[list[str]]:
 def is_random(target: Any) -> bool:
     """Whether an operator draws from the random generator: it must neither be removed nor change places with another."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def elementwise_kernel(
+    module: fx.GraphModule, layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]]
+) -> tuple[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], int]:
+    """A graph of aten operators compiled by Inductor for tensors of exactly these layouts: no guards, no gradients.
+
+    Args:
+        module: one placeholder per layout; returns a flat tuple of tensors.
+        layouts: shape, stride, dtype and device type of each input.
+
+    Returns:
+        A function of the list of inputs, which it empties, and how many tensors it allocates. It uses as many threads as are
+        set now. Compiled code is kept in Inductor's own cache on disk.
+
+    Raises:
+        Exception: whatever Inductor raises where it cannot compile (there is no C++ compiler, say).
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with torch.no_grad():
+        with mode:
+            examples = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in layouts]
+            traced = make_fx(module, decomposition_table=select_decomp_table())(*examples)
+        output = traced.graph.output_node()
+        results: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = list(range(len(results)))  # or else Inductor is free to choose their strides
+        output.meta["original_output_strides"] = [tuple(node.meta["val"].stride()) for node in results]
+        with tracing(TracingContext(mode)):
+            compiled: Any = compile_fx_inner(traced, examples, is_inference=True)
+    return compiled, compiled.source_code.partition("def call(")[2].partition("\ndef ")[0].count(" = empty_strided")
+
+
+def compile_with_partition(module: fx.GraphModule, inputs: Sequence[Any], partition: Any, compiler: Any) -> Callable[..., Any]:
+    """AOTAutograd's callable of a graph from torch.compile: `partition` cuts its joint graph, `compiler` makes each part callable.
+
+    Args:
+        partition: (joint module, joint inputs, *, num_fwd_outputs, ...) → (forward module, backward module).
+        compiler: (module, example inputs) → a function of one list, which it empties.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    def boxed(part: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        run = compiler(part, examples)
+        run._boxed_call = True
+        return run
+
+    def inference(part: fx.GraphModule, examples: Sequence[Any]) -> Any:
+        return make_boxed_func(part.forward)
+
+    backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, inference_compiler=inference, partition_fn=partition)
+    result: Callable[..., Any] = backend(module, inputs)
+    return result

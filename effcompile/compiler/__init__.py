@@ -5,7 +5,7 @@ from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.machine import calibrate
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training
+from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training, training_backend
 
 __all__ = [
     "QUIET",
@@ -21,4 +21,5 @@ __all__ = [
     "optimize_training",
     "plan_training",
     "run_artifact",
+    "training_backend",
 ]

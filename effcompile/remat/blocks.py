@@ -63,13 +63,12 @@ class Blocks:
     @property
     def given_bytes(self) -> int:
         """`base_bytes` less the gradient that arrives at the loss: what is there before the step begins."""
-        tangent = self.step.tangent
-        return self.base_bytes - sum(self.held.nbytes[s] for s in (self.held.of[tangent] if tangent is not None else ()))
+        return self.base_bytes - sum(self.held.nbytes[s] for node in self.step.tangents for s in self.held.of[node])
 
 
 def split(step: Step) -> tuple[list[fx.Node], list[fx.Node]]:
     """(nodes that do not depend on the tangent, the others), each in graph order."""
-    backward: set[fx.Node] = {step.tangent} if step.tangent is not None else set()
+    backward: set[fx.Node] = set(step.tangents)
     calls = [node for node in step.graph.nodes if node.op == "call_function"]
     for node in calls:
         if any(arg in backward for arg in node.all_input_nodes):

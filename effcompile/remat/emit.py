@@ -75,7 +75,9 @@ class _Emitter:
     def run(self) -> Emitted:
         self.stage_of = {node: i for i, block in enumerate(self.cut.blocks) for node in block.forward}
         self.in_forward = set(self.stage_of)
-        self.anchor = self.backward.placeholder("tangent")
+        names = ["tangent", *(f"tangent_{i}" for i in range(1, len(self.cut.step.tangents)))]
+        self.tangents = {node: self._tangent(node, name) for node, name in zip(self.cut.step.tangents, names, strict=False)}
+        self.anchor = next(iter(self.tangents.values()), None) or self.backward.placeholder("tangent")
         for i in reversed(range(len(self.cut.blocks))):
             self._backward_of(i)
         self._finish_backward()
@@ -141,17 +143,23 @@ class _Emitter:
         return copy
 
     def _input(self, node: fx.Node) -> fx.Node:
-        if node is self.cut.step.tangent:
-            self.origin[self.anchor] = node
-            return self.anchor
+        if node in self.tangents:
+            return self.tangents[node]
         self.static[node] = self._placeholder(node.name, node)
         return self.static[node]
+
+    def _tangent(self, node: fx.Node, name: str) -> fx.Node:
+        made = self.backward.placeholder(name)
+        made.meta = dict(node.meta)
+        self.origin[made] = node
+        return made
 
     def _placeholder(self, name: str, origin: fx.Node | None) -> fx.Node:
         with self.backward.inserting_before(self.anchor):
             made = self.backward.placeholder(name)
         if origin is not None:
             self.origin[made] = origin
+            made.meta = dict(origin.meta)
         return made
 
     def _replayed(self, node: fx.Node) -> fx.Node:
@@ -185,8 +193,9 @@ class _Emitter:
                     todo.append(arg)
         copies: dict[fx.Node, fx.Node] = {}
         for node in step.graph.nodes:
-            if node.op == "placeholder" and node is not step.tangent:
+            if node.op == "placeholder" and node not in self.tangents:
                 copies[node] = self.forward.placeholder(node.name)
+                copies[node].meta = dict(node.meta)
                 self.origin[copies[node]] = node
         states: dict[fx.Node, fx.Node] = {}
         for i, block in enumerate(self.cut.blocks):

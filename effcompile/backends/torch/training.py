@@ -31,7 +31,7 @@ class StepRunner:
         self._forward_inputs = holders
         handed = {node: i for i, node in enumerate(emitted.handed)}
         self._backward_inputs = [
-            handed[node] if node in handed else emitted.origin[node] for node in emitted.backward.nodes if node.op == "placeholder"
+            handed[node] if node in handed else emitted.origin.get(node) for node in emitted.backward.nodes if node.op == "placeholder"
         ]
         self._differentiated = tuple(step.gradients)
 

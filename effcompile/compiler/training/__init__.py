@@ -1,6 +1,7 @@
 """Planning, building and proving a training step within a byte budget."""
 
 from effcompile.compiler.training.compile import frontier_training, optimize_training, plan_training
+from effcompile.compiler.training.dynamo import training_backend
 from effcompile.compiler.training.executable import TrainingExecutable
 
-__all__ = ["TrainingExecutable", "frontier_training", "optimize_training", "plan_training"]
+__all__ = ["TrainingExecutable", "frontier_training", "optimize_training", "plan_training", "training_backend"]
