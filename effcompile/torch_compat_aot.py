@@ -146,7 +146,7 @@ def compile_with_partition(module: fx.GraphModule, inputs: Sequence[Any], partit
         compiler: (module, example inputs) → a function of one list, which it empties.
     """
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
     def boxed(part: fx.GraphModule, examples: Sequence[Any]) -> Any:
         run = compiler(part, examples)

@@ -109,7 +109,8 @@ def _modules(joint: fx.GraphModule, step: Step, emitted: Emitted, outputs: list[
     saved = {**handed, **{n: originals[emitted.origin[n]] for n in static}}
     emitted.forward.output_node().args = ((*returned, *saved.values()),)
     _in_order(emitted.backward, [*saved, *(n for n in holders if n not in saved)])
-    gradients: Any = iter(emitted.backward.output_node().args[0])
+    made_gradients: Any = emitted.backward.output_node().args[0]
+    gradients = iter(made_gradients)
     emitted.backward.output_node().args = (tuple(next(gradients) if isinstance(v, fx.Node) else None for v in outputs[count:]),)
     for node in emitted.handed:
         if "val" not in node.meta:  # a generator's state
