@@ -93,11 +93,8 @@ def _needs_gradients(inputs: Sequence[Any]) -> bool:
 
 def _training_step(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal) -> Callable[..., Sequence[Any]]:
     """The graph's forward and backward as planned; the graph itself, with a warning, where it cannot be."""
-    build = getattr(compiler, "training_backend", None)
     try:
-        if build is None:
-            raise UsageError("the call needs gradients, and steps are not planned under torch.compile yet (use effcompile.optimize)")
-        step: Callable[..., Sequence[Any]] = build(gm, example_inputs, goal)
+        step: Callable[..., Sequence[Any]] = compiler.training_backend(gm, example_inputs, goal)
     except EffcompileError as error:
         _compilations.append(Compilation(fallback=str(error)))
         warnings.warn(f"effcompile runs this graph unplanned: {error}", stacklevel=2)

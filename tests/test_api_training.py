@@ -1,5 +1,6 @@
 """Training by the Python doors: function, decorators, Deferred. The compiler is a fake where only the handling is tested."""
 
+import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,7 +314,7 @@ def test_torch_compile_gives_graphs_that_need_gradients_to_the_planner(monkeypat
         goals.append(goal)
         return gm.forward
 
-    monkeypatch.setattr(dynamo.compiler, "training_backend", backend, raising=False)
+    monkeypatch.setattr(dynamo.compiler, "training_backend", backend)
     net = Net()
     compiled = torch.compile(net, backend=api.dynamo_backend, options={"memory": "900MiB"})
     compiled(**batch())["loss"].backward()
@@ -322,13 +323,27 @@ def test_torch_compile_gives_graphs_that_need_gradients_to_the_planner(monkeypat
     assert effcompile.compilations()[-1].step is not None
 
 
+def test_torch_compile_trains_within_a_budget() -> None:
+    torch.compiler.reset()
+    net = Net()
+    for block in net.blocks:
+        block.dropout.p = 0.0
+    reference = copy.deepcopy(net)
+    compiled = torch.compile(net, backend="effcompile", options={"memory": "1GiB"}, dynamic=False)
+    (loss, found), (wanted_loss, wanted) = gradients(compiled), gradients(reference)
+    assert effcompile.compilations()[-1].step is not None, effcompile.compilations()[-1].fallback
+    assert torch.allclose(loss, wanted_loss, rtol=1e-6)
+    assert all(torch.allclose(found[f"_orig_mod.{name}"], wanted[name], rtol=1e-4, atol=1e-7) for name in wanted)
+    assert len(found) == len(wanted)
+
+
 def test_torch_compile_says_when_a_step_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
 
     def refuse(*_: Any) -> None:
         raise InfeasibleError("900 MiB are too little")
 
-    monkeypatch.setattr(dynamo.compiler, "training_backend", refuse, raising=False)
+    monkeypatch.setattr(dynamo.compiler, "training_backend", refuse)
     net = Net()
     compiled = torch.compile(net, backend=api.dynamo_backend, options={"memory": "900MiB", "mode": "training"})
     with pytest.warns(UserWarning, match="unplanned: 900 MiB are too little"):
