@@ -66,6 +66,18 @@ def test_a_graph_that_holds_a_constant_of_the_examples_size_fails_at_the_second_
     assert "captured graph raises" in checks["second"].note
 
 
+def test_a_model_that_draws_random_numbers_is_said_to() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand_like(x)
+
+    model = Noisy()
+    check = verify_capture(capture(model, (torch.ones(2, 4),)), model)[0]
+    assert not check.passed
+    assert "something else at each call: aten.rand_like.default draws random numbers" in check.note
+    assert "return x + torch.rand_like(x)" in check.note
+
+
 def test_variants_need_no_model() -> None:
     found = variants(capture(Masked(), (), inputs()))
     assert [name for name, _, _ in found] == ["example", "second shape 3×12", "padded mask 3×12"]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import onnx_ir as ir
 import onnxscript.optimizer
 import torch
+from torch import fx
 
 from effcompile import sites
 from effcompile.errors import LoweringError
@@ -26,6 +27,7 @@ from effcompile.program import Program
 #: Opset 23 has one `Attention` operator instead of a dozen; 20 is the oldest with `Gelu`.
 OPSETS = (23, 20)
 
+aten = torch.ops.aten
 _FX_NAME = re.compile(r"%(\S+) ")
 
 
@@ -52,6 +54,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
         exported = reexport(program)
     except Exception as error:
         raise LoweringError(f"torch.export cannot export the graph of {program.name} again: {_cause(error)}") from error
+    _copy_before_views(exported.graph)
     twin = replace(program, module=exported.module(check_guards=False))
     refresh_shapes(twin.module, program.args, program.kwargs)  # sites are told apart by their shapes at the example
     with _quiet():
@@ -87,6 +90,20 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
         norms=dict(_matched(_pairs(sites.add_norms(program), sites.add_norms(twin)), by_fx, ("LayerNormalization",))),
         gelus=dict(_matched(_pairs(sites.gelus(program), sites.gelus(twin)), by_fx, ("Gelu",))),
     )
+
+
+def _copy_before_views(graph: fx.Graph) -> None:
+    """A view of transposed heads is one because of how a kernel laid them out; torch.onnx's decompositions need not.
+
+    Seen with T5, whose attention mask is a position bias. In ONNX the copy is an Identity, which is optimised away.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source.target in (aten.transpose.int, aten.permute.default):
+            with graph.inserting_before(node):
+                copy = graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+            copy.meta = {**source.meta, "val": source.meta["val"].contiguous()}
+            node.replace_input_with(source, copy)
 
 
 def _output_names(program: Program) -> list[str]:
