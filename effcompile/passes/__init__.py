@@ -15,6 +15,7 @@ from effcompile.passes.fuse import Fuse
 from effcompile.passes.heads import LossHeads
 from effcompile.passes.logits import Logits
 from effcompile.passes.merge import Merge
+from effcompile.passes.pointwise import Pointwise
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 
@@ -42,7 +43,7 @@ PASSES: dict[str, type[Any]] = {
 }
 
 #: The passes of a training step. They propose options of its blocks and forms of its loss head; see remat/ for what applies them.
-TRAINING_PASSES: dict[str, type[Any]] = {"loss_head": LossHeads, "checkpoint": Checkpoint}
+TRAINING_PASSES: dict[str, type[Any]] = {"loss_head": LossHeads, "pointwise": Pointwise, "checkpoint": Checkpoint}
 
 _GROUP = "effcompile.passes"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -78,7 +79,7 @@ def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
     return tuple(cls(**settings) for cls, settings in selected.values())
 
 
-def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint, LossHeads | None]:
+def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint, LossHeads | None, Pointwise | None]:
     """The passes of a training step, described as in `load_passes`. Without `checkpoint` everything is kept.
 
     Raises:
@@ -88,7 +89,7 @@ def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint,
     if "checkpoint" not in selected:
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
-    return made["checkpoint"], made.get("loss_head")
+    return made["checkpoint"], made.get("loss_head"), made.get("pointwise")
 
 
 def _selected(known: dict[str, type[Any]], spec: Sequence[str] | None) -> dict[str, tuple[type[Any], dict[str, Any]]]:

@@ -45,7 +45,7 @@ def replace_group(graph: fx.Graph, members: Sequence[fx.Node], again: Collection
 def size_of(members: Sequence[fx.Node], again: Collection[fx.Node]) -> int:
     """How many operators a group's kernel would have."""
     inner = _Inner(frozenset(members), again)
-    inner.build(members, list(members))
+    inner.find_inputs(members)
     return inner.operators
 
 
@@ -66,7 +66,7 @@ class _Inner:
         self.operators = 0
 
     def build(self, members: Sequence[fx.Node], leaving: Sequence[fx.Node]) -> Fused:
-        self._find_inputs(members)
+        self.find_inputs(members)
         for node in self.given:
             self.made[node] = self.graph.placeholder(f"given{len(self.made)}")
         for node in members:
@@ -80,7 +80,8 @@ class _Inner:
         source = link(node)
         return source in self.members or (source in self.again and block_of(source) in self.blocks)
 
-    def _find_inputs(self, members: Sequence[fx.Node]) -> None:
+    def find_inputs(self, members: Sequence[fx.Node]) -> None:
+        """Collect what the kernel is given, in the order of first use, and count its operators."""
         waiting, seen = list(reversed(members)), set[fx.Node]()
         while waiting:
             node = waiting.pop()
@@ -89,6 +90,7 @@ class _Inner:
             seen.add(node)
             if self._inside(node):
                 waiting += reversed(node.all_input_nodes)
+                self.operators += not is_inner_view(node)
             else:
                 self.given[node] = None
 
@@ -97,5 +99,4 @@ class _Inner:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._value)
             target: Any = node.target
             self.made[node] = self.graph.call_function(target, args, kwargs)
-            self.operators += not is_inner_view(node)
         return self.made[node]

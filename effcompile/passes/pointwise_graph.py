@@ -57,11 +57,12 @@ def link(node: fx.Node) -> fx.Node:
 def is_elementwise(node: fx.Node) -> bool:
     """True for an operator that makes one large new tensor of static shape, each element from the same elements of its operands."""
     target, value = node.target, node.meta.get("val")
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or not isinstance(value, torch.Tensor):
+    schema = getattr(target, "_schema", None)
+    if node.op != "call_function" or schema is None or not isinstance(value, torch.Tensor):
         return False
-    if torch.Tag.pointwise not in target.tags and target not in _ALSO_ELEMENTWISE:
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) and target not in _ALSO_ELEMENTWISE:
         return False
-    if target._schema.is_mutable or is_view(node) or is_random(target) or value.layout is not torch.strided:
+    if schema.is_mutable or is_view(node) or is_random(target) or value.layout is not torch.strided:
         return False
     tensors = [arg.meta.get("val") for arg in node.all_input_nodes]
     static = all(type(size) is int for size in (*value.shape, *value.stride()))
@@ -148,15 +149,18 @@ class Reach:
 
     def join(self, nodes: Iterable[fx.Node]) -> bool:
         """Take nodes as one from now on. False, and nothing changes, when another node must run between them."""
-        own = up = down = 0
-        for node in nodes:
-            i = self.position[node]
+        places = [self.position[node] for node in nodes]
+        own = up = down = knew_up = knew_down = 0
+        for i in places:
             own, up, down = own | 1 << i, up | self.above[i], down | self.below[i]
         if up & down & ~own:
             return False
-        for i in _bits(down):
+        for i in places:  # who comes after the last node of a chain knows all before the chain already
+            knew_up |= self.below[i] if self.above[i] == up else 0
+            knew_down |= self.above[i] if self.below[i] == down else 0
+        for i in _bits(down & ~knew_up):
             self.above[i] |= up
-        for i in _bits(up):
+        for i in _bits(up & ~knew_down):
             self.below[i] |= down
         return True
 

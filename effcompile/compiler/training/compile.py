@@ -26,6 +26,7 @@ from effcompile.goal import Goal
 from effcompile.passes import load_training_passes
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.heads import LossHeads
+from effcompile.passes.pointwise import Pointwise
 from effcompile.plan import Plan, Totals
 from effcompile.planner.remat import BlockOption
 from effcompile.step import Step
@@ -51,6 +52,7 @@ class Work:
     loss: Loss | None
     checkpoint: Checkpoint
     heads: LossHeads | None
+    pointwise: Pointwise | None
     figures: Figures
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Work:
 
     def prepare(self, step: Step) -> list[Prepared]:
         """Its variants with their options; what was measured for them is kept for the next plan."""
-        found = prepare(step, self.checkpoint, self.heads, self.figures, self.progress)
+        found = prepare(step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress)
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
         return found
@@ -160,12 +162,12 @@ def _work(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], goal: Goal, target: str | Target,
     passes: Sequence[str] | None, loss: Loss | None, progress: Progress,
 ) -> Work:  # fmt: skip
-    checkpoint, heads = load_training_passes(passes)
+    checkpoint, heads, pointwise = load_training_passes(passes)
     machine = resolve(target, [])
     figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
     return Work(
-        model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, figures=figures,
-        progress=progress,
+        model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
+        figures=figures, progress=progress,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.heads import LossHeads, Variant
+from effcompile.passes.pointwise import Pointwise
 from effcompile.planner.remat import BlockOption, Stage
 from effcompile.remat.blocks import Blocks, cut_into_blocks, split
 from effcompile.step import Step
@@ -76,6 +77,12 @@ class Figures:
         self.modelled.add(str(node.target))
         return roofline_seconds(node, self.target)
 
+    def priced(self, nodes: Sequence[fx.Node], progress: Progress) -> list[float]:
+        """Times of operators that may never run in a plan: measured, or modelled where they cannot be."""
+        self.measure(nodes, progress)
+        found = [self.known.get(operators.key(node)) for node in nodes]
+        return [roofline_seconds(n, self.target) if one is None else one.seconds for n, one in zip(nodes, found, strict=True)]
+
     def workspace(self, node: fx.Node, traced: int) -> int:
         """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators."""
         found = self.known.get(operators.key(node))
@@ -83,10 +90,16 @@ class Figures:
         return max(traced, found.workspace if found is not None else 0, ours or 0)
 
 
-def prepare(step: Step, checkpoint: Checkpoint, heads: LossHeads | None, figures: Figures, progress: Progress = QUIET) -> list[Prepared]:
+def prepare(
+    step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures, progress: Progress = QUIET
+) -> list[Prepared]:
     """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants."""
     with progress.step("find loss head"):
         variants = heads.variants(step) if heads is not None else (Variant(step=step),)
+    if pointwise is not None:
+        with progress.step("fuse element-wise operators"):
+            price = (lambda nodes: figures.priced(nodes, progress)) if figures.here else None
+            variants = tuple(replace(variant, step=pointwise.apply(variant.step, price)) for variant in variants)
     traced: list[tuple[Variant, Storages]] = []
     for variant in variants:
         with progress.step(f"trace storages ({variant.label})"):
