@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from effcompile.estimate.storages import Storage, Storages
-from effcompile.ops.replay import CPU_STATE_BYTES
+from effcompile.ops.replay import CPU_STATE_BYTES, replay
 from effcompile.remat.blocks import Blocks
 from effcompile.remat.emit import Emitted
 
@@ -121,7 +121,7 @@ class _Simulator:
             live += sum(self._bytes(i) for i in self.made[node])
             origin = self.emitted.origin.get(node)
             phase = "forward" if at < self.split else "backward"
-            workspace = self.held.workspace[origin] if origin is not None else 0
+            workspace = self._workspace(node)
             again = phase == "backward" and origin in self._forward_nodes
             instants.append(Instant(phase=phase, stage=self.emitted.stage[node], node=node.name, live=live + workspace, again=again))
             live -= sum(self._bytes(i) for i in freed.get(at, ()))
@@ -133,6 +133,12 @@ class _Simulator:
             peak_bytes=peak.live, peak=peak, instants=tuple(instants), saved_bytes=saved - base, end_bytes=live,
             parts=self._parts(where, last, peak.live),
         )  # fmt: skip
+
+    def _workspace(self, node: fx.Node) -> int:
+        """Bytes that an operator needs for itself; a replayed one also holds the generator's state of before."""
+        origin = self.emitted.origin.get(node)
+        own = self.held.workspace[origin] if origin is not None else 0
+        return own + (CPU_STATE_BYTES if node.target is replay else 0)
 
     def _parts(self, where: int, last: dict[Instance, int], peak: int) -> dict[str, int]:
         """What is alive at one instant, by kind."""
