@@ -39,6 +39,13 @@ class Machine:
         """True when plans for it can be run and timed here."""
         return self.calibration is not None
 
+    def distrust(self, backend: str) -> bool:
+        """Forget all kernel times of a backend, to be taken again for the next plan; whether there were any."""
+        found = self.calibration is not None and self.calibration.backends.pop(backend, None) is not None
+        if found and self.calibration is not None:
+            self.calibration.dirty = True
+        return found
+
     def keep_timings(self) -> tuple[str, ...]:
         """Save what was measured since; returns a note where it could not be."""
         note = store.save_if_dirty(self.calibration) if self.calibration is not None else None
