@@ -41,13 +41,18 @@ def measure(
     seconds_each: float = 0.05,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> None:
-    """Run every operator that is not yet in `known`, and put it there. Operators that cannot run alone are left out."""
+    """Run every operator that is not yet in `known`, and put it there. Operators that cannot run alone are left out.
+
+    Random generators are left as they were.
+    """
     todo = {key(node): node for node in nodes if node.op == "call_function"}
     todo = {k: node for k, node in todo.items() if k not in known}
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     for done, (name, node) in enumerate(todo.items()):
         progress(done, len(todo))
         try:
-            known[name] = _measure(node, seconds_each)
+            with torch.random.fork_rng(devices=devices):
+                known[name] = _measure(node, seconds_each)
         except Exception:  # an operator that needs real values (data-dependent): the target's law stands in
             continue
 
@@ -79,10 +84,12 @@ def made_up(value: Any) -> Any:
     """A real tensor like a fake one; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    made = torch.empty_strided(tuple(map(int, value.shape)), value.stride(), dtype=value.dtype, device=value.device)
+    shape, strides = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+    extent = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    flat = torch.zeros(extent, dtype=value.dtype, device=value.device)  # strides may be 0: what is written has none
     if value.dtype.is_floating_point:
-        return made.normal_() if made.numel() < 1 << 20 else made.fill_(0.5)
-    return made.zero_()
+        flat = flat.normal_() if extent < 1 << 20 else flat.fill_(0.5)
+    return flat.as_strided(shape, strides)
 
 
 def _bytes(result: Any, args: Any) -> int:

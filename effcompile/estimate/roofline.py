@@ -1,6 +1,6 @@
 """Seconds of any aten operator on a machine that is not here: max(FLOPs / peak, bytes / bandwidth) + launch (Williams et al. 2009).
 
-FLOPs are torch's own counts (torch.utils.flop_counter), bytes those of operands and results.
+FLOPs are torch's own counts (torch.utils.flop_counter) and those of our loss heads, bytes those of operands and results.
 """
 
 from __future__ import annotations
@@ -17,6 +17,19 @@ from effcompile.target import Target
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32", torch.int8: "int8"}
 
 
+_ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+#: Operators that torch does not count, with the formula of one that takes the same operands.
+_LIKE = {
+    torch.ops.aten.scaled_dot_product_attention: _ATTENTION,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _ATTENTION,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+#: Our loss heads: which arguments are x (N, D) and W (V, D), and where `needs` says which gradients are made (ops/loss_head.py).
+_LOSS_HEADS = {"loss_head_gradients": (0, 1, 10), "loss_head_forward": (0, 1, None), "loss_head_backward": (1, 2, 12)}
+
+
 def roofline_seconds(node: fx.Node, target: Target) -> float:
     """Modelled seconds of one call_function node with `meta["val"]` on it and its operands."""
     peak = target.peak_flops.get(_dtype(node)) or target.peak_flops.get("fp32", 0.0)
@@ -26,14 +39,26 @@ def roofline_seconds(node: fx.Node, target: Target) -> float:
 
 def flops(node: fx.Node) -> float:
     """Floating-point operations of a matrix product, convolution or attention; 0 for all that memory bounds."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    count = _LIKE.get(packet) or flop_registry.get(packet)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    if str(packet).startswith("effcompile."):
+        return _loss_head(str(packet).removeprefix("effcompile."), args)
     if count is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     try:
         return float(count(*args, **kwargs, out_val=node.meta["val"]))
     except Exception:  # a formula that does not know this call's form
         return 0.0
+
+
+def _loss_head(name: str, args: Any) -> float:
+    """2NVD for the logits, and as much for the gradients of x and of W each; 0 for another operator of ours."""
+    if name not in _LOSS_HEADS:
+        return 0.0
+    x, weight, needs = _LOSS_HEADS[name]
+    products = 1 + (sum(map(bool, args[needs][:2])) if needs is not None else 0)
+    return float(products * 2 * args[x].numel() * args[weight].shape[0])
 
 
 def moved_bytes(node: fx.Node) -> float:

@@ -61,7 +61,8 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> str:
         arguments = [self._text(arg) for arg in node.args]
-        arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
+        if node.kwargs:  # as a dict: `from`, which aten's random operators have, is no name in Python
+            arguments.append(f"**{self._text(dict(node.kwargs))}")
         return f"{self._constant(node.target)}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:
