@@ -72,7 +72,9 @@ def _seconds(block: Block, option: BlockOption, word: str) -> float:
 
 
 def _word(target: str) -> str:
-    """`gelu` of aten.gelu.default, `attention` of aten._scaled_dot_product_flash_attention_for_cpu.default."""
+    """`gelu` of aten.gelu.default, `attention` of aten._scaled_dot_product_attention_math.default, `element-wise` of a fused chain."""
+    if target.startswith("fused["):
+        return "element-wise"
     parts = target.split(".")
     name = parts[1] if len(parts) > 1 else target
     return "attention" if "scaled_dot_product" in name else name.strip("_").removeprefix("native_")

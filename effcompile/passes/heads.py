@@ -25,6 +25,7 @@ class Variant:
         logits_bytes: of the whole logits.
         in_place: whether gradients of tied parameters are summed in place.
         declined: why a loss head cannot be changed, one line each.
+        unfused: element-wise chains that were measured to be as fast apart, by their nodes' names (passes/pointwise.py).
     """
 
     step: Step
@@ -34,6 +35,7 @@ class Variant:
     logits_bytes: int = 0
     in_place: bool = False
     declined: tuple[str, ...] = ()
+    unfused: tuple[tuple[str, ...], ...] = ()
 
     @property
     def label(self) -> str:

@@ -39,6 +39,9 @@ _LARGEST = 48
 #: Times that groups are formed again after the slow ones were left out.
 _ROUNDS = 4
 
+#: Groups that stay apart: the names of each one's nodes.
+Refused = tuple[tuple[str, ...], ...]
+
 #: (nodes) → seconds of each, measured here.
 Price = Callable[[Sequence[fx.Node]], Sequence[float]]
 
@@ -65,20 +68,26 @@ class Pointwise:
     name: ClassVar[str] = "pointwise"
     exact: ClassVar[bool] = True
 
-    def apply(self, step: Step, price: Price | None = None) -> Step:
-        """The step with its chains fused. With `price` kernels are compiled, and left out where their operators are as fast."""
+    def apply(self, step: Step, price: Price | None = None, refused: Collection[frozenset[str]] = ()) -> tuple[Step, Refused]:
+        """The step with its chains fused, and the groups that were left apart, by their nodes' names.
+
+        Args:
+            step: with or without a changed loss head.
+            price: measures nodes; kernels are compiled, and left out where their operators are as fast. None: all are taken.
+            refused: groups that an earlier decision left apart.
+        """
         if not self.enabled:
-            return step
-        refused: set[frozenset[str]] = set()
+            return step, ()
+        apart = set(refused)
         for _ in range(_ROUNDS):
-            changed, fusions = fuse(step, refused)
+            changed, fusions = fuse(step, apart)
             slow = [] if price is None else _slow(fusions, price)
             if not slow:
                 break
-            refused.update(fusion.names for fusion in slow)
+            apart.update(fusion.names for fusion in slow)
         else:
-            changed, _ = fuse(step, refused)
-        return changed
+            changed, _ = fuse(step, apart)
+        return changed, tuple(sorted(tuple(sorted(names)) for names in apart))
 
 
 def fuse_pointwise(step: Step) -> Step:

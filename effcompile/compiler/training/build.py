@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from effcompile.compiler.search import versions
-from effcompile.compiler.training.prepare import Figures, Prepared
+from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
 from effcompile.cost import Cost, Provenance
 from effcompile.errors import FormatError
 from effcompile.goal import Goal
+from effcompile.ops.fused import Fused
 from effcompile.passes.checkpoint import kept_storages
 from effcompile.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.planner.remat import BlockOption, Group
@@ -28,20 +29,21 @@ _POINTS = MOST_POINTS - 2  # forward and backward are divided apart
 KEEP = "keep everything"
 
 
-def build_plan(best: Schedule, others: Sequence[Schedule], figures: Figures, goal: Goal, notes: Sequence[str] = ()) -> Plan:
-    """The plan of a schedule. `others`: the best schedules of the variants that were not taken."""
+def build_plan(
+    best: Schedule, others: Sequence[Schedule], found: Preparation, figures: Figures, goal: Goal, notes: Sequence[str] = ()
+) -> Plan:
+    """The plan of a schedule. `others`: the best schedules of all variants that have one. `found`: what was chosen from."""
     prepared = best.prepared
-    unplanned = simulate_unplanned(others[0].prepared if others else prepared)
     solution = best.solution
     return Plan(
         model=prepared.step.name,
-        fingerprint=fingerprint(prepared.step),
+        fingerprint=fingerprint(found.captured),
         parameters=sum(_numel(node) for node in prepared.step.parameters),
         goal=goal,
         target=figures.target.name,
         target_line=figures.target.describe(),
         backend="torch",
-        decisions=(*_checkpoints(best, figures), *_head(best, others), *_gradients(best)),
+        decisions=(*_checkpoints(best, figures), *_head(best, found), *_gradients(best), *_chains(best)),
         declined=(*_not_taken(best), *_other_heads(best, others), *_refused_heads(prepared)),
         certificate=Certificate(
             status=solution.status,
@@ -54,7 +56,7 @@ def build_plan(best: Schedule, others: Sequence[Schedule], figures: Figures, goa
             solver=solution.solver,
             rounds=best.rounds,
         ),
-        baseline=Totals(seconds=_plain(best, others).seconds, peak_bytes=unplanned.peak_bytes, error=0.0),
+        baseline=Totals(seconds=found.seconds, peak_bytes=found.peak_bytes, error=0.0),
         predicted=Totals(seconds=best.seconds, peak_bytes=best.trace.peak_bytes, error=0.0),
         inputs=describe_inputs(prepared.step),
         notes=(*prepared.step.mends, *_dropped(prepared.step), *_times(figures), *notes),
@@ -62,12 +64,6 @@ def build_plan(best: Schedule, others: Sequence[Schedule], figures: Figures, goa
         memory_timeline=_timeline(best.trace, prepared),
         schedule=saved_schedule(best),
     )
-
-
-def simulate_unplanned(prepared: Prepared) -> Trace:
-    """The step with all kept that its backward reads."""
-    everything = frozenset(s for block in prepared.cut.blocks for s in block.values.values())
-    return simulate(prepared.cut, emit(prepared.cut, everything))
 
 
 def fingerprint(step: Step) -> str:
@@ -99,6 +95,7 @@ def saved_schedule(best: Schedule) -> dict[str, Any]:
         "loss_head": variant.option,
         "chunks": variant.chunks,
         "in_place": variant.in_place,
+        "unfused": [list(names) for names in variant.unfused],
         "kept": {block.name: sorted(option.kept) for block, option in zip(blocks, best.chosen, strict=True)},
         "groups": [[group.first, group.last] for group in best.solution.groups],
     }
@@ -127,6 +124,18 @@ def restored(prepared: Prepared, data: Mapping[str, Any]) -> tuple[Emitted, Trac
     dropped = [i for group in groups for i in range(group.first + 1, group.last + 1)]
     emitted = emit(cut, kept_storages(cut, chosen, dropped), groups)
     return emitted, simulate(cut, emitted)
+
+
+def unfused(data: Mapping[str, Any]) -> list[frozenset[str]]:
+    """The element-wise chains that a saved schedule leaves apart.
+
+    Raises:
+        FormatError: not lists of names.
+    """
+    groups = data.get("unfused", [])
+    if not isinstance(groups, list) or not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
+        raise FormatError("The plan's schedule has chains that are no lists of names. Plan again, or restore the file.")
+    return [frozenset(names) for names in groups]
 
 
 def _groups(data: Any, count: int) -> tuple[Group, ...]:
@@ -171,11 +180,11 @@ def _why(option: BlockOption, full: BlockOption) -> str:
     return f"frees {format_bytes(full.kept_bytes - option.kept_bytes)} between forward and backward for {format_seconds(option.seconds)}"
 
 
-def _head(best: Schedule, others: Sequence[Schedule]) -> list[Decision]:
+def _head(best: Schedule, found: Preparation) -> list[Decision]:
     variant = best.prepared.variant
     if not variant.head:
         return []
-    plain = _plain(best, others)
+    plain = found.variants[0]
     return [
         Decision(
             site=variant.head, kind="loss head", option=variant.choice, baseline="whole", by="loss_head",
@@ -184,11 +193,6 @@ def _head(best: Schedule, others: Sequence[Schedule]) -> list[Decision]:
             why="" if variant.option == "whole" else f"its logits, {format_bytes(variant.logits_bytes)}, are never there at once",
         )
     ]  # fmt: skip
-
-
-def _plain(best: Schedule, others: Sequence[Schedule]) -> Prepared:
-    """The step as it was captured, where that variant is known."""
-    return next((s.prepared for s in others if s.prepared.variant.option == "whole"), best.prepared)
 
 
 def _end_peak(prepared: Prepared) -> int:
@@ -225,6 +229,22 @@ def _summed(step: Step, node: fx.Node) -> tuple[str, int] | None:
     return None
 
 
+def _chains(best: Schedule) -> list[Decision]:
+    """One decision for the element-wise chains of every block that has any."""
+    found = []
+    for block in best.prepared.cut.blocks:
+        kernels = [n for n in (*block.forward, *block.backward) if isinstance(n.target, Fused)]
+        if kernels:
+            option = f"{len(kernels)} kernels"
+            found.append(
+                Decision(
+                    site=block.name, kind="element-wise", option=option, baseline="one by one", by="pointwise", cost=Cost(),
+                    baseline_cost=Cost(), why="chains measured to be faster as one kernel each",
+                )
+            )  # fmt: skip
+    return found
+
+
 # ------------------------------------------------------------------ what was declined
 
 
@@ -249,7 +269,7 @@ def _declined(best: Schedule, i: int, other: BlockOption, budget: int) -> Declin
     peak = simulate(cut, emit(cut, kept_storages(cut, chosen, dropped), best.solution.groups)).peak_bytes
     saves = format_seconds(best.chosen[i].seconds - other.seconds)
     if peak > budget:
-        reason = f"saves {saves}, but the step would peak at {format_bytes(peak)}, above {format_bytes(budget)}"
+        reason = f"saves {saves}, but its peak is {format_bytes(peak - budget)} above the budget"
     else:
         reason = f"would fit and save {saves}: within the proof's gap"
     cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)

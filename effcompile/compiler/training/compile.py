@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
@@ -16,10 +16,10 @@ from effcompile.capture import capture_training
 from effcompile.compiler.machine import AUTO, resolve
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training import verify
-from effcompile.compiler.training.build import build_plan, fingerprint, restored, simulate_unplanned
+from effcompile.compiler.training.build import build_plan, fingerprint, restored, unfused
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.figures import keep_figures, known_figures
-from effcompile.compiler.training.prepare import Figures, Prepared, prepare
+from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, prepare
 from effcompile.compiler.training.solve import Schedule, best_schedule, frontier
 from effcompile.errors import FormatError, UsageError, VerificationError
 from effcompile.goal import Goal
@@ -62,9 +62,9 @@ class Work:
         with self.progress.step("capture the step"):
             return capture_training(self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=keep_outputs)
 
-    def prepare(self, step: Step) -> list[Prepared]:
+    def prepare(self, step: Step, unfused: Collection[frozenset[str]] | None = None) -> Preparation:
         """Its variants with their options; what was measured for them is kept for the next plan."""
-        found = prepare(step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress)
+        found = prepare(step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress, unfused=unfused)
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
         return found
@@ -91,9 +91,9 @@ def plan_training(
         CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
     """
     work = _work(model, args, kwargs, goal, target, passes, loss, progress)
-    variants = work.prepare(work.capture(keep_outputs))
-    best, others = best_schedule(variants, work.checkpoint, goal.memory, progress=progress)
-    return build_plan(best, others, work.figures, goal, work.notes)
+    found = work.prepare(work.capture(keep_outputs))
+    best, others = best_schedule(found.variants, work.checkpoint, goal.memory, progress=progress)
+    return build_plan(best, others, found, work.figures, goal, work.notes)
 
 
 def optimize_training(
@@ -127,11 +127,11 @@ def optimize_training(
     work = _work(model, args, kwargs, goal, target, passes, loss, progress)
     if not work.figures.here:
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
-    variants = work.prepare(work.capture(keep_outputs))
+    found = work.prepare(work.capture(keep_outputs))
     budget = goal.memory
     for _ in range(_REMEASURED):
-        best, others = best_schedule(variants, work.checkpoint, budget, progress=progress)
-        made = build_plan(best, others, work.figures, goal, work.notes)
+        best, others = best_schedule(found.variants, work.checkpoint, budget, progress=progress)
+        made = build_plan(best, others, found, work.figures, goal, work.notes)
         result, excess = _verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), made)
         if excess <= 0 or budget is None:
             return result
@@ -146,16 +146,15 @@ def frontier_training(
 ) -> list[Plan]:  # fmt: skip
     """Predicted plans for budgets from the least feasible to the unlimited one, none both larger and slower than another."""
     work = _work(model, args, kwargs, goal, target, passes, loss, progress)
-    variants = work.prepare(work.capture(keep_outputs))
+    found = work.prepare(work.capture(keep_outputs))
     with progress.step("solve for every budget"):
-        found = [(s, s.prepared) for prepared in variants for s in frontier(prepared, work.checkpoint, points)]
-    firsts = [next(s for s, owner in found if owner is prepared) for prepared in variants]
+        solved = [s for prepared in found.variants for s in frontier(prepared, work.checkpoint, points)]
     front: list[Schedule] = []
-    for s, _ in sorted(found, key=lambda pair: (pair[0].trace.peak_bytes, pair[0].seconds)):
+    for s in sorted(solved, key=lambda s: (s.trace.peak_bytes, s.seconds)):
         if not front or s.seconds < front[-1].seconds:
             front.append(s)
     thinned = front if len(front) <= points else [front[round(i * (len(front) - 1) / (points - 1))] for i in range(points)]
-    return [build_plan(s, firsts, work.figures, replace(goal, memory=s.trace.peak_bytes), work.notes) for s in thinned]
+    return [build_plan(s, [], found, work.figures, replace(goal, memory=s.trace.peak_bytes), work.notes) for s in thinned]
 
 
 def _work(
@@ -183,7 +182,7 @@ def _verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) ->
     base = prepared.cut.given_bytes
     peak = None if found.peak_bytes is None else base + found.peak_bytes
     excess = 0 if peak is None or plan.goal.memory is None else peak - plan.goal.memory
-    reason = verify.room_for(simulate_unplanned(prepared).peak_bytes)
+    reason = verify.room_for(plan.baseline.peak_bytes or 0)
     if reason is not None:
         notes = (*plan.notes, f"not compared with the unplanned step: {reason}")
         measured = Totals(seconds=None, peak_bytes=peak)
@@ -212,7 +211,7 @@ def _timed(step: Callable[[], torch.Tensor], work: Work) -> tuple[float, float]:
     """Seconds of the planned and of the original step, run in turn: the fastest of each."""
     samples: dict[str, list[float]] = {"ours": [], "eager": []}
     start = perf_counter()
-    while len(samples["eager"]) < 2 or (perf_counter() - start < _TIMING_SECONDS and len(samples["eager"]) < 10):
+    while not samples["eager"] or (perf_counter() - start < _TIMING_SECONDS and len(samples["eager"]) < 10):
         for name, run in (("ours", step), ("eager", work.eager_loss)):
             samples[name].append(verify.seconds(run, work.model))
     return min(samples["ours"]), min(samples["eager"])
@@ -227,10 +226,12 @@ def _reapply(
     option, chunks = plan.schedule.get("loss_head"), plan.schedule.get("chunks")
     heads = replace(work.heads, chunks=chunks) if work.heads is not None and isinstance(chunks, int) and option != "whole" else work.heads
     lazy = _NoOptions(points=work.checkpoint.points, groups=work.checkpoint.groups)
-    variants = replace(work, heads=heads, checkpoint=lazy).prepare(work.capture(keep_outputs))
+    step = work.capture(keep_outputs)
+    known = fingerprint(step) == plan.fingerprint
+    found = replace(work, heads=heads, checkpoint=lazy).prepare(step, unfused(plan.schedule)) if known else None
     wanted = (option, plan.schedule.get("in_place"))
-    prepared = next((p for p in variants if (p.variant.option, p.variant.in_place) == wanted), None)
-    if prepared is None or fingerprint(prepared.step) != plan.fingerprint:
+    prepared = next((p for p in found.variants if (p.variant.option, p.variant.in_place) == wanted), None) if found else None
+    if prepared is None:
         raise FormatError(
             f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}. "
             "Plan this one anew, without --plan."

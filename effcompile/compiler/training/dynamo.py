@@ -54,7 +54,7 @@ class _Partition:
         step, outputs = _as_step(joint, num_fwd_outputs)
         checkpoint, *_others = load_training_passes(["checkpoint"])
         figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
-        variants = prepare(step, checkpoint, None, None, figures)
+        variants = prepare(step, checkpoint, None, None, figures).variants
         keep_figures(figures.known)
         self.schedule, _all = best_schedule(variants, checkpoint, self.goal.memory)
         return _modules(joint, step, self.schedule.emitted, outputs, num_fwd_outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,9 @@ from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.heads import LossHeads, Variant
 from effcompile.passes.pointwise import Pointwise
 from effcompile.planner.remat import BlockOption, Stage
-from effcompile.remat.blocks import Blocks, cut_into_blocks, split
+from effcompile.remat.blocks import Blocks, cut_into_blocks
+from effcompile.remat.emit import emit
+from effcompile.remat.simulate import Trace, simulate
 from effcompile.step import Step
 from effcompile.target import Target
 
@@ -90,40 +92,89 @@ class Figures:
         return max(traced, found.workspace if found is not None else 0, ours or 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """All variants of a step, and the step as it was captured: what stock torch would run.
+
+    Attributes:
+        variants: ready to be planned, the one with the loss head as captured first.
+        captured: the step. seconds, peak_bytes: predicted of it, with all kept that its backward reads.
+    """
+
+    variants: list[Prepared]
+    captured: Step
+    seconds: float
+    peak_bytes: int
+
+
 def prepare(
-    step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures, progress: Progress = QUIET
-) -> list[Prepared]:
-    """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants."""
+    step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures,
+    progress: Progress = QUIET, *, unfused: Collection[frozenset[str]] | None = None,
+) -> Preparation:  # fmt: skip
+    """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants.
+
+    Args:
+        step: as captured.
+        checkpoint: makes the options of a block.
+        heads: makes the variants; None: as captured.
+        pointwise: fuses chains; None leaves them as they are.
+        figures: times of operators.
+        progress: is told what is being done.
+        unfused: chains to leave apart, decided earlier; None decides by measuring.
+    """
     with progress.step("find loss head"):
         variants = heads.variants(step) if heads is not None else (Variant(step=step),)
     if pointwise is not None:
         with progress.step("fuse element-wise operators"):
-            price = (lambda nodes: figures.priced(nodes, progress)) if figures.here else None
-            variants = tuple(replace(variant, step=pointwise.apply(variant.step, price)) for variant in variants)
-    traced: list[tuple[Variant, Storages]] = []
-    for variant in variants:
-        with progress.step(f"trace storages ({variant.label})"):
-            traced.append((variant, graph_storages(variant.step.graph, lambda node: node.meta["val"])))
+            variants = tuple(_fused(variant, pointwise, figures, progress, unfused) for variant in variants)
+    with progress.step("trace storages"):
+        traced = [(variant, _storages(variant.step)) for variant in variants]
+        plain = traced[0][1] if variants[0].step is step else _storages(step)
     with progress.step("measure operators"):
-        figures.measure(_costly(traced), progress)
+        figures.measure([*_costly(step, plain), *(n for variant, held in traced for n in _costly(variant.step, held))], progress)
     solved: dict[str, tuple[BlockOption, ...]] = {}
     prepared = []
     for variant, held in traced:
-        exact = replace(held, workspace={node: figures.workspace(node, size) for node, size in held.workspace.items()})
-        cut = cut_into_blocks(variant.step, exact, figures.seconds)
-        with progress.step(f"block options ({variant.label})"):
+        cut = _cut(variant.step, held, figures)
+        with progress.step("find the options of every block"):
             for block in cut.blocks:
                 if block.stage.kind not in solved:
                     solved[block.stage.kind] = checkpoint.options(block)
-        total = sum(figures.seconds(n) for part in split(variant.step) for n in part if held.made[n] or n in held.written)
-        prepared.append(Prepared(variant=variant, cut=cut, options=solved, seconds=total))
-    return prepared
+        prepared.append(Prepared(variant=variant, cut=cut, options=solved, seconds=_seconds(variant.step, held, figures)))
+    peak = simulate_unplanned(_cut(step, plain, figures)).peak_bytes
+    return Preparation(variants=prepared, captured=step, seconds=_seconds(step, plain, figures), peak_bytes=peak)
 
 
-def _costly(traced: Iterable[tuple[Variant, Storages]]) -> Iterator[fx.Node]:
+def simulate_unplanned(cut: Blocks) -> Trace:
+    """The step with all kept that its backward reads."""
+    everything = frozenset(s for block in cut.blocks for s in block.values.values())
+    return simulate(cut, emit(cut, everything))
+
+
+def _fused(
+    variant: Variant, pointwise: Pointwise, figures: Figures, progress: Progress, unfused: Collection[frozenset[str]] | None
+) -> Variant:
+    price = (lambda nodes: figures.priced(nodes, progress)) if figures.here and unfused is None else None
+    changed, apart = pointwise.apply(variant.step, price, unfused or ())
+    return replace(variant, step=changed, unfused=apart)
+
+
+def _storages(step: Step) -> Storages:
+    return graph_storages(step.graph, lambda node: node.meta["val"])
+
+
+def _cut(step: Step, held: Storages, figures: Figures) -> Blocks:
+    exact = replace(held, workspace={node: figures.workspace(node, size) for node, size in held.workspace.items()})
+    return cut_into_blocks(step, exact, figures.seconds)
+
+
+def _seconds(step: Step, held: Storages, figures: Figures) -> float:
+    return sum(figures.seconds(node) for node in _costly(step, held))
+
+
+def _costly(step: Step, held: Storages) -> Iterator[fx.Node]:
     """Operators that do something: views and getitems are free."""
-    for variant, held in traced:
-        yield from (n for n in variant.step.graph.nodes if n.op == "call_function" and (held.made[n] or n in held.written))
+    yield from (n for n in step.graph.nodes if n.op == "call_function" and (held.made[n] or n in held.written))
 
 
 def _value(arg: Any) -> Any:
