@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
+
 
 def fake_mode() -> Any:
     """A context in which tensors have shapes and no data (torch._subclasses.FakeTensorMode)."""

@@ -142,6 +142,8 @@ def compile_with_partition(module: fx.GraphModule, inputs: Sequence[Any], partit
     """AOTAutograd's callable of a graph from torch.compile: `partition` cuts its joint graph, `compiler` makes each part callable.
 
     Args:
+        module: the graph, as torch.compile gives it to a backend.
+        inputs: its example inputs.
         partition: (joint module, joint inputs, *, num_fwd_outputs, ...) → (forward module, backward module).
         compiler: (module, example inputs) → a function of one list, which it empties.
     """

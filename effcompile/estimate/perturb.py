@@ -70,9 +70,9 @@ def find_sites(program: Program, options: Mapping[str, tuple[str, ...]], group_s
         names = tuple(o for o in options.get("gelu", ()) if o != "erf")
         found.append(Site(name=g.site, kind="gelu", node=g.node, x=x if isinstance(x, fx.Node) else None, options=names))
     for a in attentions(program):
-        for value in a.node.args[:2]:  # q and k are rounded: two places of one site, whose errors add
-            if isinstance(value, fx.Node):
-                found.append(Site(name=a.site, kind="attention", node=value, x=None, options=tuple(options.get("attention", ()))))
+        names = tuple(options.get("attention", ()))
+        heads = [value for value in a.node.args[:2] if isinstance(value, fx.Node)]  # q and k: two places of one site, whose errors add
+        found += [Site(name=a.site, kind="attention", node=value, x=None, options=names) for value in heads]
     return [site for site in found if site.options]
 
 

@@ -39,7 +39,7 @@ def roofline_seconds(node: fx.Node, target: Target) -> float:
 
 def flops(node: fx.Node) -> float:
     """Floating-point operations of a matrix product, convolution or attention; 0 for all that memory bounds."""
-    packet = getattr(node.target, "overloadpacket", None)
+    packet: Any = getattr(node.target, "overloadpacket", None)
     count = _LIKE.get(packet) or flop_registry.get(packet)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     if str(packet).startswith("effcompile."):

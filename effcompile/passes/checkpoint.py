@@ -16,7 +16,7 @@ from effcompile.planner.remat import BlockOption, ChainProblem, block_options
 from effcompile.remat.blocks import Block, Blocks
 
 #: Options of a block are searched for so long at the most; then the best found stand.
-SECONDS_PER_BLOCK = 4.0
+SECONDS_PER_BLOCK = 1.5
 _NAMED = 3
 
 

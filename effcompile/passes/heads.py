@@ -69,8 +69,8 @@ class LossHeads:
         variants = [Variant(step=step, declined=declined, head=found[0].site if found else "", logits_bytes=_bytes(found))]
         if not found:
             return (*variants, *self._summed(variants[0]))
-        for option in (o for o in found[0].options if o != "whole"):
-            chunks, changed = self._chunked(step, option)
+        for option, count in self._forms(found[0]):
+            chunks, changed = self._chunked(step, option, count)
             changed = accumulate_embeddings(changed) if self.in_place else changed
             variants.append(
                 Variant(
@@ -80,7 +80,16 @@ class LossHeads:
             )  # fmt: skip
         return tuple(variants)
 
-    def _chunked(self, step: Step, option: str) -> tuple[int, Step]:
+    def _forms(self, head: LossHead) -> list[tuple[str, int]]:
+        """(option, chunks): the fewest chunks, which cost the least time, and enough for small ones.
+
+        "rechunked" costs a product of matrices more and needs as much memory: only where "chunked" is not exact.
+        """
+        option = next((o for o in ("chunked", "rechunked") if o in head.options), None)
+        counts = dict.fromkeys((min(head.chunk_counts), self._count(head))) if not self.chunks else [self._count(head)]
+        return [(option, count) for count in counts] if option is not None else []
+
+    def _chunked(self, step: Step, option: str, wanted: int) -> tuple[int, Step]:
         """The step with all its heads in chunks; the first one's number of chunks."""
         count = len(find_loss_heads(step))
         chosen = 0
@@ -88,7 +97,7 @@ class LossHeads:
             heads = [head for head in find_loss_heads(step) if option in head.options]
             if not heads:
                 break
-            chunks = self._count(heads[0])
+            chunks = min(heads[0].chunk_counts, key=lambda count: abs(count - wanted))
             chosen = chosen or chunks
             step = with_loss_head(step, heads[0], option, chunks)
         return chosen, step

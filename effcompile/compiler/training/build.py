@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from effcompile.compiler.search import versions
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
@@ -78,10 +79,16 @@ def fingerprint(step: Step) -> str:
 
 def describe_inputs(step: Step) -> tuple[str, ...]:
     """One line for each input: `input_ids [2 × 512] int64`."""
+    given, _ = pytree.tree_flatten_with_path((step.args, dict(step.kwargs or {})))
+    names: dict[int, list[str]] = {}
+    for path, leaf in given:
+        names.setdefault(id(leaf), []).append(pytree.keystr(path[1:]).strip("[]'"))
     lines = []
-    for node in step.inputs:
+    for node, leaf in zip(step.inputs, step.leaves(step.args, step.kwargs or {}), strict=True):
         value = node.meta["val"]
-        lines.append(f"{node.name} [{' × '.join(str(int(s)) for s in value.shape)}] {str(value.dtype).removeprefix('torch.')}")
+        shape = " × ".join(str(int(s)) for s in value.shape)
+        name = (names.get(id(leaf)) or [node.name]).pop(0)  # one tensor may be given twice
+        lines.append(f"{name} [{shape}] {str(value.dtype).removeprefix('torch.')}")
     return tuple(lines)
 
 
@@ -114,7 +121,8 @@ def restored(prepared: Prepared, data: Mapping[str, Any]) -> tuple[Emitted, Trac
     chosen = []
     for block in cut.blocks:
         names = kept[block.name]
-        unknown = [n for n in names if n not in block.problem.nbytes] if isinstance(names, list) else ["(no list)"]
+        known = block.problem.nbytes
+        unknown = [n for n in names if not isinstance(n, str) or n not in known] if isinstance(names, list) else ["(no list)"]
         if unknown:
             raise FormatError(f"The plan's schedule keeps {unknown[0]!r} in {block.name}, which it does not make. Plan again.")
         chosen.append(

@@ -9,6 +9,7 @@ from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.errors import InfeasibleError
 from effcompile.passes.checkpoint import Checkpoint, kept_storages
+from effcompile.planner import UNPROVEN
 from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
 from effcompile.remat.emit import Emitted, emit
 from effcompile.remat.simulate import Trace, per_stage, simulate
@@ -69,9 +70,23 @@ def best_schedule(
 def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01) -> Schedule:
     """One variant's schedule. Its simulated peak is within the budget.
 
+    Where the planner's model, which is a little above the simulation, says that nothing fits, the leanest schedule may
+    still: it is taken then, without a proof that none is faster.
+
     Raises:
         InfeasibleError: there is none with these options.
     """
+    try:
+        return _solved(prepared, checkpoint, budget, gap)
+    except InfeasibleError:
+        lean = _lean(prepared, checkpoint)
+        if budget is None or lean.trace.peak_bytes > budget:
+            raise
+        extra = lean.solution.seconds
+        return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
+
+
+def _solved(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, gap: float) -> Schedule:
     problem = checkpoint.chain(prepared.cut, prepared.options, budget)
     for rounds in range(1, MAX_ROUNDS + 1):
         solution = solve_chain(problem, reference_seconds=prepared.seconds, gap=gap)
@@ -88,9 +103,13 @@ def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, 
 
 def leanest(prepared: Prepared, checkpoint: Checkpoint) -> int:
     """The simulated peak of a variant's leanest schedule: a budget that is known to be feasible."""
+    return _lean(prepared, checkpoint).trace.peak_bytes
+
+
+def _lean(prepared: Prepared, checkpoint: Checkpoint) -> Schedule:
     problem = checkpoint.chain(prepared.cut, prepared.options, None)
     problem = replace(problem, budget=smallest_budget(problem))
-    return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds), 1).trace.peak_bytes
+    return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds), 1)
 
 
 def _without_nearest(message: str, nearest: int) -> str:
