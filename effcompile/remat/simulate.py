@@ -2,7 +2,8 @@
 
 The executor frees a value after its last reader, as counted here. Alive throughout: parameters, buffers, constants and
 inputs. Results of the forward (the loss, shown outputs) stay; gradients stay from where they are made. New values of
-buffers live until the forward ends. A copy of an operator makes what the first one made.
+buffers live until the forward ends; an old one that the backward reads is copied then. A copy of an operator makes what
+the first one made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from effcompile.estimate.storages import Storage, Storages
 from effcompile.ops.replay import CPU_STATE_BYTES, replay
 from effcompile.remat.blocks import Blocks
 from effcompile.remat.emit import Emitted
+from effcompile.step import Step
 
 Instance = tuple[Storage, int]  # a storage, and which copy of the operator made it
 
@@ -56,6 +58,13 @@ def simulate(cut: Blocks, emitted: Emitted) -> Trace:
     return _Simulator(cut, emitted).run()
 
 
+def overwritten(step: Step, emitted: Emitted) -> dict[fx.Node, fx.Node]:
+    """Placeholders of the backward that are buffers which the forward updates → the step's placeholder; they need a copy."""
+    updated = {node for node, name in step.buffers.items() if name in step.updated}
+    holders = [(node, emitted.origin.get(node)) for node in emitted.backward.nodes if node.op == "placeholder"]
+    return {node: origin for node, origin in holders if origin in updated}
+
+
 class _Simulator:
     def __init__(self, cut: Blocks, emitted: Emitted) -> None:
         self.held: Storages = cut.held
@@ -72,8 +81,21 @@ class _Simulator:
         shown = len(self.cut.step.forward_results)
         handed = dict(zip(self.emitted.handed, results[shown:], strict=True))
         self._number(self.emitted.backward, handed)
+        copied = self._copy_overwritten()
         last = self._last_reads(results, shown)
-        return self._walk(last)
+        return self._walk(last, copied)
+
+    def _copy_overwritten(self) -> int:
+        """Instances of the old values of buffers, made when the backward begins; their bytes."""
+        copied = 0
+        for node, origin in overwritten(self.cut.step, self.emitted).items():
+            first = next((n for n in self.calls[self.split :] if node.users), None)
+            if first is not None:
+                self.copies += 1
+                self.of[node] = {s: (s, self.copies) for s in self.held.of[origin]}
+                self.made[first] += self.of[node].values()
+                copied += sum(map(self._bytes, self.of[node].values()))
+        return copied
 
     def _number(self, graph: fx.Graph, handed: dict[fx.Node, fx.Node]) -> None:
         """Instances that each node's value refers to, and those that it makes."""
@@ -110,7 +132,7 @@ class _Simulator:
                 last[instance] = max(last[instance], self.split)
         return last
 
-    def _walk(self, last: dict[Instance, int]) -> Trace:
+    def _walk(self, last: dict[Instance, int], copied: int) -> Trace:
         freed: dict[int, list[Instance]] = {}
         for instance, at in last.items():
             freed.setdefault(at, []).append(instance)
@@ -126,7 +148,7 @@ class _Simulator:
             instants.append(Instant(phase=phase, stage=self.emitted.stage[node], node=node.name, live=live + workspace, again=again))
             live -= sum(self._bytes(i) for i in freed.get(at, ()))
             if at == self.split - 1:
-                saved = live
+                saved = live + copied
         peak = max(instants, key=lambda i: i.live)
         where = instants.index(peak)
         return Trace(

@@ -1,45 +1,59 @@
-"""Runs an emitted training step behind autograd: the model's own call, `loss.backward()`, and gradients in its parameters."""
+"""Runs an emitted training step behind autograd: the model's own call, `loss.backward()`, and gradients in its parameters.
+
+Whatever would silently make it another step than the one that was planned is refused: other shapes, other modes of a
+module, newly trainable parameters, autocast switched on or off, values changed between forward and backward.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.errors import InputsError
 from effcompile.remat.emit import Emitted
+from effcompile.remat.simulate import overwritten
 from effcompile.step import Step
 
 
 class StepRunner:
     """The forward and the backward of one emitted step, bound to a model's parameters and buffers.
 
-    The parameters are looked up at every call, so load_state_dict, optimizers and `requires_grad_` before planning work as
-    usual. What is kept lives in the autograd node of the loss, and is freed as the backward reads it.
+    The parameters are looked up at every call, so load_state_dict and optimizers work as usual. What is kept lives in the
+    autograd node of the loss, and is freed as the backward reads it.
     """
 
     def __init__(self, model: nn.Module, step: Step, emitted: Emitted) -> None:
         self.model, self.step = model, step
         self.forward_graph, self.backward_graph = boxed(emitted.forward), boxed(emitted.backward)
-        self._shown = step.shown
-        self._updated = len(step.updated)
-        holders = [node for node in step.graph.nodes if node.op == "placeholder" and node is not step.tangent]
-        self._forward_inputs = holders
-        handed = {node: i for i, node in enumerate(emitted.handed)}
-        self._backward_inputs = [
-            handed[node] if node in handed else emitted.origin.get(node) for node in emitted.backward.nodes if node.op == "placeholder"
-        ]
+        self._forward_inputs = [n for n in step.graph.nodes if n.op == "placeholder" and n is not step.tangent]
+        self._overwritten = overwritten(step, emitted)
+        handed = {node: i for i, node in enumerate((*emitted.handed, *self._overwritten))}
+        self._backward_inputs = [handed.get(n, emitted.origin.get(n)) for n in emitted.backward.nodes if n.op == "placeholder"]
+        self._read_again = [n for n in self._backward_inputs if isinstance(n, fx.Node) and n is not step.tangent]
         self._differentiated = tuple(step.gradients)
+        self._frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
+        self._modes = {name: module.training for name, module in model.named_modules()}
+        self._devices = sorted({node.meta["val"].device.type for node in self._forward_inputs})
+        self._autocast = _autocast(self._devices)
+
+    def bound_to(self, model: nn.Module) -> StepRunner:
+        """The same step for another instance of the model: a copy of it."""
+        other = copy.copy(self)
+        other.model = model
+        return other
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Loss and shown outputs, as the model returns them.
 
         Raises:
-            InputsError: inputs that the step was not captured for.
+            InputsError: inputs that the step was not captured for, or a model that is not as it was then.
         """
         loss, *shown = self._run(args, kwargs)
         return self.step.rebuild(loss, shown)
@@ -49,43 +63,96 @@ class StepRunner:
         return self._run(args, kwargs)[0]
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        self._check_model()
         values = self._values(self.step.leaves(args, kwargs))
         parameters = [self.model.get_parameter(name) for name in self._differentiated]
         results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters)
         return results
 
-    def _values(self, leaves: list[Any]) -> dict[Any, Any]:
+    def _check_model(self) -> None:
+        """Raises InputsError when the model's own forward would now do something else than the step that was planned."""
+        again = "Call effcompile.optimize again."
+        for name in self._frozen:
+            if self.model.get_parameter(name).requires_grad:
+                raise InputsError(f"The parameter {name!r} was frozen when the step was planned, and requires a gradient now. {again}")
+        for name, module in self.model.named_modules():
+            if name and module.training != self._modes.get(name, module.training):
+                modes = ("evaluation", "training")
+                raise InputsError(
+                    f"The module {name!r} is in {modes[module.training]} mode; the step was planned with it in "
+                    f"{modes[not module.training]} mode. Put it back, or call effcompile.optimize again."
+                )
+        if (now := _autocast(self._devices)) != self._autocast:
+            was, at_call = (", ".join(map(str, found)) or "off" for found in (self._autocast, now))
+            raise InputsError(
+                f"autocast is {at_call} at this call and was {was} when the step was planned, whose dtypes are fixed. "
+                "Plan and call within the same torch.autocast(...)."
+            )
+
+    def _values(self, leaves: list[Any]) -> dict[fx.Node, Any]:
         """Placeholder of the step → its value now."""
         step = self.step
-        values: dict[Any, Any] = dict(zip(step.inputs, leaves, strict=True))
-        values.update({node: self.model.get_parameter(name).detach() for node, name in step.parameters.items()})
-        values.update({node: self.model.get_buffer(name) for node, name in step.buffers.items()})
+        values: dict[fx.Node, Any] = dict(zip(step.inputs, leaves, strict=True))
+        for node, name in step.parameters.items():
+            values[node] = _fitting(node, name, self.model.get_parameter(name).detach())
+        for node, name in step.buffers.items():
+            values[node] = _fitting(node, name, self.model.get_buffer(name))
         values.update(step.constants)
         return values
 
-    def run_forward(self, values: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
+    def run_forward(self, values: Mapping[fx.Node, Any]) -> tuple[list[Any], list[Any]]:
         """(loss and shown outputs, what is handed to the backward). New values of buffers are written."""
-        results = list(self.forward_graph([values[node] for node in self._forward_inputs]))
-        first = 1 + self._shown
-        for name, value in zip(self.step.updated, results[first : first + self._updated], strict=True):
+        results = list(self._without_autocast(self.forward_graph, [values[node] for node in self._forward_inputs]))
+        first, last = 1 + self.step.shown, 1 + self.step.shown + len(self.step.updated)
+        old = [values[node].clone() for node in self._overwritten.values()]
+        for name, value in zip(self.step.updated, results[first:last], strict=True):
             self.model.get_buffer(name).copy_(value)
-        return results[:first], results[first + self._updated :]
+        return results[:first], [*results[last:], *old]
 
-    def run_backward(self, saved: list[Any], values: Mapping[Any, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
+    def run_backward(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
         """The gradients, in the order of `Step.gradients`. Empties `saved`."""
         inputs = [
-            saved[source] if isinstance(source, int) else tangent if source is self.step.tangent else values[source]
+            saved[source] if isinstance(source, int) else tangent if source is None or source is self.step.tangent else values[source]
             for source in self._backward_inputs
         ]
         saved.clear()
-        return self.backward_graph(inputs)
+        return self._without_autocast(self.backward_graph, inputs)
+
+    def versions(self, values: Mapping[fx.Node, Any]) -> list[tuple[str, int]]:
+        """(placeholder, autograd's count of changes in place) of what the backward reads again."""
+        read = ((node.name, values[node]) for node in self._read_again)
+        return [(name, value._version) for name, value in read if not value.is_inference()]
+
+    def _without_autocast(self, graph: Any, values: list[Any]) -> tuple[Any, ...]:
+        """Run a graph, in which every cast is an operator of its own: with autocast off, also where the step has it on."""
+        with contextlib.ExitStack() as stack:
+            for device in filter(torch.is_autocast_enabled, self._devices):
+                stack.enter_context(torch.autocast(device, enabled=False))
+            result: tuple[Any, ...] = graph(values)
+        return result
+
+
+def _autocast(devices: list[str]) -> tuple[tuple[str, torch.dtype], ...]:
+    """(device, dtype) of each autocast that is on."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device))
+
+
+def _fitting(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
+    """The value, if it has the shape, dtype and device that the step was captured with."""
+    wanted = node.meta["val"]
+    if (value.shape, value.dtype, value.device.type) != (wanted.shape, wanted.dtype, wanted.device.type):
+        raise InputsError(
+            f"{name} is {value.dtype} {tuple(value.shape)} on {value.device} now; the step was planned for {wanted.dtype} "
+            f"{tuple(wanted.shape)} on {wanted.device}. Call effcompile.optimize again."
+        )
+    return value
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: StepRunner, values: dict[Any, Any], *parameters: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, runner: StepRunner, values: dict[fx.Node, Any], *parameters: torch.Tensor) -> tuple[Any, ...]:
         results, saved = runner.run_forward(values)
-        ctx.runner, ctx.values, ctx.saved = runner, values, saved
+        ctx.runner, ctx.values, ctx.saved, ctx.versions = runner, values, saved, runner.versions(values)
         ctx.mark_non_differentiable(*results[1:])
         return tuple(results)
 
@@ -97,6 +164,12 @@ class _Function(torch.autograd.Function):
                 "The backward of this loss has run already, and what it needs was freed as it ran (retain_graph has no effect). "
                 "Call the model again for a new loss."
             )
+        for (name, before), (_, now) in zip(ctx.versions, ctx.runner.versions(ctx.values), strict=True):
+            if before != now:
+                raise InputsError(
+                    f"{name} was changed in place between the forward and the backward, which reads it again. Run the backward "
+                    "before the optimizer's step, and leave the inputs as they are until then."
+                )
         saved, ctx.saved = ctx.saved, None
         values, ctx.values = ctx.values, None
         return (None, None, *ctx.runner.run_backward(saved, values, tangent))

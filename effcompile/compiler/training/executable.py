@@ -31,6 +31,24 @@ class TrainingExecutable(nn.Module):
     plan: Plan
     runner: StepRunner
 
+    def __copy__(self) -> TrainingExecutable:
+        return planned(self.runner.model, self.runner, self.plan)._in_mode_of(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingExecutable:
+        """A copy of the model with the same plan."""
+        model = copy.deepcopy(self.runner.model, memo)
+        return planned(model, self.runner.bound_to(model), self.plan)._in_mode_of(self)
+
+    def _in_mode_of(self, other: nn.Module) -> TrainingExecutable:
+        self.training = other.training
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"A planned {type(self).__name__} cannot be pickled, for its step is bound to this process. Save its state_dict() and its "
+            "plan (save(folder)); effcompile.optimize(model, plan=...) applies it again without solving."
+        )
+
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
         """Print the plan."""
         self.plan.report(console, verbose=verbose)

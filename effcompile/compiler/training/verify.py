@@ -64,13 +64,13 @@ def compare(found: Result, wanted: Result, limit: float | None) -> Check:
     """Loss and gradients of the planned step against the model's own.
 
     Raises:
-        VerificationError: the model's own loss is not a number.
+        VerificationError: the model's own loss, or a gradient of its, is not a number.
     """
     if not math.isfinite(float(wanted.loss)):
-        raise VerificationError(
-            f"The model's own loss is {float(wanted.loss)} at the example inputs, so nothing can be compared. Give other inputs, "
-            "or mend the model (a learning rate, a mask that hides every token, labels that are all ignored)."
-        )
+        raise _nothing_to_compare(f"loss is {float(wanted.loss)}")
+    for name, gradient in wanted.gradients.items():
+        if gradient is not None and not bool(gradient.isfinite().all()):
+            raise _nothing_to_compare(f"gradient of {name} is not finite")
     same = torch.equal(found.loss, wanted.loss)
     worst, where = _relative(found.loss, wanted.loss, 0.0), "loss"
     usual = _root_mean_square(wanted.gradients.values())
@@ -80,11 +80,19 @@ def compare(found: Result, wanted: Result, limit: float | None) -> Check:
             continue
         error = _relative(other, gradient, _NEGLIGIBLE * usual)
         same = same and error == 0.0 and gradient is not None and other is not None and torch.equal(other, gradient)
-        if error > worst:
+        if not (error <= worst or math.isnan(worst)):  # NaN is the worst
             worst, where = error, name
-    allowed = max(limit or 0.0, _ROUNDING.get(wanted.loss.dtype, EXACT_TOLERANCE), *(_rounding(g) for g in wanted.gradients.values()))
+    rounded = [_ROUNDING.get(dtype, EXACT_TOLERANCE) for dtype in (wanted.loss.dtype, *_autocast_dtypes())]
+    allowed = max(limit or 0.0, *rounded, *(_rounding(g) for g in wanted.gradients.values()))
     note = "bit-identical" if same else f"largest at {where}"
     return Check(name="loss and all gradients, as eager", error=worst, limit=allowed, note=note)
+
+
+def _nothing_to_compare(what: str) -> VerificationError:
+    return VerificationError(
+        f"The model's own {what} at the example inputs, so nothing can be compared. Give other inputs, "
+        "or mend the model (a learning rate, a mask that hides every token, labels that are all ignored)."
+    )
 
 
 def room_for(peak_bytes: int) -> str | None:
@@ -126,6 +134,11 @@ def _root_mean_square(gradients: Iterable[torch.Tensor | None]) -> float:
 
 def _rounding(gradient: torch.Tensor | None) -> float:
     return 0.0 if gradient is None else _ROUNDING.get(gradient.dtype, EXACT_TOLERANCE)
+
+
+def _autocast_dtypes() -> list[torch.dtype]:
+    """Where autocast is on, gradients are sums of rounded products, whatever their own dtype."""
+    return [torch.get_autocast_dtype(device) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
 
 
 @contextlib.contextmanager

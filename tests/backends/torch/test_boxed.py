@@ -147,7 +147,7 @@ def test_no_outputs_no_inputs_and_one_output() -> None:
 def test_the_wrong_number_of_values_is_told() -> None:
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not enough values"):
         boxed(graph)([])
 
 

@@ -1,0 +1,30 @@
+"""Training plans in a fraction of a second: operators timed once, blocks searched briefly, this machine calibrated once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from effcompile.compiler.machine import AUTO, resolve
+from effcompile.estimate import operators
+
+
+@pytest.fixture(scope="session")
+def _calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder in which this machine's calibration lies."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EFFCOMPILE_CACHE", str(folder))
+        resolve(AUTO, []).keep_timings()
+    return folder
+
+
+@pytest.fixture
+def quick_training(_calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The cache folder of these tests, which keep their operators' figures there between them."""
+    measured = operators._seconds
+    monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
+    monkeypatch.setattr("effcompile.passes.checkpoint.SECONDS_PER_BLOCK", 0.15)
+    monkeypatch.setattr("effcompile.compiler.training.compile._TIMING_SECONDS", 0.0)
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
+    return _calibrated
