@@ -386,7 +386,7 @@ def test_dynamo_is_the_second_way() -> None:
     model = ThroughNumpy()
     step = capture_training(model, (X,))
     assert any("Dynamo" in mend for mend in step.mends)
-    assert mistakes(step, model, (X,), loss_of=lambda out: out["loss"]) == []
+    assert mistakes(step, model, (X,), loss_of=lambda out: out["loss"], limit=1e-6) == []  # NumPy sums in another order
     assert list(step.parameters.values()) == ["up.0.weight", "up.0.bias"]
     assert module_path(calls(step, aten.addmm.default)[0]) == "up.0"
     assert dict(step.dropped) == {"show": 96}

@@ -37,13 +37,13 @@ def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: P
         return {"attention/sdpa": 2e-3, "attention/sdpa_int8": 1e-3}.get(call.kernel)
 
     found = attentions(bert)
-    exact, refused = split(Attention().propose(bert, context(price, goal=Goal())))
+    exact, refused = split(Attention(int8=True).propose(bert, context(price, goal=Goal())))
     assert all([o.name for o in c.options] == ["sdpa"] for c in exact.values())
     assert "goal allows no error (max_error = 0)" in {d.reason for d in refused if d.option == "sdpa_int8"}
-    _, refused = split(Attention().propose(bert, context(price, sensitivity={})))
+    _, refused = split(Attention(int8=True).propose(bert, context(price, sensitivity={})))
     assert {d.reason for d in refused if d.option == "sdpa_int8"} == {"its error at the output was not measured"}
     errors = {(site.site, "sdpa_int8"): 1e-6 for site in found}
-    choices, _ = split(Attention().propose(bert, context(price, sensitivity=errors)))
+    choices, _ = split(Attention(int8=True).propose(bert, context(price, sensitivity=errors)))
     for site in found:
         option = choices[site.site].option("sdpa_int8")
         assert option.cost.error_squared == 1e-6
@@ -58,7 +58,7 @@ def test_int8_attention_is_not_offered_where_q_is_no_linears_result(bert: Progra
         turned = edited.graph.call_function(torch.ops.aten.neg.default, (node.args[0],))
     turned.meta = dict(node.args[0].meta)
     node.update_arg(0, turned)
-    _, declined = split(Attention().propose(edited, context(lambda call: 1e-3)))
+    _, declined = split(Attention(int8=True).propose(edited, context(lambda call: 1e-3)))
     assert "q or k is not a linear's result as it stands" in {d.reason for d in declined if d.option == "sdpa_int8"}
 
 

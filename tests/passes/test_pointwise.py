@@ -178,9 +178,12 @@ def test_what_is_not_faster_is_left_out() -> None:
     def price(nodes: Sequence[fx.Node]) -> list[float]:
         return [9.0 if "tanh" in str(n.target) and isinstance(n.target, Fused) else 1.0 for n in nodes]
 
-    left = [str(node.target) for node in kernels(Pointwise().apply(step, price))]
+    changed, apart = Pointwise().apply(step, price)
+    left = [str(node.target) for node in kernels(changed)]
     assert left and not any("tanh" in name for name in left)
-    assert Pointwise(enabled=False).apply(step) is step
+    again, _ = Pointwise().apply(step, None, [frozenset(names) for names in apart])
+    assert [str(node.target) for node in kernels(again)] == left
+    assert Pointwise(enabled=False).apply(step) == (step, ())
 
 
 def _asked(name: str, dropout: float) -> tuple[Any, ...]:
