@@ -110,11 +110,12 @@ def cut_model(name: str) -> tuple[nn.Module, Batch, Blocks]:
     return model, batch, cut_step(capture_training(model, (), batch))
 
 
-def cut_step(step: Step) -> Blocks:
-    """A step in blocks, with workspaces measured here and with the bytes that an operator moves as its seconds."""
+def cut_step(step: Step, measure: bool = True) -> Blocks:
+    """A step in blocks, with workspaces measured here (or only traced) and the bytes that an operator moves as its seconds."""
     held = graph_storages(step.graph, lambda node: node.meta["val"])
     known: dict[str, operators.Measured] = {}
-    operators.measure((n for n in step.graph.nodes if not held.is_free(n)), known, seconds_each=0.0)
+    if measure:
+        operators.measure((n for n in step.graph.nodes if not held.is_free(n)), known, seconds_each=0.0)
 
     def workspace(node: Any, traced: int) -> int:
         found = known.get(operators.key(node))
