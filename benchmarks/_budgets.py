@@ -61,8 +61,7 @@ def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
 
 def _unplanned(model: Any, batch: dict[str, Any], prepared: Prepared) -> verify.Result:
     """The same graph with everything kept."""
-    everything = frozenset(s for block in prepared.cut.blocks for s in block.values.values())
-    runner = StepRunner(model, prepared.step, emit(prepared.cut, everything))
+    runner = StepRunner(model, prepared.step, emit(prepared.cut, prepared.cut.decidable))
     return verify.run(lambda: runner.loss((), batch), model)
 
 

@@ -128,7 +128,7 @@ def cut_step(step: Step, measure: bool = True) -> Blocks:
 
 def everything(cut: Blocks) -> frozenset[int]:
     """All storages that a block may keep."""
-    return frozenset(s for block in cut.blocks for s in block.values.values())
+    return cut.decidable
 
 
 def run_schedule(model: nn.Module, cut: Blocks, batch: Batch, kept: frozenset[int], groups: tuple[Group, ...] = ()) -> tuple[Results, int]:

@@ -38,7 +38,7 @@ def baseline_totals(program: Program, model: nn.Module, seconds: Mapping[str, fl
     """Measured figures of the original model at the example inputs."""
     with as_reference(model):
         model(*program.args, **program.kwargs)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch_compat.memory_profile() as profile:
             model(*program.args, **program.kwargs)
     weights = program.weight_bytes()
     inputs = sum(tensor.nbytes for tensor in program.flat_inputs())

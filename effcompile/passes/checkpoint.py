@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from effcompile.estimate.storages import Storage
-from effcompile.planner.remat import BlockOption, ChainProblem, block_options
+from effcompile.planner.remat import BlockOption, ChainProblem, Group, block_options
 from effcompile.remat.blocks import Block, Blocks
+from effcompile.remat.emit import Emitted, emit
+from effcompile.remat.simulate import Trace, simulate
 
 #: Options of a block are searched for so long at the most; then the best found stand.
 SECONDS_PER_BLOCK = 1.5
@@ -51,6 +53,13 @@ def kept_storages(cut: Blocks, chosen: Sequence[BlockOption], dropped: Iterable[
     gone = {s for i in dropped for s in cut.blocks[i].entering}
     kept = {block.values[name] for block, option in zip(cut.blocks, chosen, strict=True) for name in option.kept}
     return frozenset(kept - gone)
+
+
+def carried_out(cut: Blocks, chosen: Sequence[BlockOption], groups: Sequence[Group]) -> tuple[Emitted, Trace]:
+    """What a choice becomes: the emitted graphs, and the bytes at every instant of them."""
+    dropped = [i for group in groups for i in range(group.first + 1, group.last + 1)]
+    emitted = emit(cut, kept_storages(cut, chosen, dropped), groups)
+    return emitted, simulate(cut, emitted)
 
 
 def label(block: Block, option: BlockOption) -> str:

@@ -61,6 +61,11 @@ class Blocks:
     base_bytes: int
 
     @property
+    def decidable(self) -> frozenset[Storage]:
+        """All storages that some block decides about: keeping them all recomputes nothing."""
+        return frozenset(s for block in self.blocks for s in block.values.values())
+
+    @property
     def given_bytes(self) -> int:
         """`base_bytes` less the gradient that arrives at the loss: what is there before the step begins."""
         return self.base_bytes - sum(self.held.nbytes[s] for node in self.step.tangents for s in self.held.of[node])
@@ -100,7 +105,6 @@ def _backward_stages(backward: Sequence[fx.Node], forward: Mapping[fx.Node, int]
     """Stage of every backward node: the latest whose forward values it reads, but no later one than its inputs'.
 
     So a node that reads a block's values waits for that block's turn, and one that reads none runs as soon as it can.
-    A node that was traced early and is read only much later (a zero gradient) waits for its first reader.
     """
     readers: dict[Storage, set[int]] = {}
     for node, stage in forward.items():
@@ -243,7 +247,8 @@ def _backward_live(held: Storages, step: Step, runs: list[list[fx.Node]]) -> lis
     freed: dict[int, int] = {}
     for s, at in last.items():
         freed[at] = freed.get(at, 0) + held.nbytes[s]
-    live, result = 0, [(0, [0][:0]) for _ in runs]
+    live = 0
+    result: list[tuple[int, list[int]]] = [(0, []) for _ in runs]
     begun: set[int] = set()
     for at, (i, node) in enumerate(order):
         if i not in begun:

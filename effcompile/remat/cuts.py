@@ -99,7 +99,7 @@ def _size(nodes: Sequence[fx.Node], held: Storages) -> int:
 
 
 def _at_narrow_places(nodes: list[fx.Node], held: Storages) -> list[list[fx.Node]]:
-    """Cut where the fewest bytes cross, near every half of LARGEST, at places that recur alike in repeated code."""
+    """Cut where the fewest bytes cross, so that each piece has between a quarter of LARGEST and LARGEST storages."""
     crossing = _crossing_bytes(nodes, held)
     pieces: list[list[fx.Node]] = []
     start = 0

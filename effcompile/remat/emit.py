@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class _Emitter:
     states: dict[fx.Node, fx.Node] = field(default_factory=dict)  # random joint node → the backward's placeholder of its state
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)  # joint backward node → its copy
     again: dict[fx.Node, fx.Node] = field(default_factory=dict)  # joint forward node → its copy in the present part
+    entered: dict[Storage, fx.Node] = field(default_factory=dict)  # entering storage that a group has remade → its copy
     recomputed: int = 0
     at: int = 0
 
@@ -105,25 +107,25 @@ class _Emitter:
 
     def _remake_entering(self, group: Group) -> None:
         self.again = {}
-        self.entered: dict[Storage, fx.Node] = {}
+        self.entered = {}
         for k in range(group.first + 1, group.last + 1):
             for s in self.cut.blocks[k].entering:
                 if s not in self.kept:
-                    self.entered[s] = self._value(self._maker(s))
+                    self.entered[s] = self._value(self.maker[s])
         self.again = {}
 
     def _remade(self, block: Block) -> dict[fx.Node, fx.Node]:
         """Entering values that a group has remade, under the nodes that made them first."""
-        found = getattr(self, "entered", {})
-        return {self._maker(s): found[s] for s in block.entering if s in found}
+        return {self.maker[s]: self.entered[s] for s in block.entering if s in self.entered}
 
-    def _maker(self, s: Storage) -> fx.Node:
-        """The node whose value is exactly the tensor that was made with this storage."""
-        for block in self.cut.blocks:
-            for node in block.forward:
-                if self.cut.held.of[node] == (s,):
-                    return node
-        raise AssertionError(f"no node holds storage {s} alone")
+    @cached_property
+    def maker(self) -> dict[Storage, fx.Node]:
+        """Storage → the first node whose value is exactly the tensor that was made with it."""
+        found: dict[Storage, fx.Node] = {}
+        for node in self.stage_of:
+            if len(self.cut.held.of[node]) == 1:
+                found.setdefault(self.cut.held.of[node][0], node)
+        return found
 
     def _value(self, node: fx.Node) -> fx.Node:
         """The backward graph's node for a node of the joint graph: there already, saved, or made again now."""

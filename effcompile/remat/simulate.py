@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx
@@ -178,11 +179,9 @@ class _Simulator:
             "working memory": peak - base - grads - kept,
         }
 
-    @property
+    @cached_property
     def _forward_nodes(self) -> frozenset[fx.Node]:
-        if not hasattr(self, "_cached"):
-            self._cached = frozenset(node for block in self.cut.blocks for node in block.forward)
-        return self._cached
+        return frozenset(node for block in self.cut.blocks for node in block.forward)
 
     def _bytes(self, instance: Instance) -> int:
         return self.held.nbytes[instance[0]] if instance[0] >= 0 else CPU_STATE_BYTES

@@ -51,24 +51,25 @@ def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: P
         assert option.requires == {f"{layer}.query": ("int8_static",), f"{layer}.key": ("int8_static",)}
 
 
-def test_int8_attention_is_not_offered_where_q_is_no_linears_result(bert: Program) -> None:
-    edited = bert.editable("test")
+def with_turned_query(program: Program) -> Program:
+    """A copy in which q of the first attention is negated right before it."""
+    edited = program.editable("test")
     node = attentions(edited)[0].node
     with edited.graph.inserting_before(node):
         turned = edited.graph.call_function(torch.ops.aten.neg.default, (node.args[0],))
     turned.meta = dict(node.args[0].meta)
     node.update_arg(0, turned)
+    return edited
+
+
+def test_int8_attention_is_not_offered_where_q_is_no_linears_result(bert: Program) -> None:
+    edited = with_turned_query(bert)
     _, declined = split(Attention(int8=True).propose(edited, context(lambda call: 1e-3)))
     assert "q or k is not a linear's result as it stands" in {d.reason for d in declined if d.option == "sdpa_int8"}
 
 
 def test_attention_is_not_packed_where_heads_are_not_split_before_it(bert: Program) -> None:
-    edited = bert.editable("test")
-    node = attentions(edited)[0].node
-    with edited.graph.inserting_before(node):
-        turned = edited.graph.call_function(torch.ops.aten.neg.default, (node.args[0],))
-    turned.meta = dict(node.args[0].meta)
-    node.update_arg(0, turned)
+    edited = with_turned_query(bert)
     _, declined = split(Attention().propose(edited, context(lambda call: 1e-3)))
     assert [d.reason for d in declined if d.option != "sdpa_int8"] == [
         "the heads of q are not split right before it, so packing would add a transpose"

@@ -44,7 +44,7 @@ class TorchLowered:
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Weights plus the highest sum of live CPU allocations during one call, from the profiler's memory events."""
         self(*inputs)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        with torch_compat.memory_profile() as profile:
             self(*inputs)
         return self.weight_bytes + torch_compat.peak_of_memory_events(profile)
 

@@ -18,11 +18,11 @@ from effcompile.cost import Cost, Provenance
 from effcompile.errors import FormatError
 from effcompile.goal import Goal
 from effcompile.ops.fused import Fused
-from effcompile.passes.checkpoint import kept_storages
+from effcompile.passes.checkpoint import carried_out
 from effcompile.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.planner.remat import BlockOption, Group
-from effcompile.remat.emit import Emitted, emit
-from effcompile.remat.simulate import Trace, simulate
+from effcompile.remat.emit import Emitted
+from effcompile.remat.simulate import Trace
 from effcompile.step import Step
 from effcompile.units import format_bytes, format_seconds
 
@@ -129,9 +129,7 @@ def restored(prepared: Prepared, data: Mapping[str, Any]) -> tuple[Emitted, Trac
             BlockOption(kept=frozenset(names), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0)
         )  # fmt: skip
     groups = _groups(data.get("groups", []), len(cut.blocks))
-    dropped = [i for group in groups for i in range(group.first + 1, group.last + 1)]
-    emitted = emit(cut, kept_storages(cut, chosen, dropped), groups)
-    return emitted, simulate(cut, emitted)
+    return carried_out(cut, chosen, groups)
 
 
 def unfused(data: Mapping[str, Any]) -> list[frozenset[str]]:
@@ -273,8 +271,7 @@ def _not_taken(best: Schedule) -> list[Declined]:
 def _declined(best: Schedule, i: int, other: BlockOption, budget: int) -> Declined:
     cut = best.prepared.cut
     chosen = [*best.chosen[:i], other, *best.chosen[i + 1 :]]
-    dropped = [k for group in best.solution.groups for k in range(group.first + 1, group.last + 1)]
-    peak = simulate(cut, emit(cut, kept_storages(cut, chosen, dropped), best.solution.groups)).peak_bytes
+    peak = carried_out(cut, chosen, best.solution.groups)[1].peak_bytes
     saves = format_seconds(best.chosen[i].seconds - other.seconds)
     if peak > budget:
         reason = f"saves {saves}, but its peak is {format_bytes(peak - budget)} above the budget"

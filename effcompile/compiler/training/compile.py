@@ -166,7 +166,7 @@ def _work(
     figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
     return Work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
-        figures=figures, progress=progress,
+        figures=figures, progress=progress, notes=list(machine.keep_timings()),
     )  # fmt: skip
 
 

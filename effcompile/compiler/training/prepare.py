@@ -147,8 +147,7 @@ def prepare(
 
 def simulate_unplanned(cut: Blocks) -> Trace:
     """The step with all kept that its backward reads."""
-    everything = frozenset(s for block in cut.blocks for s in block.values.values())
-    return simulate(cut, emit(cut, everything))
+    return simulate(cut, emit(cut, cut.decidable))
 
 
 def _fused(

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.errors import InfeasibleError
-from effcompile.passes.checkpoint import Checkpoint, kept_storages
+from effcompile.passes.checkpoint import Checkpoint, carried_out
 from effcompile.planner import UNPROVEN
 from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
-from effcompile.remat.emit import Emitted, emit
-from effcompile.remat.simulate import Trace, per_stage, simulate
+from effcompile.remat.emit import Emitted
+from effcompile.remat.simulate import Trace, per_stage
 from effcompile.units import format_bytes
 
 #: Solves at the most per variant: a schedule above its budget is corrected and solved again.
@@ -127,9 +127,7 @@ def frontier(prepared: Prepared, checkpoint: Checkpoint, points: int) -> list[Sc
 
 def _carried_out(prepared: Prepared, problem: ChainProblem, solution: ChainSolution, rounds: int) -> Schedule:
     chosen = tuple(problem.options[stage.kind][i] for stage, i in zip(problem.stages, solution.choice, strict=True))
-    dropped = [i for group in solution.groups for i in range(group.first + 1, group.last + 1)]
-    emitted = emit(prepared.cut, kept_storages(prepared.cut, chosen, dropped), solution.groups)
-    trace = simulate(prepared.cut, emitted)
+    emitted, trace = carried_out(prepared.cut, chosen, solution.groups)
     return Schedule(
         prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=rounds
     )  # fmt: skip
