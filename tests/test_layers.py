@@ -17,7 +17,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("plan", "machines", "torch_compat", "torch_compat_aot"),
     ("tiles",),
     ("program", "step", "ops"),
-    ("attention",),
+    ("attention", "sparse"),
     ("sites",),
     ("export",),
     ("capture",),

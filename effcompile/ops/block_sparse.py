@@ -1,0 +1,172 @@
+"""A linear whose weight is block-sparse, y = x Wᵀ + bias, and its gradients; the weight's only at the kept blocks.
+
+W is made dense and torch computes.
+
+The indices are inputs: another pattern of the same sizes is another call of the same operator, and nothing is compiled again.
+
+Legend: x (..., K), y (..., N), M the product of the leading axes. Values (Z, b, b), crow (N/b + 1), col (Z), and for the transposed
+product ccol (K/b + 1), row (Z), perm (Z): see `effcompile.sparse.BlockPattern`. Z may exceed the number of blocks in use, crow[-1]:
+values beyond have no effect and get a gradient of 0, so that a pattern may grow and shrink within a fixed capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from effcompile.errors import UsageError
+
+__all__ = ["block_sparse_grad_input", "block_sparse_grad_values", "block_sparse_linear"]
+
+_STRUCTURE = "Tensor crow, Tensor col, Tensor ccol, Tensor row, Tensor perm"
+
+
+@torch.library.custom_op(
+    "effcompile::block_sparse_linear", mutates_args=(), schema=f"(Tensor x, Tensor values, {_STRUCTURE}, Tensor? bias=None) -> Tensor"
+)
+def block_sparse_linear(
+    x: Tensor, values: Tensor, crow: Tensor, col: Tensor, ccol: Tensor, row: Tensor, perm: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """y (..., N) = x Wᵀ + bias.
+
+    Raises:
+        UsageError: shapes, dtypes or indices that do not fit.
+    """
+    n, k = _check(values, crow, col, ccol, row, perm, x, bias)
+    if x.shape[-1] != k:
+        raise UsageError(f"The block-sparse weight is ({n}, {k}), so that x ends in {k}; given {tuple(x.shape)}.")
+    return torch.nn.functional.linear(x, _dense(values, crow, col, k), bias)
+
+
+@torch.library.custom_op(
+    "effcompile::block_sparse_grad_input", mutates_args=(), schema=f"(Tensor grad, Tensor values, {_STRUCTURE}) -> Tensor"
+)
+def block_sparse_grad_input(grad: Tensor, values: Tensor, crow: Tensor, col: Tensor, ccol: Tensor, row: Tensor, perm: Tensor) -> Tensor:
+    """dx (..., K) = dy W, for dy (..., N)."""
+    n, k = _check(values, crow, col, ccol, row, perm, grad)
+    if grad.shape[-1] != n:
+        raise UsageError(f"The block-sparse weight is ({n}, {k}), so that dy ends in {n}; given {tuple(grad.shape)}.")
+    return grad @ _dense(values, crow, col, k)
+
+
+@torch.library.custom_op(
+    "effcompile::block_sparse_grad_values", mutates_args=(), schema="(Tensor grad, Tensor x, Tensor crow, Tensor col) -> Tensor"
+)
+def block_sparse_grad_values(grad: Tensor, x: Tensor, crow: Tensor, col: Tensor) -> Tensor:
+    """dvalues (Z, b, b): dyᵀ x at the kept blocks, for dy (..., N) and x (..., K)."""
+    b = _block_of(grad, crow)
+    if grad.shape[:-1] != x.shape[:-1] or grad.dtype != x.dtype or x.shape[-1] % b:
+        shapes = f"{tuple(grad.shape)} {grad.dtype}, {tuple(x.shape)} {x.dtype}"
+        raise UsageError(f"dy (..., N) and x (..., K) do not fit: {shapes}, blocks of {b}.")
+    return _sampled(grad, x, crow, col, b)
+
+
+@block_sparse_linear.register_fake
+def _(x, values, crow, col, ccol, row, perm, bias=None):  # type: ignore[no-untyped-def]
+    return x.new_empty((*x.shape[:-1], (crow.shape[0] - 1) * values.shape[1]))
+
+
+@block_sparse_grad_input.register_fake
+def _(grad, values, crow, col, ccol, row, perm):  # type: ignore[no-untyped-def]
+    return grad.new_empty((*grad.shape[:-1], (ccol.shape[0] - 1) * values.shape[1]))
+
+
+@block_sparse_grad_values.register_fake
+def _(grad, x, crow, col):  # type: ignore[no-untyped-def]
+    b = _block_of(grad, crow)
+    return x.new_empty((col.shape[0], b, b))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, values, *structure, bias = inputs
+    needs_x, needs_values = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_values else None, values if needs_x else None, *structure)
+    ctx.biased = bias is not None
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, values, *structure = ctx.saved_tensors
+    grad_x = block_sparse_grad_input(grad, values, *structure) if ctx.needs_input_grad[0] else None
+    grad_values = block_sparse_grad_values(grad, x, *structure[:2]) if ctx.needs_input_grad[1] else None
+    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.biased and ctx.needs_input_grad[7] else None
+    return grad_x, grad_values, None, None, None, None, None, grad_bias
+
+
+block_sparse_linear.register_autograd(_backward, setup_context=_save)
+
+
+def _flops(x: Sequence[int], stored: Sequence[int]) -> int:
+    """2·M·Z·b²: all of the capacity counts, for shapes are all that is known."""
+    rows = 1
+    for size in x[:-1]:
+        rows *= size
+    return 2 * rows * stored[0] * stored[1] * stored[2]
+
+
+@register_flop_formula(torch.ops.effcompile.block_sparse_linear)
+def _linear_flops(x_shape: Any, values_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return _flops(x_shape, values_shape)
+
+
+@register_flop_formula(torch.ops.effcompile.block_sparse_grad_input)
+def _grad_input_flops(grad_shape: Any, values_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return _flops(grad_shape, values_shape)
+
+
+@register_flop_formula(torch.ops.effcompile.block_sparse_grad_values)
+def _grad_values_flops(grad_shape: Any, x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return _flops(grad_shape, out_shape)
+
+
+# ------------------------------------------------------------------ by torch
+
+
+def _dense(values: Tensor, crow: Tensor, col: Tensor, cols: int) -> Tensor:
+    """W (N, K)."""
+    b, used = values.shape[1], int(crow[-1])
+    blocks = values.new_zeros(crow.shape[0] - 1, cols // b, b, b)
+    blocks.index_put_((_block_rows(crow), col[:used].long()), values[:used], accumulate=True)
+    return blocks.transpose(1, 2).reshape(-1, cols)
+
+
+def _sampled(grad: Tensor, x: Tensor, crow: Tensor, col: Tensor, b: int) -> Tensor:
+    """dvalues (Z, b, b), picked from the whole gradient."""
+    whole = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+    used = int(crow[-1])
+    found = x.new_zeros(col.shape[0], b, b)
+    found[:used] = whole.unflatten(0, (-1, b)).unflatten(2, (-1, b)).transpose(1, 2)[_block_rows(crow), col[:used].long()]
+    return found
+
+
+def _block_rows(crow: Tensor) -> Tensor:
+    return torch.repeat_interleave(torch.arange(crow.shape[0] - 1, device=crow.device), crow.diff().long())
+
+
+# ------------------------------------------------------------------ checks
+
+
+def _block_of(grad: Tensor, crow: Tensor) -> int:
+    rows = crow.shape[0] - 1
+    if rows < 1 or grad.shape[-1] % rows or grad.shape[-1] < rows:
+        raise UsageError(f"dy ends in {grad.shape[-1]}, which is no number of blocks in {rows} block rows.")
+    return int(grad.shape[-1] // rows)
+
+
+def _check(
+    values: Tensor, crow: Tensor, col: Tensor, ccol: Tensor, row: Tensor, perm: Tensor, x: Tensor, bias: Tensor | None = None
+) -> tuple[int, int]:
+    """(N, K)."""
+    if values.dim() != 3 or values.shape[1] != values.shape[2] or not len(values) == len(col) == len(row) == len(perm):
+        sizes = f"values {tuple(values.shape)}, col {tuple(col.shape)}, row {tuple(row.shape)}, perm {tuple(perm.shape)}"
+        raise UsageError(f"A block-sparse weight has values (Z, b, b), and col, row and perm (Z); given {sizes}.")
+    if any(index.dtype != torch.int32 or index.dim() != 1 for index in (crow, col, ccol, row, perm)):
+        raise UsageError("The indices of a block-sparse weight are 1-d tensors of int32, as BlockPattern makes them.")
+    n, k = (len(crow) - 1) * values.shape[1], (len(ccol) - 1) * values.shape[1]
+    if x.dtype != values.dtype or (bias is not None and (bias.dtype != values.dtype or bias.shape != (n,))):
+        given = f"{x.dtype}, {values.dtype}" + ("" if bias is None else f" and {tuple(bias.shape)} {bias.dtype}")
+        raise UsageError(f"A block-sparse linear takes x, values and a bias ({n}) of one dtype; given {given}.")
+    return n, k
