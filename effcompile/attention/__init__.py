@@ -1,0 +1,1 @@
+"""Attention in a graph: found by its softmax, its mask understood."""
