@@ -88,13 +88,9 @@ def hidden_of(terms: Terms, span: Span, device: torch.device) -> Tensor | None:
         return None
     if len(seen) == 1 and seen[0] is not None:
         return ~seen[0]
-    rows = span.rows.stop - span.rows.start
-    parts = [
-        torch.ones(1, 1, rows, run.stop - run.start, dtype=torch.bool, device=device) if s is None else s
-        for s, run in zip(seen, span.runs, strict=True)
-    ]
+    parts = [torch.ones((1,) * 4, dtype=torch.bool, device=device) if s is None else s for s in seen]
     lead = torch.broadcast_shapes(*(p.shape[:3] for p in parts))
-    return ~torch.cat([p.expand(*lead, p.shape[3]) for p in parts], 3)
+    return ~torch.cat([p.expand(*lead, run.stop - run.start) for p, run in zip(parts, span.runs, strict=True)], 3)
 
 
 def _by_batch(terms: Terms, b: int, sq: int, sk: int) -> Iterator[tuple[slice, tuple[_Rectangle, ...]]]:
