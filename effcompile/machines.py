@@ -7,6 +7,7 @@ by dtype (dense), and optionally efficiency, launch_seconds, and [sources], whic
 from __future__ import annotations
 
 import os
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,18 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     efficiency: _Share = 0.75
     launch_seconds: Annotated[float, msgspec.Meta(ge=0)] = 5e-6
     sources: dict[str, str] = {}
+
+
+def cache_folder() -> Path:
+    """Where effcompile keeps what it measured and built."""
+    if own := os.environ.get("EFFCOMPILE_CACHE"):
+        return Path(own).expanduser()
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared).expanduser() / "effcompile"
+    try:
+        return Path.home() / ".cache" / "effcompile"
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "effcompile"
 
 
 def known_targets() -> list[str]:

@@ -218,3 +218,8 @@ def peak_of_memory_events(profile: torch.profiler.profile) -> int:
             live += event.nbytes()
             peak = max(peak, live)
     return peak
+
+
+def has_avx512_bf16() -> bool:
+    """Whether this CPU multiplies pairs of bf16 numbers (AVX512_BF16)."""
+    return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())

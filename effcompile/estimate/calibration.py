@@ -8,8 +8,6 @@ measured with; on another version that backend is measured again.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
@@ -20,6 +18,7 @@ import msgspec
 
 from effcompile.errors import FormatError, UsageError
 from effcompile.estimate.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
+from effcompile.machines import cache_folder
 from effcompile.plan import write_atomically
 from effcompile.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
 
@@ -247,18 +246,6 @@ class _Prober:
 
 
 # ------------------------------------------------------------------ on disk
-
-
-def cache_folder() -> Path:
-    """Where effcompile keeps what it measured."""
-    if own := os.environ.get("EFFCOMPILE_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "effcompile"
-    try:
-        return Path.home() / ".cache" / "effcompile"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "effcompile"
 
 
 def calibration_path(machine: Machine | None = None) -> Path:

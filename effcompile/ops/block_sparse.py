@@ -1,6 +1,7 @@
 """A linear whose weight is block-sparse, y = x Wᵀ + bias, and its gradients; the weight's only at the kept blocks.
 
-W is made dense and torch computes.
+On a CPU with a C++ compiler the kernels of `block_sparse.cpp` run (see `block_sparse_native.py`); anywhere else, and in dtypes that they
+do not have, W is made dense and torch computes. `fallback_reason` tells which.
 
 The indices are inputs: another pattern of the same sizes is another call of the same operator, and nothing is compiled again.
 
@@ -19,10 +20,21 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.errors import UsageError
+from effcompile.ops import block_sparse_native as native
+from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
 
-__all__ = ["block_sparse_grad_input", "block_sparse_grad_values", "block_sparse_linear"]
+__all__ = ["block_sparse_grad_input", "block_sparse_grad_values", "block_sparse_linear", "fallback_reason", "workspace_bytes"]
 
 _STRUCTURE = "Tensor crow, Tensor col, Tensor ccol, Tensor row, Tensor perm"
+
+
+def fallback_reason(x: Tensor, block: int) -> str | None:
+    """Why torch, with a dense copy of the weight, computes inputs like x in blocks of b; None where the kernels do.
+
+    The first call for a block size and dtype compiles its kernels, some seconds, once per machine.
+    """
+    found = native.kernels(x, block)
+    return found if isinstance(found, str) else None
 
 
 @torch.library.custom_op(
@@ -39,7 +51,10 @@ def block_sparse_linear(
     n, k = _check(values, crow, col, ccol, row, perm, x, bias)
     if x.shape[-1] != k:
         raise UsageError(f"The block-sparse weight is ({n}, {k}), so that x ends in {k}; given {tuple(x.shape)}.")
-    return torch.nn.functional.linear(x, _dense(values, crow, col, k), bias)
+    found = native.kernels(x, values.shape[1])
+    if not isinstance(found, str):
+        return found.linear(x, values, crow, col, bias)
+    return torch.nn.functional.linear(x, dense_weight(values, crow, col, k), bias)
 
 
 @torch.library.custom_op(
@@ -50,7 +65,10 @@ def block_sparse_grad_input(grad: Tensor, values: Tensor, crow: Tensor, col: Ten
     n, k = _check(values, crow, col, ccol, row, perm, grad)
     if grad.shape[-1] != n:
         raise UsageError(f"The block-sparse weight is ({n}, {k}), so that dy ends in {n}; given {tuple(grad.shape)}.")
-    return grad @ _dense(values, crow, col, k)
+    found = native.kernels(grad, values.shape[1])
+    if not isinstance(found, str):
+        return found.grad_input(grad, values, ccol, row, perm)
+    return grad @ dense_weight(values, crow, col, k)
 
 
 @torch.library.custom_op(
@@ -62,7 +80,10 @@ def block_sparse_grad_values(grad: Tensor, x: Tensor, crow: Tensor, col: Tensor)
     if grad.shape[:-1] != x.shape[:-1] or grad.dtype != x.dtype or x.shape[-1] % b:
         shapes = f"{tuple(grad.shape)} {grad.dtype}, {tuple(x.shape)} {x.dtype}"
         raise UsageError(f"dy (..., N) and x (..., K) do not fit: {shapes}, blocks of {b}.")
-    return _sampled(grad, x, crow, col, b)
+    found = native.kernels(x, b)
+    if not isinstance(found, str):
+        return found.grad_values(grad, x, crow, col)
+    return sampled_gradient(grad, x, crow, col, b)
 
 
 @block_sparse_linear.register_fake
@@ -122,28 +143,37 @@ def _grad_values_flops(grad_shape: Any, x_shape: Any, *args: Any, out_shape: Any
     return _flops(grad_shape, out_shape)
 
 
-# ------------------------------------------------------------------ by torch
+# ------------------------------------------------------------------ memory
 
 
-def _dense(values: Tensor, crow: Tensor, col: Tensor, cols: int) -> Tensor:
-    """W (N, K)."""
-    b, used = values.shape[1], int(crow[-1])
-    blocks = values.new_zeros(crow.shape[0] - 1, cols // b, b, b)
-    blocks.index_put_((_block_rows(crow), col[:used].long()), values[:used], accumulate=True)
-    return blocks.transpose(1, 2).reshape(-1, cols)
+def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
+    """Bytes alive at the highest instant inside one of these operators, beyond its inputs and outputs; None for other operators.
 
-
-def _sampled(grad: Tensor, x: Tensor, crow: Tensor, col: Tensor, b: int) -> Tensor:
-    """dvalues (Z, b, b), picked from the whole gradient."""
-    whole = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-    used = int(crow[-1])
-    found = x.new_zeros(col.shape[0], b, b)
-    found[:used] = whole.unflatten(0, (-1, b)).unflatten(2, (-1, b)).transpose(1, 2)[_block_rows(crow), col[:used].long()]
-    return found
-
-
-def _block_rows(crow: Tensor) -> Tensor:
-    return torch.repeat_interleave(torch.arange(crow.shape[0] - 1, device=crow.device), crow.diff().long())
+    `name` and `args` as in `effcompile.ops.loss_head.workspace_bytes`. Without kernels it is the dense weight, twice, or its gradient.
+    """
+    kind = name.removeprefix("effcompile::block_sparse_")
+    if kind not in ("linear", "grad_input", "grad_values") or kind == name:
+        return None
+    first, second = args[:2]
+    assert isinstance(first, Tensor) and isinstance(second, Tensor)
+    if kind == "grad_values":
+        crow, col = args[2:4]
+        assert isinstance(crow, Tensor) and isinstance(col, Tensor)
+        b = _block_of(first, crow)
+        found, stored = native.kernels(first, b), int(col.shape[0]) * b * b
+        if isinstance(found, str):
+            return first.element_size() * int(first.shape[-1] * second.shape[-1] + stored) + 32 * int(col.shape[0])
+        return found.grad_values_bytes(first, second, stored)
+    crow, ccol = args[2], args[4]
+    assert isinstance(crow, Tensor) and isinstance(ccol, Tensor)
+    b, stored = int(second.shape[1]), int(second.numel())
+    found = native.kernels(first, b)
+    if isinstance(found, str):
+        return 2 * second.element_size() * (crow.shape[0] - 1) * (ccol.shape[0] - 1) * b * b + 32 * int(second.shape[0])
+    if kind == "grad_input":
+        return found.grad_input_bytes(first, stored)
+    bias = args[7] if len(args) > 7 else None
+    return found.linear_bytes(first, stored, int(bias.numel()) if isinstance(bias, Tensor) else 0)
 
 
 # ------------------------------------------------------------------ checks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from effcompile.ops import embedding, loss_head
+from effcompile.ops import block_sparse, embedding, loss_head
 
 
 def workspace_bytes(target: object, args: Sequence[object]) -> int | None:
@@ -18,5 +18,5 @@ def workspace_bytes(target: object, args: Sequence[object]) -> int | None:
         None when the operator is not one of ours: nothing is known here about its workspace.
     """
     name = getattr(target, "name", lambda: "")()
-    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding))
+    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding, block_sparse))
     return next((nbytes for nbytes in known if nbytes is not None), None)

@@ -50,7 +50,7 @@ class BlockSparseLinear(nn.Module):
             raise UsageError(f"The values of this pattern are {wanted}; given {tuple(values.shape)}.")
         if bias is not None and bias.shape != (pattern.rows,):
             raise UsageError(f"The bias has one entry per output, ({pattern.rows}); given {tuple(bias.shape)}.")
-        self.values = nn.Parameter(_padded(values.detach(), capacity), requires_grad=values.requires_grad or not values.is_leaf)
+        self.values = nn.Parameter(_padded(values.detach(), capacity))
         self.bias = bias if bias is None or isinstance(bias, nn.Parameter) else nn.Parameter(bias.detach())
         for name, index in zip(_INDICES, pattern.indices, strict=True):
             held = _padded(index, len(index) if name in ("crow", "ccol") else capacity)
@@ -68,8 +68,9 @@ class BlockSparseLinear(nn.Module):
         if type(weight.data) is not Tensor or not weight.is_floating_point():
             kind = f"{type(weight.data).__name__} of {weight.dtype}"
             raise UsageError(f"A block-sparse linear is made of a plain floating-point weight; given {kind}: sparsify before quantising.")
-        values = pattern.to(weight.device).values_of(weight.detach()).requires_grad_(weight.requires_grad)
-        return cls(pattern, values, linear.bias, capacity=capacity)
+        layer = cls(pattern, pattern.to(weight.device).values_of(weight.detach()), linear.bias, capacity=capacity)
+        layer.values.requires_grad_(weight.requires_grad)
+        return layer.train(linear.training)
 
     @property
     def capacity(self) -> int:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from effcompile.errors import UsageError
-
-#: Block sizes that the kernels have.
-BLOCKS = (1, 4, 8, 16, 32, 64)
+from effcompile.ops.block_sparse_native import BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
