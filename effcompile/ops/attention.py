@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from effcompile.ops import attention_kernel
+from effcompile.ops import attention_flash, attention_kernel
 from effcompile.ops.attention_terms import Terms, check, visible_pairs, wide
 
 __all__ = ["attention", "attention_backward"]
@@ -79,6 +79,23 @@ def attention_backward(
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
     return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient)
+
+
+@attention.register_kernel("cpu")
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tuple[Tensor, Tensor]:
+    terms = Terms.of(*rest, **form)
+    check(q, k, v, terms)
+    return attention_flash.forward(q, k, v, terms)
+
+
+@attention_backward.register_kernel("cpu")
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
+    bias_gradient: bool = True, sink_gradient: bool = True, **form: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    terms = Terms.of(*rest, **form)
+    check(q, k, v, terms)
+    return attention_flash.backward(grad_out, q, k, v, out, lse, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient)
 
 
 @attention.register_fake

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effcompile.ops.attention_spans import Run, Shape, Span, hidden_of, spans
+from effcompile.ops.attention_spans import Run, Shape, Span, hidden_of, key_heads, spans
 from effcompile.ops.attention_terms import Terms, part, sink_rows, wide
 
 #: Scores per block: 4 MB in fp32, which stays in a core's caches with its neighbours.
@@ -39,8 +39,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
         weighted = block.heads(torch.bmm(block.stacked(scores), block.values))
         out[block.at] = weighted.div_(torch.where(total > 0, total, 1.0))
         lse[block.at] = top.add_(total.log_()).squeeze(3)
-    if terms.uniform_empty and terms.sink is None and shape[3]:
-        _fill_empty(out, lse, v)
+    if terms.uniform_empty and terms.sink is None:
+        fill_empty(out, lse, v)
     return out, lse
 
 
@@ -53,20 +53,21 @@ def backward(
     delta = delta_of(grad_out, out)
     for span in spans(terms, shape, rows_per_block(shape, terms), whole=False):
         _Block(q, k, v, terms, span).add_gradients(sums, grad_out, delta, lse, None)
-    return finish(sums, grad_out, q, k, v, delta, lse, terms)
+    return finish(sums, grad_out, q, k, v, out, lse, terms)
 
 
 def finish(
-    sums: Sums, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, lse: Tensor, terms: Terms
+    sums: Sums, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients, when all spans are in `sums`: rows that see nothing and the sink are added."""
     shape = shape_of(q, k)
     if terms.sink is not None and sums.sink is not None:
         weight = torch.exp(sink_rows(terms.sink).to(lse.dtype) - lse)
-        sums.sink += weight.mul_(delta).neg_().sum_to_size(sums.sink.shape)
+        sums.sink += weight.mul_(delta_of(grad_out, out)).neg_().sum_to_size(sums.sink.shape)
     if terms.uniform_empty and terms.sink is None and shape[3]:
         empty = lse == -torch.inf
         if bool(empty.any()):
+            delta = delta_of(grad_out, out)
             everything = replace(terms, mask=None, q_ids=None, k_ids=None, valid=None, tiles=(), lo=None, hi=None, chunk=0)
             for span in spans(everything, shape, rows_per_block(shape, everything), whole=False):
                 if bool(empty[span.batch, :, span.rows].any()):
@@ -93,10 +94,10 @@ def rows_per_block(shape: Shape, terms: Terms) -> int:
     return min(max(16, SCORES // max(1, h * keys)), 256, max(1, sq))
 
 
-def _fill_empty(out: Tensor, lse: Tensor, v: Tensor) -> None:
+def fill_empty(out: Tensor, lse: Tensor, v: Tensor) -> None:
     """The mean of v in rows that see nothing."""
     empty = lse == -torch.inf
-    if bool(empty.any()):
+    if v.shape[2] and bool(empty.any()):
         mean = v.mean(2, dtype=lse.dtype).to(out.dtype).repeat_interleave(out.shape[1] // v.shape[1], 1)
         out.copy_(torch.where(empty[..., None], mean[:, :, None], out))
 
@@ -121,6 +122,13 @@ class Sums:
         db, ds = (None if t is None else t.new_zeros(t.shape, dtype=dtype) for t in (bias, sink))
         return cls(q=q.new_zeros(q.shape), k=dk, v=dv, bias=db, sink=ds)
 
+    @classmethod
+    def around(cls, dq: Tensor, dk: Tensor, dv: Tensor, terms: Terms, *, sink_gradient: bool) -> Sums:
+        """What is already whole, with no bias's."""
+        dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
+        sink = sink_rows(terms.sink) if sink_gradient and terms.sink is not None else None
+        return cls(q=dq, k=dk, v=dv, bias=None, sink=None if sink is None else torch.zeros_like(sink, dtype=wide(dq)))
+
     def results(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """In the inputs' shapes and dtypes."""
         optional = [
@@ -136,8 +144,7 @@ class _Block:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, span: Span) -> None:
         self.terms, self.span, self.dtype = terms, span, wide(q)
         self.at = (span.batch, span.heads, span.rows)
-        group = q.shape[1] // k.shape[1]
-        self.key_heads = slice(span.heads.start // group, -(-span.heads.stop // group))
+        self.key_heads = key_heads(span.heads, q.shape[1] // k.shape[1])
         self.queries = self._stack(q[self.at])
         self.keys, self.values = (self._gather(t) for t in (k, v))
         self.tanh: Tensor | None = None

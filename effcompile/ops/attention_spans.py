@@ -77,6 +77,11 @@ def spans(terms: Terms, shape: Shape, rows: int, *, whole: bool) -> Iterator[Spa
             yield from _blocks(terms, rectangle, batch, heads, rows, whole)
 
 
+def key_heads(heads: slice, group: int) -> slice:
+    """The key heads that these query heads read: all, or one."""
+    return slice(heads.start // group, -(-heads.stop // group))
+
+
 def hidden_of(terms: Terms, span: Span, device: torch.device) -> Tensor | None:
     """True where a pair of the span is not visible, broadcastable to (b, h, rows, keys); None when all are."""
     if span.whole:
@@ -173,8 +178,8 @@ def _blocks(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, row
         stop = min(start + rows, q1)
         first = k0 if terms.lo is None else max(k0, start + int(terms.lo))
         last = k1 if terms.hi is None else min(k1, stop + int(terms.hi))
-        if terms.mask is not None and first < last:
-            first, last = _seen_by_mask(terms.mask, batch, heads, slice(start, stop), first, last)
+        if not exact and first < last:
+            first, last = _bounds(terms, batch, heads, slice(start, stop), first, last)
         if first < last:
             free = exact and _open(terms, (start, stop), (first, last))
             runs = (Run(start=first, stop=last),)
@@ -191,11 +196,14 @@ def _is_causal(terms: Terms, rows: tuple[int, int], keys: tuple[int, int]) -> bo
     return terms.hi is not None and terms.hi == keys[0] - rows[0] and (terms.lo is None or keys[0] - (rows[1] - 1) >= terms.lo)
 
 
-def _seen_by_mask(mask: Tensor, batch: slice, heads: slice, rows: slice, first: int, last: int) -> tuple[int, int]:
-    """The keys between the first and the last that any of the rows sees; (0, 0) for none."""
-    seen = part(mask, batch, heads, rows, slice(first, last)).any(2).any(1).any(0)
-    if seen.shape[0] == 1:
-        return (first, last) if bool(seen) else (0, 0)
+def _bounds(terms: Terms, batch: slice, heads: slice, rows: slice, first: int, last: int) -> tuple[int, int]:
+    """The first key and the one after the last that any of the rows may see by the mask and the ids; (0, 0) for none."""
+    seen = torch.ones(last - first, dtype=torch.bool)
+    if terms.mask is not None:
+        seen = seen & part(terms.mask, batch, heads, rows, slice(first, last)).any(2).any(1).any(0).cpu()
+    if terms.q_ids is not None and terms.k_ids is not None:
+        of_keys = part(terms.k_ids, batch, slice(first, last))
+        seen = seen & torch.isin(of_keys, part(terms.q_ids, batch, rows)).any(0).cpu()
     there = seen.nonzero()
     return (first + int(there[0]), first + int(there[-1]) + 1) if there.shape[0] else (0, 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from effcompile.errors import UsageError
+from effcompile.ops import attention_flash, attention_kernel
 from effcompile.ops.attention import attention, attention_backward
 from tests.ops.attention_reference import Problem, run
 
@@ -52,7 +54,7 @@ def assert_equal(p: Problem, tolerance: float) -> None:
         assert float(difference.norm()) <= tolerance * float(size.norm()) + 0.01 * tolerance, (at, float(difference.norm() / size.norm()))
 
 
-LENGTHS = st.sampled_from([0, 1, 2, 5, 16, 33, 70])
+LENGTHS = st.sampled_from([0, 1, 2, 5, 16, 33, 70, 150])
 OFFSETS = st.one_of(st.none(), st.integers(-40, 40))
 
 
@@ -105,10 +107,68 @@ def listed(p: Problem, lead: tuple[int, ...], block_q: int, block_k: int) -> Non
         p.tiles += [here.sum(-1).int(), torch.where(order < nk, order, 0).int()]
 
 
-@settings(max_examples=150, deadline=None)
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """Equal values, in other strides."""
+    if layout == "length before heads":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "width first":
+        return x.mT.contiguous().mT
+    if layout == "spread":
+        return torch.stack([x, torch.full_like(x, torch.nan)], 3)[:, :, :, 0]
+    return x[:1, :1].expand(x.shape) if layout == "expanded" else x
+
+
+LAYOUTS = ("contiguous", "length before heads", "width first", "spread", "expanded")
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.tuples(*(st.sampled_from(LAYOUTS) for _ in range(3))))
+def test_equals_the_reference(p: Problem, layouts: tuple[str, ...]) -> None:
+    """With blocks as small as they come, so that short lengths have many."""
+    p = replace(p, **{name: laid_out(getattr(p, name), layout) for name, layout in zip("qkv", layouts, strict=True)})
+    with mock.patch.object(attention_kernel, "SCORES", 1), mock.patch.object(attention_flash, "_SPAN_COST", 0):
+        assert_equal(p, 1e-11)
+
+
+@settings(max_examples=60, deadline=None)
 @given(problems())
-def test_equals_the_reference(p: Problem) -> None:
-    assert_equal(p, 1e-11)
+def test_the_kernel_of_any_device_equals_the_reference(p: Problem) -> None:
+    """Where the flash kernel would have been taken on a CPU too."""
+    with mock.patch.object(attention_flash, "_takes", return_value=False), mock.patch.object(attention_kernel, "SCORES", 1):
+        assert_equal(p, 1e-11)
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"hi": 0},
+    "window": {"lo": -30, "hi": 0},
+    "bias": {"bias": torch.randn(1, 4, 300, 300), "hi": 0},
+    "slopes": {"bias": torch.randn(1, 4, 1, 300), "hi": 0, "sink": torch.randn(4)},
+    "softcap": {"softcap": 3.0, "lo": -30, "hi": 30},
+    "padded": {"valid": torch.arange(300) >= torch.tensor([[90], [0]]), "hi": 0},
+    "documents": {"q_ids": torch.arange(300)[None] // 77, "k_ids": torch.arange(300)[None] // 77},
+    "wide values": {"dv": 24, "chunk": 90},
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=["fp32", "bf16", "fp16"]
+)
+@pytest.mark.parametrize("name", FORMS)
+def test_precision(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    p = problem(sq=300, sk=300, d=16, dtype=dtype, **{"dv": 16, **FORMS[name]})
+    assert_equal(p, tolerance)
+    again = both(p)[0]
+    assert all(torch.equal(a, b) for a, b in zip(both(p)[0], again, strict=True)), "the same call gives the same bits"
+
+
+def test_rows_that_see_nothing_depend_on_nothing() -> None:
+    """0 and −inf, with and without a mask tensor, whatever a NaN in keys that nobody sees."""
+    for terms in ({"lo": 40}, {"valid": torch.zeros(1, 37, dtype=torch.bool)}, {"mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool)}):
+        p = problem(**terms)  # type: ignore[arg-type]
+        p.k.fill_(torch.nan)
+        out, lse = attention(*p.positional(), **p.form())
+        assert not out.any() and bool((lse == -torch.inf).all())
 
 
 def every_argument(dtype: torch.dtype = torch.float32) -> Problem:
