@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from effcompile.plan import Plan
+from effcompile.sparsity import SparsityFigures
 
 if TYPE_CHECKING:
     __version__: str
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from effcompile.goal import Goal
+    from effcompile.sparse.controller import DynamicSparsity
     from effcompile.target import Target
 
 _HOME = {
@@ -36,6 +38,7 @@ _HOME = {
     "frontier": "api",
     "Executable": "api",
     "compilations": "dynamo",
+    "DynamicSparsity": "sparse.controller",
     "Goal": "goal",
     "Target": "target",
     "EffcompileError": "errors",
@@ -52,6 +55,7 @@ _HOME = {
 
 __all__ = [
     "CaptureError",
+    "DynamicSparsity",
     "EffcompileError",
     "Executable",
     "FormatError",
@@ -110,4 +114,11 @@ def _print(plan: Plan, console: Console | None, verbose: bool) -> None:
     print_plan(plan, console, verbose)
 
 
+def _print_sparsity(figures: SparsityFigures, console: Console | None) -> None:
+    from effcompile.report import print_sparsity
+
+    print_sparsity(figures, console)
+
+
 Plan.printer = staticmethod(_print)
+SparsityFigures.printer = staticmethod(_print_sparsity)

@@ -13,8 +13,32 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
+
+_ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+#: Operators whose FLOPs torch does not count, with the formula of one that takes the same operands.
+UNCOUNTED_FLOPS = {
+    torch.ops.aten.scaled_dot_product_attention: _ATTENTION,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _ATTENTION,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter of the FLOPs of what runs inside it, with attention on CPU."""
+
+    def formula(count: Callable[..., int]) -> Callable[..., int]:
+        def counted(*args: Any, **kwargs: Any) -> int:
+            return count(*args, **kwargs)
+
+        counted._get_raw = True  # type: ignore[attr-defined] # takes tensors: the registry's formulas have their wrapper on
+        return counted
+
+    return FlopCounterMode(display=False, custom_mapping={op: formula(count) for op, count in UNCOUNTED_FLOPS.items()})
 
 
 def fake_mode() -> Any:

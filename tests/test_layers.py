@@ -14,7 +14,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("units",),
     ("cost",),
     ("goal", "target"),
-    ("plan", "machines", "torch_compat", "torch_compat_aot"),
+    ("plan", "machines", "sparsity", "torch_compat", "torch_compat_aot"),
     ("tiles",),
     ("program", "step", "ops"),
     ("attention", "sparse"),

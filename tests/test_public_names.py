@@ -11,6 +11,7 @@ from effcompile.errors import EffcompileError
 
 NAMES = [
     "CaptureError",
+    "DynamicSparsity",
     "EffcompileError",
     "Executable",
     "FormatError",

@@ -13,19 +13,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from effcompile.target import Target
+from effcompile.torch_compat import UNCOUNTED_FLOPS
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32", torch.int8: "int8"}
 
-
-_ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
-#: Operators that torch does not count, with the formula of one that takes the same operands.
-_LIKE = {
-    torch.ops.aten.scaled_dot_product_attention: _ATTENTION,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _ATTENTION,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ],
-}
 #: Our loss heads: which arguments are x (N, D) and W (V, D), and where `needs` says which gradients are made (ops/loss_head.py).
 _LOSS_HEADS = {"loss_head_gradients": (0, 1, 10), "loss_head_forward": (0, 1, None), "loss_head_backward": (1, 2, 12)}
 
@@ -40,7 +31,7 @@ def roofline_seconds(node: fx.Node, target: Target) -> float:
 def flops(node: fx.Node) -> float:
     """Floating-point operations of a matrix product, convolution or attention; 0 for all that memory bounds."""
     packet: Any = getattr(node.target, "overloadpacket", None)
-    count = _LIKE.get(packet) or flop_registry.get(packet)
+    count = UNCOUNTED_FLOPS.get(packet) or flop_registry.get(packet)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     if str(packet).startswith("effcompile."):
         return _loss_head(str(packet).removeprefix("effcompile."), args)

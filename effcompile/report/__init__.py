@@ -8,6 +8,7 @@ from effcompile.report.frontier import print_frontier
 from effcompile.report.html import frontier_html, html_report
 from effcompile.report.infeasible import flag, print_infeasible
 from effcompile.report.progress import Steps
+from effcompile.report.sparsity import print_sparsity
 from effcompile.report.targets import targets_table
 from effcompile.report.terminal import print_plan
 
@@ -22,5 +23,6 @@ __all__ = [
     "print_frontier",
     "print_infeasible",
     "print_plan",
+    "print_sparsity",
     "targets_table",
 ]

@@ -1,0 +1,61 @@
+"""The optimizer's side of a moving pattern: its state tensors of a weight's shape follow the weight, whatever the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from effcompile.errors import UsageError
+
+__all__ = ["Change", "check", "edit", "replace"]
+
+#: Changes a tensor of a weight's shape in place; what is new in it gets the value.
+Change = Callable[[Tensor, float], None]
+
+#: State that does not begin at zero: (optimizer, entry) → the hyperparameter that it begins with.
+_BEGINS_AT = {("Rprop", "step_size"): "lr", ("Adagrad", "sum"): "initial_accumulator_value"}
+_REFUSED = {
+    "LBFGS": "it keeps its history of all weights as one vector, in which new weights cannot be told apart",
+    "SparseAdam": "it takes sparse gradients only, and those of linear layers are not",
+}
+
+
+def check(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
+    """Raise UsageError for an optimizer that cannot follow a pattern, or that does not train a weight of ours."""
+    kind = type(optimizer).__name__
+    if kind in _REFUSED:
+        raise UsageError(f"{kind} cannot train under a moving pattern: {_REFUSED[kind]}. Use any other, such as AdamW or SGD.")
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, weight in weights.items():
+        if id(weight) not in held:
+            raise UsageError(f"The optimizer does not train the weight of {name!r}. Add it to a param group, or leave it out of `layers`.")
+
+
+def edit(optimizer: Optimizer, parameter: Tensor, change: Change) -> None:
+    """Apply a change to every state tensor of the parameter's shape; step counts and factored moments are left as they are."""
+    group = _group(optimizer, parameter)
+    for entry, value in _shaped(optimizer, parameter):
+        begins = _BEGINS_AT.get((type(optimizer).__name__, entry))
+        change(value, float(group[begins]) if begins else 0.0)
+
+
+def replace(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> None:
+    """Put `new` where the optimizer held `old`, state tensors of its shape converted."""
+    group = _group(optimizer, old)
+    group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
+    shaped = dict(_shaped(optimizer, old))
+    state: dict[str, Any] = optimizer.state.pop(old, {})
+    if state:
+        optimizer.state[new] = {entry: convert(value) if entry in shaped else value for entry, value in state.items()}
+
+
+def _shaped(optimizer: Optimizer, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
+    state = optimizer.state.get(parameter, {})
+    return [(entry, value) for entry, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape]
+
+
+def _group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
+    return next(group for group in optimizer.param_groups if any(held is parameter for held in group["params"]))
