@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from effcompile.errors import UsageError
+from effcompile.ops.block_sparse import fallback_reason
 from effcompile.sparse import moments
 from effcompile.sparse.blocks import BlockWeight
 from effcompile.sparse.held import Held
@@ -73,8 +74,11 @@ def _no_blocks(layer: nn.Linear, optimizer: Optimizer, recipe: Recipe) -> str | 
 
 
 def _no_gain(layer: nn.Linear, recipe: Recipe) -> bool:
-    """With execution="auto": whether blocks would only be slower. There are no kernels yet: torch computes blocks with a dense copy."""
-    return recipe.execution == "auto"
+    """With execution="auto": whether blocks would only be slower, for want of kernels here or because most of them are there."""
+    if recipe.execution == "blocks":
+        return False
+    probe = torch.empty(1, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
+    return recipe.initial == "dense" or recipe.sparsity < 0.5 or fallback_reason(probe, recipe.block) is not None
 
 
 def _swap(model: nn.Module, name: str, new: nn.Module) -> None:

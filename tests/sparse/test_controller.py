@@ -258,3 +258,18 @@ def test_updates_compile_nothing_again(execution: str) -> None:
     assert compilations == first > 0
     assert sparsity.figures().updates_done == 3
     assert any(not torch.equal(mask, masks[name]) for name, mask in sparsity.masks().items())
+
+
+@pytest.mark.parametrize(("request_", "reason", "wanted"), [
+    ({"sparsity": 0.75}, None, "blocks"),
+    ({"sparsity": 0.75}, "no compiler", "masked"),
+    ({"sparsity": 0.25}, None, "masked"),
+    ({"sparsity": 0.75, "initial": "dense"}, None, "masked"),
+    ({"sparsity": 0.75, "block": 2}, None, "masked"),
+])  # fmt: skip
+def test_auto_takes_blocks_where_kernels_run_them(
+    request_: dict[str, Any], reason: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("effcompile.sparse.hold.fallback_reason", lambda x, block: reason)
+    _, _, sparsity = made("auto", **request_)
+    assert {held.execution for held in sparsity._held} == {wanted}

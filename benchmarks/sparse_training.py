@@ -1,0 +1,391 @@
+"""Dynamic sparse training at equal FLOPs: does a wide sparse transformer learn more than a narrow dense one?
+
+A masked language model over bytes learns the Python standard library's sources. A dense model, narrow enough to cost the same FLOPs per
+step, is trained beside sparse ones (0.9 of the block weights are zero) in blocks of 1, 4, 8 and 16, moving and static, some seeds each;
+the loss is that of files not trained on. The table stands beside Dietrich et al. 2021 (arXiv 2108.06277), Table 1: BERT-Base, 0.9.
+
+    python benchmarks/sparse_training.py [--steps 900] [--seeds 3] [--jobs 2] [--out FILE]     # under 40 minutes on 2 cores
+    python benchmarks/sparse_training.py --short                                               # under a minute: that it works, no more
+
+FLOPs are what is matched, not time: layers run as blocks where this machine has kernels, else as dense products of masked weights, and
+the last table says what a sparse FLOP costs here. All models take AdamW at the rates below, the same for all sparse ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import _common
+import trained_lm
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    import effcompile
+
+#: MLM loss of Dietrich et al., Table 1 (phase I, 10 epochs), and of their static patterns, of which they give no figure at this size.
+PUBLISHED = {"dense": "2.350", "dynamic 1": "2.160", "dynamic 4": "2.272", "dynamic 8": "2.295", "dynamic 16": "2.311"}
+MASK = 256
+MASKED_SHARE = 0.15
+SPARSITY = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What all runs share."""
+
+    width: int = 256
+    depth: int = 4
+    heads: int = 4
+    context: int = 128
+    batch: int = 16
+    steps: int = 900
+    updates: int = 80
+    dense_rate: float = 4e-3
+    sparse_rate: float = 4e-3
+    judged_windows: int = 256
+    execution: str = "auto"
+
+
+SHORT = Setup(width=64, depth=2, heads=2, context=32, batch=8, steps=24, updates=6, judged_windows=16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One row of the table. `block` 0: dense, of `flops` times the FLOPs of the sparse models."""
+
+    block: int = 0
+    moving: bool = True
+    flops: float = 1.0
+
+    @property
+    def name(self) -> str:
+        if not self.block:
+            return "dense" if self.flops == 1 else f"dense {self.flops:g}×"
+        return f"{'dynamic' if self.moving else 'static'} {self.block}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One run: loss in nats per masked byte of unseen files, FLOPs per step, and how it was run."""
+
+    variant: str
+    seed: int
+    loss: float
+    flops: float
+    width: int
+    explored: float
+    execution: str
+    seconds: float
+
+
+VARIANTS = [Variant(), Variant(flops=2.0), *(Variant(block=b) for b in (1, 4, 8, 16)), *(Variant(block=b, moving=False) for b in (1, 16))]
+
+
+def main() -> int:
+    options = _options()
+    _common.use_threads(options.jobs)
+    lines = _common.header("Dynamic sparse training at equal FLOPs", options.jobs)
+    print("\n".join(lines), flush=True)
+    setup = SHORT if options.short else replace(Setup(), steps=options.steps)
+    seeds = 1 if options.short else options.seeds
+    results = list(_all_runs(setup, options.variants, seeds, options.jobs))
+    text = [*table(setup, results), "", *verdicts(results), "", *efficiency(setup, options.rounds)]
+    print("\n".join(text), flush=True)
+    _common.write_out(options.out, [*lines, *text], {"setup": asdict(setup), "results": [asdict(r) for r in results]})
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = {variant.name: variant for variant in VARIANTS}
+    parser.add_argument("--short", action="store_true", help="a tiny model, one seed")
+    parser.add_argument("--steps", type=int, default=Setup().steps)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--rounds", type=int, default=5, help="of the timing of sparse against dense layers")
+    parser.add_argument("--variants", type=lambda text: [names[n] for n in text.split(",")], default=VARIANTS, help=", ".join(names))
+    parser.add_argument("--out", type=Path, help="writes FILE.md and FILE.json")
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------- the model and its text
+
+
+def build(setup: Setup, width: int) -> nn.Module:
+    """A bidirectional pre-norm transformer over bytes; its head sees the masked places only, as BERT's does."""
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normed = self.norm1(x)
+            q, k, v = (f(normed).unflatten(-1, (setup.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+            x = x + self.out(mixed.transpose(1, 2).flatten(2))
+            return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+    class MaskedModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bytes, self.places = nn.Embedding(257, width), nn.Embedding(setup.context, width)
+            self.blocks = nn.ModuleList(Block() for _ in range(setup.depth))
+            self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
+
+        def forward(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+            """tokens (N, T) and the masked places (N, M) → logits (N, M, 256)."""
+            x = self.bytes(tokens) + self.places.weight
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x.gather(1, chosen[..., None].expand(-1, -1, width))))
+
+    return MaskedModel()
+
+
+def batch_of(text: torch.Tensor, setup: Setup, count: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """(tokens (N, T), masked places (N, M), bytes to find (N, M)); of the masked, 80 % are hidden, 10 % random, 10 % as they are (BERT)."""
+    import torch
+
+    starts = torch.randint(len(text) - setup.context, (count, 1), generator=generator)
+    tokens = text[starts + torch.arange(setup.context)].long()
+    chosen = torch.rand(tokens.shape, generator=generator).topk(round(MASKED_SHARE * setup.context), dim=1).indices
+    wanted = tokens.gather(1, chosen)
+    how = torch.rand(chosen.shape, generator=generator)
+    other = torch.randint(256, chosen.shape, generator=generator)
+    shown = torch.where(how < 0.8, MASK, torch.where(how < 0.9, other, wanted))
+    return tokens.scatter(1, chosen, shown), chosen, wanted
+
+
+def loss_on(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    import torch
+
+    tokens, chosen, wanted = batch
+    return torch.nn.functional.cross_entropy(model(tokens, chosen).flatten(0, 1), wanted.flatten())
+
+
+def texts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and unseen bytes, divided by file."""
+    import torch
+
+    training, unseen = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in trained_lm.split_files())
+    return training, unseen
+
+
+# ---------------------------------------------------------------- one run
+
+
+def step_flops(setup: Setup, width: int) -> float:
+    """FLOPs of a dense model's training step."""
+    import torch
+
+    from effcompile.torch_compat import flop_counter
+
+    batch = batch_of(torch.zeros(4 * setup.context, dtype=torch.uint8), setup, 1, torch.Generator())
+    with flop_counter() as counter:
+        loss_on(build(setup, width), batch).backward()
+    return counter.get_total_flops() * setup.batch
+
+
+def matched_width(setup: Setup, flops: float) -> int:
+    """The narrowest dense model that costs at least so many FLOPs: the comparison never favours the sparse one."""
+    width = setup.heads
+    while step_flops(setup, width) < flops:
+        width += setup.heads
+    return width
+
+
+def sparse_flops(setup: Setup) -> float:
+    """FLOPs of a sparse step: those of the dense model less the share that is left out; blocks of 1, whose rounding is least."""
+    model, _, sparsity = prepared(replace(setup, execution="masked"), Variant(block=1, moving=False), 0)
+    batch = batch_of(texts()[1], setup, setup.batch, _generator(0))
+    return sparsity.measure(lambda: loss_on(model, batch), rounds=1).flops.sparse
+
+
+def prepared(setup: Setup, variant: Variant, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, effcompile.DynamicSparsity]:
+    """Model, optimizer and controller of a run."""
+    import torch
+
+    import effcompile
+
+    torch.manual_seed(seed)
+    model = build(setup, setup.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=setup.sparse_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    sparsity = effcompile.DynamicSparsity(
+        model, optimizer, sparsity=SPARSITY, block=variant.block, updates=setup.updates if variant.moving else 0, steps=setup.steps,
+        seed=seed, execution=setup.execution,
+    )  # fmt: skip
+    return model, optimizer, sparsity
+
+
+def run(setup: Setup, variant: Variant, seed: int, flops: float) -> Result:
+    """Train one model and judge it on unseen files. `flops`: of a sparse step, which a dense model matches."""
+    import torch
+
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    training, unseen = texts()
+    sparsity: effcompile.DynamicSparsity | None = None
+    if variant.block:
+        width = setup.width
+        model, optimizer, sparsity = prepared(setup, variant, seed)
+    else:
+        width = matched_width(setup, flops * variant.flops)
+        torch.manual_seed(seed)
+        model = build(setup, width)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=setup.dense_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    _train(setup, model, optimizer, sparsity, training, seed)
+    loss = _judge(setup, model, unseen)
+    batch = batch_of(training, setup, setup.batch, _generator(0))
+    figures = sparsity.measure(lambda: loss_on(model, batch), rounds=1) if sparsity else None
+    return Result(
+        variant=variant.name, seed=seed, loss=loss, flops=figures.flops.sparse if figures else step_flops(setup, width), width=width,
+        explored=figures.explored if figures else 1.0, execution=figures.layers[0].execution if figures else "dense",
+        seconds=time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def _train(setup: Setup, model: nn.Module, optimizer: Any, sparsity: Any, text: torch.Tensor, seed: int) -> None:
+    import torch
+
+    warm = max(setup.steps // 20, 1)
+    shape: Callable[[int], float] = lambda step: min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * step / setup.steps))  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, shape)
+    generator = _generator(seed)
+    for _ in range(setup.steps):
+        optimizer.zero_grad()
+        loss_on(model, batch_of(text, setup, setup.batch, generator)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        if sparsity:
+            sparsity.step()
+
+
+def _judge(setup: Setup, model: nn.Module, text: torch.Tensor) -> float:
+    import torch
+
+    generator, rounds = _generator(10**6), setup.judged_windows // setup.batch
+    with torch.inference_mode():
+        return statistics.mean(float(loss_on(model, batch_of(text, setup, setup.batch, generator))) for _ in range(rounds))
+
+
+def _generator(seed: int) -> torch.Generator:
+    import torch
+
+    return torch.Generator().manual_seed(seed)
+
+
+def _all_runs(setup: Setup, variants: Sequence[Variant], seeds: int, jobs: int) -> Iterator[Result]:
+    """Every variant and seed, `jobs` at a time."""
+    flops = sparse_flops(setup)
+    todo = [(setup, variant, seed, flops) for seed in range(seeds) for variant in variants]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done, future in enumerate([pool.submit(run, *arguments) for arguments in todo], start=1):
+            result = future.result()
+            told = f"{result.variant}, seed {result.seed}: {result.loss:.4f} in {result.seconds:.0f} s, {result.execution}"
+            print(f"  {done} of {len(todo)}: {told}", file=sys.stderr, flush=True)
+            yield result
+
+
+# ---------------------------------------------------------------- what came out
+
+
+def table(setup: Setup, results: Sequence[Result]) -> list[str]:
+    """Mean and standard deviation over the seeds, beside Dietrich's figures."""
+    rows = []
+    for name, found in by_variant(results).items():
+        mean, spread = _mean(found), _spread(found)
+        explored = f"{statistics.mean(r.explored for r in found):.0%}"
+        gain = f"{_mean(by_variant(results)['dense']) - mean:+.4f}" if "dense" in by_variant(results) else ""
+        loss = f"{mean:.4f} ± {spread:.4f}" if len(found) > 1 else f"{mean:.4f}"
+        rows.append(
+            [name, str(found[0].width), f"{found[0].flops / 1e9:.2f}", explored, loss, gain, found[0].execution, PUBLISHED.get(name, "")]
+        )
+    title = f"## {setup.depth} layers, width {setup.width} at {SPARSITY:g}; {setup.steps} steps of {setup.batch} × {setup.context} bytes"
+    columns = ["model, block", "width", "GFLOP/step", "explored", "MLM loss", "below dense", "run as", "BERT-Base, Dietrich et al."]
+    return [title, "", *_common.markdown(columns, rows)]
+
+
+def verdicts(results: Sequence[Result]) -> list[str]:
+    """What agrees with the paper and what does not, said of differences beyond two standard errors; else that it is open."""
+    found = by_variant(results)
+    claims = [(f"dynamic {b} beats the matched dense model", f"dynamic {b}", "dense") for b in (1, 4, 8, 16)]
+    claims += [(f"blocks of {a} learn more than blocks of {b}", f"dynamic {a}", f"dynamic {b}") for a, b in ((1, 4), (4, 8), (8, 16))]
+    claims += [(f"moving beats static in blocks of {b}", f"dynamic {b}", f"static {b}") for b in (1, 16)]
+    lines = [
+        f"- {claim}: {_compared(found[better], found[worse])}" for claim, better, worse in claims if better in found and worse in found
+    ]
+    lines += [_needed_flops(found, b) for b in (1, 4, 8, 16) if {"dense", "dense 2×", f"dynamic {b}"} <= found.keys()]
+    return lines
+
+
+def _compared(better: Sequence[Result], worse: Sequence[Result]) -> str:
+    """ "agrees", "disagrees" or "open", with the difference and its standard error."""
+    gap = _mean(worse) - _mean(better)
+    if len(better) < 2 or len(worse) < 2:
+        return f"{gap:+.4f}, one seed: open"
+    error = math.sqrt(_spread(better) ** 2 / len(better) + _spread(worse) ** 2 / len(worse))
+    word = "open" if abs(gap) < 2 * error else "agrees" if gap > 0 else "DISAGREES"
+    return f"{word} ({gap:+.4f} ± {error:.4f})"
+
+
+def _needed_flops(found: dict[str, list[Result]], block: int) -> str:
+    """F_dense / F_sparse at equal loss, from the two dense models' line in log FLOPs: eps must stay below it."""
+    one, two, sparse = found["dense"], found["dense 2×"], found[f"dynamic {block}"]
+    slope = (_mean(two) - _mean(one)) / math.log(two[0].flops / one[0].flops)
+    published = {1: "2.0", 4: "about 1.4", 8: "about 1.3", 16: "1.2"}[block]
+    if slope >= 0:
+        return f"- F_dense / F_sparse at equal loss, blocks of {block}: the larger dense model is no better here (published {published})"
+    ratio = one[0].flops / sparse[0].flops * math.exp((_mean(sparse) - _mean(one)) / slope)
+    return f"- F_dense / F_sparse at equal loss, blocks of {block}: {ratio:.2f} (published {published}): eps must be below that to win"
+
+
+def efficiency(setup: Setup, rounds: int) -> list[str]:
+    """eps of every block size, forward and backward, measured now."""
+    import torch
+
+    training, _ = texts()
+    torch.set_num_threads(1)
+    batch, rows = batch_of(training, setup, setup.batch, _generator(0)), []
+    for block in (1, 4, 8, 16):
+        model, _, sparsity = prepared(setup, Variant(block=block), 0)
+        found = sparsity.measure(lambda model=model: loss_on(model, batch), rounds=rounds).efficiency
+        assert found is not None
+        run_as = sparsity.figures().layers[0].execution
+        rows.append(
+            [str(block), f"{found.eps:.2f}", f"{found.break_even:.1f}", f"{found.dense_seconds / found.sparse_seconds:.2f}", run_as]
+        )
+    columns = ["block", "eps", "break-even, same layers", "× dense", "run as"]
+    return ["Time per sparse FLOP over time per dense FLOP, one thread:", "", *_common.markdown(columns, rows)]
+
+
+def by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
+    return {name: [r for r in results if r.variant == name] for name in dict.fromkeys(r.variant for r in results)}
+
+
+def _mean(results: Sequence[Result]) -> float:
+    return statistics.mean(r.loss for r in results)
+
+
+def _spread(results: Sequence[Result]) -> float:
+    return statistics.stdev(r.loss for r in results) if len(results) > 1 else 0.0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
