@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -228,13 +229,14 @@ class DynamicSparsity:
         Raises:
             UsageError: a layer that is already sparse in blocks; names that are no set of neurons.
         """
-        sets = tickets.find_neurons(self.model, rows, columns)
-        touched = {name for group in sets for name in (*group.rows, *group.columns)}
-        for held in [held for held in self._held if held.name in touched]:
+        touched = [held for held in self._held if any(fnmatchcase(held.name, pattern) for pattern in (*rows, *columns))]
+        for held in touched:
             if not held.mask.all():
                 raise UsageError(
-                    f"{held.name!r} is sparse in blocks already. Make the controller with initial='dense' to take neurons out."
+                    f"{held.name!r} is sparse in blocks already. Take neurons out of a controller made with initial='dense'."
                 )
+        sets = tickets.find_neurons(self.model, rows, columns)
+        for held in touched:
             hold.release(self.model, self.optimizer, held)
             self._held.remove(held)
         share = self.recipe.sparsity if sparsity is None else replace(self.recipe, sparsity=sparsity).sparsity

@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from effcompile.errors import UsageError
 from effcompile.ops.block_sparse import fallback_reason
+from effcompile.ops.block_sparse_native import BLOCKS
 from effcompile.sparse import moments
 from effcompile.sparse.blocks import BlockWeight
 from effcompile.sparse.held import Held
 from effcompile.sparse.layer import BlockSparseLinear
 from effcompile.sparse.masked import MaskedWeight
 from effcompile.sparse.movement import Movement
-from effcompile.sparse.pattern import BLOCKS, BlockPattern
+from effcompile.sparse.pattern import BlockPattern
 from effcompile.sparse.recipe import Recipe
 
 __all__ = ["check", "hold", "release"]

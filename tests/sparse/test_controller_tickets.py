@@ -149,11 +149,17 @@ def test_neurons_leave_weights_and_moments() -> None:
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
 
 
-def test_neurons_of_a_sparse_layer_and_sets_that_are_none_are_refused() -> None:
+@pytest.mark.parametrize("execution", ["masked", "blocks"])
+def test_neurons_of_a_sparse_layer_are_refused(execution: str) -> None:
     model = tiny()
-    sparsity = effcompile.DynamicSparsity(model, torch.optim.SGD(model.parameters(), lr=0.1), sparsity=0.5, block=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.5, block=4, execution=execution)  # type: ignore[arg-type]
     with pytest.raises(effcompile.UsageError, match="sparse in blocks already"):
         sparsity.shrink_neurons(ROWS, COLUMNS)
+
+
+def test_sets_that_are_none_are_refused() -> None:
+    _, _, sparsity = dense_run()
     with pytest.raises(effcompile.UsageError, match="no one set of neurons"):
         sparsity.shrink_neurons(["blocks.*.up"], ["blocks.*.mix"])
     with pytest.raises(effcompile.UnknownNameError, match=r"blocks\.\*\.gate"):
