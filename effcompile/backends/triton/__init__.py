@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from functools import cache
@@ -9,10 +10,12 @@ from importlib.metadata import version
 
 import torch
 
-__all__ = ["interpreting", "unavailable"]
+__all__ = ["interpreting", "register", "unavailable"]
 
 #: The oldest triton the kernels are tested with (torch 2.11 brings 3.6).
 _OLDEST = (3, 6)
+#: Modules whose `register` gives a device our kernels.
+_OPERATORS = ("attention", "block_sparse", "loss_head")
 
 
 def interpreting() -> bool:
@@ -31,3 +34,12 @@ def unavailable() -> str | None:
     if interpreting() or torch.cuda.is_available():
         return None
     return "there is no GPU here, and this is not an interpreter process (TRITON_INTERPRET=1)"
+
+
+def register(device: str = "cuda") -> str | None:
+    """Make the kernels those of our operators for a type of device, in this process. Returns why not, where they cannot run."""
+    reason = unavailable()
+    if reason is None:
+        for name in _OPERATORS:
+            importlib.import_module(f"effcompile.backends.triton.{name}").register(device)
+    return reason

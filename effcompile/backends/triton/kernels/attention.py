@@ -48,13 +48,13 @@ def _scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_
     bias_pointers = None
     if bias is not None:
         bias_pointers = tile_pointers(bias, bias_strides, b64, h64, m64, n64, ii, jj)
-    seen = None
+    seen = ii + jj >= 0
     if MASKED:
         mask_pointers = None
         if mask is not None:
             mask_pointers = tile_pointers(mask, mask_strides, b64, h64, m64, n64, ii, jj)
         seen = visible_in_tile(start_m + ii, start_n + jj, mask_pointers, q_ids, k_ids, valid, q_len, k_len, lo, hi, chunk)
-    logits, capped = logits_of(products, bias_pointers, seen, scale, softcap, MASKED, PRECISION == "ieee")
+    logits, capped = logits_of(products, bias_pointers, seen, scale, softcap, MASKED, PRECISION is not None)
     return logits, capped, seen
 
 

@@ -1,0 +1,130 @@
+"""The tiles that the Triton kernels are shipped with, by compiling for GPUs that are not here.
+
+    python benchmarks/triton_aot.py [--seconds 280] [--arch sm_90] [--retry]
+
+For each architecture, dtype, head size and kernel the candidates are compiled in their order, fastest tile first by the reasoning beside
+them, and the first is taken that fits shared memory, uses tensor cores (where the dtype has them) and does not spill; if all spill, the one
+that spills least. What is written to effcompile/backends/triton/configs.toml says what each needs and with which triton it was found.
+It goes on where it was stopped: rows that are there stay, unless --retry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import tomllib
+from importlib.metadata import version
+from typing import Any
+
+from effcompile.backends.triton.aot import ARCHITECTURES, Job, Report, compile_jobs
+from effcompile.backends.triton.configs import KERNELS, TABLE
+
+FIELDS = ("block_m", "block_n", "warps", "stages")
+LAUNCHES = "effcompile.backends.triton.aot_cases:attention_launches"
+Candidate = tuple[int, int, int, int]
+
+#: (BLOCK_M, BLOCK_N, warps, stages), best first: larger tiles read K and V less often; eight warps halve the registers of a thread on
+#: NVIDIA; AMD has 64 KiB of LDS and wants four. A dkdv tile that is short in M holds fewer scores.
+NVIDIA: dict[str, tuple[Candidate, ...]] = {
+    "forward": ((128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2)),
+    "dq": ((128, 64, 8, 2), (128, 64, 8, 1), (64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1)),
+    "dkdv": (
+        (64, 128, 8, 2),
+        (32, 128, 8, 2),
+        (64, 64, 4, 2),
+        (64, 64, 8, 2),
+        (32, 64, 4, 2),
+        (32, 64, 8, 2),
+        (32, 32, 4, 2),
+        (32, 32, 4, 1),
+    ),
+}
+AMD: dict[str, tuple[Candidate, ...]] = {
+    "forward": ((128, 64, 4, 2), (128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+    "dq": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1), (32, 32, 4, 1)),
+    "dkdv": ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+}
+#: fp32 takes twice the room, and on AMD has no tensor cores.
+FP32: tuple[Candidate, ...] = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+
+
+def candidates(arch: str, dtype: str, kernel: str) -> tuple[Candidate, ...]:
+    """In order of preference."""
+    return FP32 if dtype == "fp32" else (NVIDIA if arch.startswith("sm_") else AMD)[kernel]
+
+
+def choose(arch: str, dtype: str, d: int, kernel: str) -> dict[str, Any] | None:
+    """The first candidate without spills, else the one with the fewest, with what it needs; None where none fits."""
+    found: list[tuple[Candidate, Report]] = []
+    tried = candidates(arch, dtype, kernel)
+    jobs = [job(arch, dtype, d, kernel, candidate) for candidate in tried]
+    for candidate, (_, report) in zip(tried, compile_jobs(jobs), strict=False):
+        note = (
+            report.error
+            or f"{report.registers} registers, {report.spills} B spilled, {report.shared >> 10} KiB, {report.tensor_ops} tensor ops"
+        )
+        print(f"{arch} {dtype} d{d} {kernel} {candidate}: {note}", flush=True)
+        if report.fits(arch) and (report.tensor_ops or precision(arch, dtype).get("precision") == "ieee"):
+            found.append((candidate, report))
+            if not report.spills:
+                break
+    if not found:
+        return None
+    best, report = min(found, key=lambda one: one[1].spills)
+    return dict(zip(FIELDS, best, strict=True)) | precision(arch, dtype) | {
+        "shared": report.shared, "registers": report.registers, "spills": report.spills, "triton": version("triton"),
+    }  # fmt: skip
+
+
+def precision(arch: str, dtype: str) -> dict[str, str]:
+    """How fp32 is multiplied; nothing for the narrow dtypes."""
+    return {} if dtype != "fp32" else {"precision": "tf32x3" if arch.startswith("sm_") else "ieee"}
+
+
+def job(arch: str, dtype: str, d: int, kernel: str, candidate: Candidate) -> Job:
+    """Causal attention with this tile."""
+    config = dict(zip(FIELDS, candidate, strict=True)) | precision(arch, dtype)
+    arguments = {"dtype": dtype, "d": d, "kernel": kernel, "config": config}
+    return Job(
+        arch=arch, launch="effcompile.backends.triton.aot_cases:attention_launches", kernel=f"attention_{kernel}", arguments=arguments
+    )
+
+
+def write(table: dict[str, Any]) -> None:
+    """The table as TOML, one row per line."""
+    lines = [
+        "# Tiles of the attention kernels, by head size: made by benchmarks/triton_aot.py. fp16 has bf16's rows: the two need the same."
+    ]
+    for arch, dtypes in sorted(table.items()):
+        for dtype, heads in sorted(dtypes.items()):
+            for d, rows in sorted(heads.items(), key=lambda item: int(item[0])):
+                lines.append(f"\n[{arch}.{dtype}.{d}]")
+                for kernel, row in rows.items():
+                    cells = ", ".join(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value}" for key, value in row.items())
+                    lines.append(f"{kernel} = {{ {cells} }}")
+    TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=280.0, help="start no further row after this time")
+    parser.add_argument("--arch", nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--heads", nargs="*", type=int, default=[64, 128, 256])
+    parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp32"])
+    parser.add_argument("--retry", action="store_true", help="compile again what is in the table")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    table: dict[str, Any] = tomllib.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+    rows = [(a, t, d, k) for d in options.heads for t in options.dtypes for a in options.arch for k in KERNELS]
+    for arch, dtype, d, kernel in rows:
+        heads = table.setdefault(arch, {}).setdefault(dtype, {}).setdefault(str(d), {})
+        if (kernel in heads and not options.retry) or time.monotonic() > end:
+            continue
+        row = choose(arch, dtype, d, kernel)
+        if row is not None:
+            heads[kernel] = row
+            write(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Attention on the tiled kernels: `effcompile::attention` and its backward, once `register` has made them a device's kernels.
+
+What the kernels do not take goes to the default kernel, with a reason (`declines`): never a wrong result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from effcompile.attention.visibility import Visibility
+from effcompile.backends.triton.configs import Config, architecture, attention_config
+from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
+from effcompile.ops import attention_kernel
+from effcompile.ops.attention import attention, attention_backward
+from effcompile.ops.attention_terms import Terms, check, sink_rows
+from effcompile.tiles import TileList
+
+__all__ = ["backward", "declines", "forward", "register"]
+
+#: Within a tile, offsets are of 32 bits: strides beyond this would overflow them.
+_WIDEST = (2**31 - 1) // 256
+#: The smallest side of a tile that tensor cores take.
+_NARROWEST = 16
+
+
+def declines(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, backward: bool = False) -> str | None:
+    """None, or why these arguments are not for the tiled kernels."""
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"{q.dtype} has no tensor-core kernel"
+    if not all(q.shape) or not k.shape[3] or not v.shape[3]:
+        return f"an empty q {tuple(q.shape)} or width of v {v.shape[3]}"
+    for name, block in (("block_q", terms.block_q), ("block_k", terms.block_k)):
+        if terms.tiles and math.gcd(block, 2**20) < _NARROWEST:
+            return f"{name} {block} is no multiple of {_NARROWEST}"
+    arch = architecture(q.device) if q.is_cuda else None
+    if any(attention_config(kernel, arch, q.dtype, q.shape[3], v.shape[3]) is None for kernel in ("forward", "dq", "dkdv")):
+        return f"no tile of head size {max(q.shape[3], v.shape[3])} in {q.dtype} fits {arch}"
+    if backward and terms.uniform_empty and not terms.fills and terms.sink is None and (terms.softcap or terms.bias is not None):
+        return "rows that see nothing have gradients through the softcap or bias"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """What a kernel walks: four tensors, their strides in rows of the lists per batch and head, and the lists' tile in elements."""
+
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, int]
+    block_m: int
+    block_n: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A checked call, prepared: q, k, v with last stride 1, the terms, and the lists given (4, 8 or no tensors)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    terms: Terms
+    tiles: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor]) -> _Call:
+        return cls(_rows(q), _rows(k), _rows(v), terms, tuple(tiles))
+
+    @property
+    def full(self) -> tuple[int, int, int, int]:
+        return (*self.q.shape[:3], self.k.shape[2])
+
+    def config(self, kernel: str) -> Config:
+        """The kernel's tiles, cut to divide the given lists'."""
+        arch = architecture(self.q.device) if self.q.is_cuda else None
+        config = attention_config(kernel, arch, self.q.dtype, self.q.shape[3], self.v.shape[3])
+        assert config is not None, "declines() was not asked"
+        if not self.tiles:
+            return config
+        m, n = math.gcd(config.block_m, self.terms.block_q), math.gcd(config.block_n, self.terms.block_k)
+        return replace(config, block_m=m, block_n=n)
+
+    def lists(self, config: Config, *, transposed: bool = False) -> _Lists:
+        """The given lists, or those of band and chunk in the kernel's own tiles."""
+        t = self.terms
+        if self.tiles:
+            found = _transposed(self.tiles, t, *self.full[2:]) if transposed else self.tiles[:4]
+            block_m, block_n = t.block_q, t.block_k
+        else:
+            within = t.q_ids is not None or t.valid is not None or t.mask is not None
+            block_m, block_n = config.block_m, config.block_n
+            both = _closed_form(t.lo, t.hi, t.chunk, *self.full[2:], block_m, block_n, self.q.device, within)
+            found = both[4:] if transposed else both[:4]
+        b, h, rows = found[0].shape
+        strides = (h * rows if b > 1 else 0, rows if h > 1 else 0)
+        return _Lists(tuple(t.contiguous() for t in found), strides, block_m, block_n)
+
+    def arguments(self, config: Config, lists: _Lists) -> dict[str, Any]:
+        """What all kernels but delta take, by name."""
+        t, (b, h, sq, sk) = self.terms, self.full
+        ids = [None if x is None else _per_batch(x, b) for x in (t.q_ids, t.k_ids, t.valid)]
+        bias, mask = (None if x is None else x.expand(self.full) for x in (t.bias, t.mask))
+        names = ("partial_count", "partial_index", "full_count", "full_index")
+        return {
+            "q": self.q, "k": self.k, "v": self.v, "bias": bias, "mask": None if mask is None else mask.view(torch.uint8),
+            "q_ids": ids[0], "k_ids": ids[1], "valid": None if ids[2] is None else ids[2].view(torch.uint8),
+            **dict(zip(names, lists.tensors, strict=True)),
+            "q_strides": self.q.stride()[:3], "k_strides": self.k.stride()[:3], "v_strides": self.v.stride()[:3],
+            "bias_strides": _strides(bias, 4), "mask_strides": _strides(mask, 4),
+            "row_strides": tuple(0 if x is None else x.stride(0) for x in ids), "list_strides": lists.strides,
+            "scale": t.scale, "softcap": t.softcap or None, "lo": t.lo, "hi": t.hi, "chunk": t.chunk or None,
+            "heads": h, "group": h // self.k.shape[1], "q_len": sq, "k_len": sk, **self.widths,
+            "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "LIST_M": lists.block_m, "LIST_N": lists.block_n,
+            "PRECISION": config.precision,
+        }  # fmt: skip
+
+    @property
+    def widths(self) -> dict[str, int]:
+        d, dv = self.q.shape[3], self.v.shape[3]
+        return {
+            "D": d,
+            "DV": dv,
+            "BLOCK_D": max(_NARROWEST, triton.next_power_of_2(d)),
+            "BLOCK_DV": max(_NARROWEST, triton.next_power_of_2(dv)),
+        }
+
+
+def register(device: str) -> None:
+    """Run `effcompile::attention` and its backward on the tiled kernels on this type of device."""
+    attention.register_kernel(device)(_attention)
+    attention_backward.register_kernel(device)(_attention_backward)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tuple[Tensor, Tensor]:
+    terms = Terms.of(*rest, **form)
+    check(q, k, v, terms)
+    if declines(q, k, v, terms) is not None:
+        return attention_kernel.forward(q, k, v, terms)
+    return forward(q, k, v, terms, _tiles(rest))
+
+
+def _attention_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
+    bias_gradient: bool = True, sink_gradient: bool = True, **form: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    terms = Terms.of(*rest, **form)
+    check(q, k, v, terms)
+    wanted = {"bias_gradient": bias_gradient, "sink_gradient": sink_gradient}
+    if declines(q, k, v, terms, backward=True) is not None:
+        return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, **wanted)
+    return backward(grad_out, q, k, v, out, lse, terms, _tiles(rest), **wanted)
+
+
+def _tiles(rest: Sequence[Any]) -> Sequence[Tensor]:
+    """The lists among the operators' optional arguments."""
+    return (rest[6] or ()) if len(rest) > 6 else ()
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """(out [B, H, Sq, Dv], lse [B, H, Sq] in fp32) of checked arguments that are not declined. `tiles`: 8 lists, 4, or none."""
+    call = _Call.of(q, k, v, terms, tiles)
+    b, h, sq, _ = call.full
+    out, lse = q.new_empty((b, h, sq, v.shape[3])), q.new_empty((b, h, sq), dtype=torch.float32)
+    config = call.config("forward")
+    sink = None if terms.sink is None else sink_rows(terms.sink).expand(b, h, sq)
+    arguments = call.arguments(config, call.lists(config))
+    with _on(q):
+        attention_forward[(triton.cdiv(sq, config.block_m) * h * b,)](
+            out=out, lse=lse, sink=sink, sink_strides=_strides(sink, 3), **arguments, **config.launch
+        )
+    if terms.uniform_empty and sink is None and k.shape[2]:
+        mean = v.float().mean(2, keepdim=True).repeat_interleave(h // k.shape[1], 1).to(out.dtype)
+        out = torch.where(lse.isneginf().unsqueeze(3), mean, out)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, tiles: Sequence[Tensor] = (), *,
+    bias_gradient: bool = True, sink_gradient: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dbias, dsink) as `effcompile::attention_backward`; the last two of size (0) where not wanted or not there."""
+    call, grad_out = _Call.of(q, k, v, terms, tiles), _rows(grad_out)
+    delta = _delta(call, out.contiguous(), grad_out)
+    given = {"grad": grad_out, "grad_strides": grad_out.stride()[:3], "lse": lse.contiguous(), "delta": delta}
+    dq, dbias = _dq(call, given, wanted=bias_gradient)
+    dk, dv = _dkdv(call, given)
+    if terms.uniform_empty and terms.sink is None:
+        _add_uniform(call, grad_out, lse, delta, dq, dk, dv)
+    dsink = q.new_empty(0)
+    if terms.sink is not None and sink_gradient:
+        rows = sink_rows(terms.sink)
+        share = -(rows.float() - lse).exp() * delta
+        dsink = share.sum_to_size(rows.shape).reshape(terms.sink.shape).to(terms.sink.dtype)
+    return dq, dk, dv, dbias, dsink
+
+
+def _delta(call: _Call, out: Tensor, grad: Tensor) -> Tensor:
+    b, h, sq, _ = call.full
+    delta = call.q.new_empty((b, h, sq), dtype=torch.float32)
+    config = call.config("dq")
+    with _on(out):
+        attention_delta[(triton.cdiv(sq, config.block_m) * h * b,)](
+            out, grad, delta, grad.stride()[:3], h, sq, call.widths["DV"], call.widths["BLOCK_DV"], config.block_m
+        )
+    return delta
+
+
+def _dq(call: _Call, given: dict[str, Any], *, wanted: bool) -> tuple[Tensor, Tensor]:
+    b, h, sq, _ = call.full
+    config = call.config("dq")
+    dq, bias, buffer = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device), call.terms.bias, None
+    sums: dict[str, Any] = {"SUM_ROWS": False, "SUM_COLUMNS": False, "ATOMIC": False}
+    if bias is not None and wanted:
+        shared = [size < whole for size, whole in zip(bias.shape, call.full, strict=True)]
+        whole = torch.are_deterministic_algorithms_enabled() or not any(shared)
+        shape = torch.Size(call.full) if whole else bias.shape
+        buffer = bias.new_zeros(shape, dtype=bias.dtype if not any(shared) else torch.float32)
+        if not whole:
+            sums = {"SUM_ROWS": shared[2], "SUM_COLUMNS": shared[3], "ATOMIC": True}
+    with _on(dq):
+        attention_dq[(triton.cdiv(sq, config.block_m) * h * b,)](
+            dq=dq, dbias=buffer, dbias_strides=_strides(None if buffer is None else buffer.expand(call.full), 4), **given,
+            **call.arguments(config, call.lists(config)), **sums, **config.launch
+        )  # fmt: skip
+    dbias = call.q.new_empty(0) if buffer is None or bias is None else buffer.sum_to_size(bias.shape).to(bias.dtype)
+    return dq, dbias
+
+
+def _dkdv(call: _Call, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (call.k, call.v))
+    config = call.config("dkdv")
+    programs = triton.cdiv(call.k.shape[2], config.block_n) * call.k.shape[1] * call.k.shape[0]
+    if programs:
+        with _on(dk):
+            attention_dkdv[(programs,)](
+                dk=dk, dv=dv, **given, **call.arguments(config, call.lists(config, transposed=True)), **config.launch
+            )  # fmt: skip
+    return dk, dv
+
+
+def _add_uniform(call: _Call, grad: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Rows that see nothing weigh every key 1 / Sk. Their slopes (grad · v − delta) / Sk reach q and k where the scores were only added to.
+
+    Summed over queries or keys first, each product is of head-size matrices: no [Sq, Sk].
+    """
+    b, h, _, sk = call.full
+    heads, empty = call.k.shape[1], lse.isneginf().unsqueeze(3)
+    group = (b, heads, h // heads)
+    grad, delta = (torch.where(empty, t.float(), 0.0) for t in (grad, delta.unsqueeze(3)))
+    dv += (grad.unflatten(1, group[1:]).sum((2, 3)) / sk).unsqueeze(2).to(dv.dtype)
+    if call.terms.fills:
+        return
+    factor = call.terms.scale / sk
+    q, k, v = torch.where(empty, call.q.float(), 0.0), call.k.float(), call.v.float()
+    mixed, summed = (t.repeat_interleave(group[2], 1) for t in (v.mT @ k, k.sum(2, keepdim=True)))
+    dq += (factor * (grad @ mixed - delta * summed)).to(dq.dtype)
+    pairs, own = (t.unflatten(1, group[1:]).sum(2) for t in (grad.mT @ q, (delta * q).sum(2, keepdim=True)))
+    dk += (factor * (v @ pairs - own)).to(dk.dtype)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """With last stride 1 and offsets within a tile of 32 bits; a copy where it is not so."""
+    return t if t.stride(3) == 1 and t.stride(2) <= _WIDEST else t.contiguous()
+
+
+def _strides(t: Tensor | None, axes: int) -> tuple[int, ...]:
+    return (0,) * axes if t is None else t.stride()
+
+
+def _per_batch(t: Tensor, batch: int) -> Tensor:
+    return t.contiguous().expand(batch, -1)
+
+
+def _on(t: Tensor) -> Any:
+    """The tensor's device as the current one, where kernels are launched."""
+    return torch.cuda.device_of(t)
+
+
+def _transposed(tiles: tuple[Tensor, ...], terms: Terms, q_len: int, k_len: int) -> tuple[Tensor, ...]:
+    if len(tiles) == 8:
+        return tiles[4:]
+    names = ("partial_count", "partial_index", "full_count", "full_index")
+    given = TileList(q_len=q_len, k_len=k_len, block_q=terms.block_q, block_k=terms.block_k, **dict(zip(names, tiles, strict=True)))
+    return tuple(given.tensors()[4:])
+
+
+@lru_cache(maxsize=256)
+def _closed_form(
+    lo: int | None, hi: int | None, chunk: int, q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device, within: bool
+) -> tuple[Tensor, ...]:
+    """The 8 lists of band and chunk. `within`: there are other terms, which every tile must ask."""
+    tiles = Visibility(lo=lo, hi=hi, chunk=chunk).tiles(block_q, block_k, q_len=q_len, k_len=k_len)
+    if within:
+        both = tiles.partial | tiles.full
+        tiles = TileList.from_grids(both, torch.zeros_like(both), q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k)
+    return tuple(t.to(device) for t in tiles.tensors())

@@ -1,0 +1,44 @@
+"""Kernels compile for a GPU that is not here, and the shipped tiles are what the table's script found."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+from effcompile.backends.triton.aot import SHARED_LIMIT, Job, Report, compile_jobs
+from effcompile.backends.triton.configs import KERNELS, TABLE
+
+LAUNCHES = "effcompile.backends.triton.aot_cases:attention_launches"
+
+
+def job(**changes: object) -> Job:
+    config = {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}
+    return Job(arch="sm_90", launch=LAUNCHES, kernel="attention_forward",
+               arguments={"dtype": "bf16", "d": 64, "kernel": "forward", "config": config} | changes)  # fmt: skip
+
+
+def test_compiles_with_every_term_and_reports_what_a_kernel_needs() -> None:
+    pytest.importorskip("triton")
+    every = {"terms": {"lo": -127, "hi": 0, "softcap": 30.0, "chunk": 512}, "tensors": ["bias", "sink", "mask", "valid", "q_ids", "k_ids"]}
+    (_, report), (_, wrong) = compile_jobs([job(**every), job(dtype="int3")])
+    assert report.fits("sm_90") and report.tensor_ops > 0 and 0 < report.registers <= 255
+    assert wrong.error is not None and "int3" in wrong.error
+
+
+def test_a_worker_that_dies_costs_one_job() -> None:
+    pytest.importorskip("triton")
+    dies = Job(arch="sm_90", launch="os:_exit", kernel="none", arguments={"status": 3})
+    unknown = Job(arch="sm_90", launch="os:no_such_function", kernel="none")
+    reports = [report for _, report in compile_jobs([dies, unknown])]
+    assert reports[0] == Report(error="the compiler ended its process (exit status 3)")
+    assert reports[1].error is not None and "no_such_function" in reports[1].error
+
+
+def test_every_shipped_tile_was_seen_to_fit() -> None:
+    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        for d in ("64", "128"):
+            rows = table[arch]["bf16"][d]
+            assert set(rows) == set(KERNELS)
+            assert all(row["shared"] <= SHARED_LIMIT[arch] for row in rows.values())
