@@ -12,7 +12,7 @@ values beyond have no effect and get a gradient of 0, so that a pattern may grow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,20 @@ __all__ = ["block_sparse_grad_input", "block_sparse_grad_values", "block_sparse_
 _STRUCTURE = "Tensor crow, Tensor col, Tensor ccol, Tensor row, Tensor perm"
 
 
+#: Type of device → who has kernels there: for (x, block) something with native.Kernels' three products, or why there is none.
+FINDERS: dict[str, Callable[[Tensor, int], Any]] = {"cpu": native.kernels}
+
+
+def _kernels(x: Tensor, block: int) -> Any:
+    return FINDERS.get(x.device.type, native.kernels)(x, block)
+
+
 def fallback_reason(x: Tensor, block: int) -> str | None:
     """Why torch, with a dense copy of the weight, computes inputs like x in blocks of b; None where the kernels do.
 
     The first call for a block size and dtype compiles its kernels, some seconds, once per machine.
     """
-    found = native.kernels(x, block)
+    found = _kernels(x, block)
     return found if isinstance(found, str) else None
 
 
@@ -51,7 +59,7 @@ def block_sparse_linear(
     n, k = _check(values, crow, col, ccol, row, perm, x, bias)
     if x.shape[-1] != k:
         raise UsageError(f"The block-sparse weight is ({n}, {k}), so that x ends in {k}; given {tuple(x.shape)}.")
-    found = native.kernels(x, values.shape[1])
+    found = _kernels(x, values.shape[1])
     if not isinstance(found, str):
         return found.linear(x, values, crow, col, bias)
     return torch.nn.functional.linear(x, dense_weight(values, crow, col, k), bias)
@@ -65,7 +73,7 @@ def block_sparse_grad_input(grad: Tensor, values: Tensor, crow: Tensor, col: Ten
     n, k = _check(values, crow, col, ccol, row, perm, grad)
     if grad.shape[-1] != n:
         raise UsageError(f"The block-sparse weight is ({n}, {k}), so that dy ends in {n}; given {tuple(grad.shape)}.")
-    found = native.kernels(grad, values.shape[1])
+    found = _kernels(grad, values.shape[1])
     if not isinstance(found, str):
         return found.grad_input(grad, values, ccol, row, perm)
     return grad @ dense_weight(values, crow, col, k)
@@ -80,7 +88,7 @@ def block_sparse_grad_values(grad: Tensor, x: Tensor, crow: Tensor, col: Tensor)
     if grad.shape[:-1] != x.shape[:-1] or grad.dtype != x.dtype or x.shape[-1] % b:
         shapes = f"{tuple(grad.shape)} {grad.dtype}, {tuple(x.shape)} {x.dtype}"
         raise UsageError(f"dy (..., N) and x (..., K) do not fit: {shapes}, blocks of {b}.")
-    found = native.kernels(x, b)
+    found = _kernels(x, b)
     if not isinstance(found, str):
         return found.grad_values(grad, x, crow, col)
     return sampled_gradient(grad, x, crow, col, b)

@@ -49,7 +49,7 @@ def loss_head_gradients(
 
     Raises UsageError for shapes, a reduction or a number of chunks that it does not take.
     """
-    _check(x, weight, bias, target, reduction, chunks)
+    check(x, weight, bias, target, reduction, chunks)
     labels = _Labels(target, reduction, ignore_index, _wide(x))
     gradients = _Gradients(x, weight, bias, needs)
     chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=True)
@@ -63,13 +63,12 @@ def loss_head_gradients(
     return loss, *gradients.results()
 
 
-@torch.library.custom_op("effcompile::loss_head_forward", mutates_args=())
-def loss_head_forward(
+def forward_by_chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
     inner: float, outer: float, capped: bool, chunks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(loss, log of the sum of exp(logits) per row as (N, 1)). Raises as `loss_head_gradients` does."""
-    _check(x, weight, bias, target, reduction, chunks)
+    check(x, weight, bias, target, reduction, chunks)
     labels = _Labels(target, reduction, ignore_index, _wide(x))
     chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=False)
     lse, sums = torch.empty_like(labels.picked), labels.factor  # the factor is for gradients: its memory serves again
@@ -83,13 +82,15 @@ def loss_head_forward(
     return labels.loss(reduction), lse
 
 
-@torch.library.custom_op("effcompile::loss_head_backward", mutates_args=())
-def loss_head_backward(
+loss_head_forward = torch.library.custom_op("effcompile::loss_head_forward", forward_by_chunks, mutates_args=())
+
+
+def backward_by_chunks(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, reduction: int, ignore_index: int,
     inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dW, dbias) for the incoming gradient `grad` of the loss, (). `lse` is what `loss_head_forward` returned."""
-    _check(x, weight, bias, target, reduction, chunks)
+    check(x, weight, bias, target, reduction, chunks)
     labels = _Labels(target, reduction, ignore_index, _wide(x), picks=False)
     gradients = _Gradients(x, weight, bias, needs)
     chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=True)
@@ -97,6 +98,9 @@ def loss_head_backward(
     for rows in _row_slices(x.shape[0], chunks):
         gradients.add(chunk, chunk.logits(rows).sub_(lse[rows]).exp_(), rows, labels)
     return gradients.results()
+
+
+loss_head_backward = torch.library.custom_op("effcompile::loss_head_backward", backward_by_chunks, mutates_args=())
 
 
 class _Labels:
@@ -223,7 +227,8 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, chunks: int) -> None:
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, chunks: int) -> None:
+    """Raises UsageError for what the operators do not take."""
     shapes = f"x {tuple(x.shape)}, W {tuple(weight.shape)}, target {tuple(target.shape)}"
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
         raise UsageError(f"A loss head takes x (N, D), W (V, D) and target (N); given {shapes}. Flatten the batch axes first.")

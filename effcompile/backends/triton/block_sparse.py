@@ -1,0 +1,89 @@
+"""Block-sparse linears on tiled kernels: those of `effcompile.ops.block_sparse` on a device, once `register` has been called.
+
+Taken are blocks of 16, 32, 64 or 128 and the dtypes of tensor cores; the rest is torch's, as that module says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from effcompile.backends.triton import interpreting
+from effcompile.backends.triton.kernels.block_sparse import block_sparse_product, block_sparse_sampled
+from effcompile.ops.block_sparse import FINDERS
+
+__all__ = ["Kernels", "kernels", "register"]
+
+_BLOCKS = (16, 32, 64, 128)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def register(device: str) -> None:
+    """Run block-sparse linears on the tiled kernels on this type of device."""
+    FINDERS[device] = kernels
+
+
+def kernels(x: Tensor, block: int) -> Kernels | str:
+    """The kernels for activations like x, or why there are none."""
+    if block not in _BLOCKS:
+        return f"the Triton kernels are for blocks of {', '.join(map(str, _BLOCKS))}; these are of {block}"
+    if x.dtype not in _DTYPES or not x.numel():
+        return f"the Triton kernels are for tensor cores' dtypes and for some rows; these are {tuple(x.shape)} of {x.dtype}"
+    return Kernels()
+
+
+class Kernels:
+    """The three products, for checked arguments, see `effcompile.ops.block_sparse_native.Kernels`."""
+
+    def linear(self, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None) -> Tensor:
+        """y (..., N) = x Wᵀ + bias."""
+        return _product(x, values, crow, col, None, bias)
+
+    def grad_input(self, grad: Tensor, values: Tensor, ccol: Tensor, row: Tensor, perm: Tensor) -> Tensor:
+        """dx (..., K) = dy W."""
+        return _product(grad, values, ccol, row, perm, None)
+
+    def grad_values(self, grad: Tensor, x: Tensor, crow: Tensor, col: Tensor) -> Tensor:
+        """dvalues (Z, b, b): dyᵀ x at the kept blocks, 0 in places that are not in use."""
+        grad, x = _matrix(grad), _matrix(x)
+        b = grad.shape[1] // (crow.shape[0] - 1)
+        found = x.new_empty((col.shape[0], b, b))
+        places = torch.arange(col.shape[0], device=x.device, dtype=torch.int32)
+        rows = torch.searchsorted(crow, places, right=True, out_int32=True) - 1
+        if col.shape[0]:
+            with torch.cuda.device_of(x):
+                block_sparse_sampled[(col.shape[0],)](
+                    grad, x, rows, col, found, x.shape[0], grad.stride(0), x.stride(0), crow[-1:], **_tile(x, b)
+                )  # fmt: skip
+        return found
+
+
+def _product(x: Tensor, values: Tensor, ptr: Tensor, index: Tensor, perm: Tensor | None, bias: Tensor | None) -> Tensor:
+    """By rows of blocks, or with `perm` by columns."""
+    b, rows = values.shape[1], _matrix(x)
+    y = x.new_empty((*x.shape[:-1], (ptr.shape[0] - 1) * b))
+    flat = y.view(-1, y.shape[-1])
+    tile = _tile(x, b)
+    with torch.cuda.device_of(x):
+        block_sparse_product[(triton.cdiv(rows.shape[0], tile["BLOCK_M"]), ptr.shape[0] - 1)](
+            rows, values.contiguous(), ptr, index, perm, bias, flat, rows.shape[0], rows.stride(0), flat.stride(0), **tile
+        )  # fmt: skip
+    return y
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """Rows with last stride 1."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
+def _tile(x: Tensor, b: int) -> dict[str, Any]:
+    """Block sizes and options of a launch."""
+    wide = x.dtype == torch.float32
+    precision = None if not wide else "ieee" if interpreting() or torch.version.hip else "tf32x3"
+    rows = 32 if interpreting() else 64 if wide else 128
+    launch = {"num_warps": 8 if b >= 64 and not wide else 4, "num_stages": 3 if b < 128 else 2, "enable_fp_fusion": True}
+    return {"BLOCK_M": rows, "B": b, "PRECISION": precision, **launch}

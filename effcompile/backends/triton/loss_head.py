@@ -1,0 +1,121 @@
+"""The loss head on tiled kernels: `effcompile::loss_head_forward` and `_backward` for a device, once `register` has been called.
+
+The forward stores no logits at all. The backward makes the slopes of one chunk of rows at a time, in x's dtype, with the softmax in the
+product's epilogue, and leaves the two products with them to the vendor's library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from effcompile.backends.triton import interpreting
+from effcompile.backends.triton.kernels.loss_head import loss_head_rows, loss_head_slopes
+from effcompile.ops import loss_head as op
+from effcompile.ops.loss_head import MEAN, chunk_rows
+
+__all__ = ["backward", "forward", "register"]
+
+#: Programs that keep a large GPU busy: the vocabulary is split until there are so many.
+_PROGRAMS = 264
+
+
+def register(device: str) -> None:
+    """Run the loss head on the tiled kernels on this type of device."""
+    op.loss_head_forward.register_kernel(device)(forward)
+    op.loss_head_backward.register_kernel(device)(backward)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
+    inner: float, outer: float, capped: bool, chunks: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(loss, lse (N, 1)), see `effcompile.ops.loss_head.loss_head_forward`."""
+    op.check(x, weight, bias, target, reduction, chunks)
+    if x.dtype == torch.float64 or not x.numel():
+        return op.forward_by_chunks(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks)
+    rows, words = x.shape[0], weight.shape[0]
+    arguments, launch = _arguments(x, weight, bias, inner, outer, capped)
+    block_m, block_n = arguments["BLOCK_M"], arguments["BLOCK_N"]
+    tiles = triton.cdiv(words, block_n)
+    part = triton.cdiv(tiles, max(1, min(tiles, _PROGRAMS // triton.cdiv(rows, block_m)))) * block_n
+    parts = triton.cdiv(words, part)
+    tops, totals, picks = (x.new_empty((parts, rows), dtype=torch.float32) for _ in range(3))
+    with torch.cuda.device_of(x):
+        loss_head_rows[(triton.cdiv(rows, block_m), parts)](
+            target=target.contiguous(), tops=tops, totals=totals, picks=picks, rows=rows, part=part, **arguments, **launch
+        )
+    lse = torch.logsumexp(tops + totals.log(), 0)
+    ignored = target == ignore_index
+    loss = (lse - picks.sum(0)).masked_fill(ignored, 0.0).sum()
+    return loss / (~ignored).sum() if reduction == MEAN else loss, lse.unsqueeze(1)
+
+
+def backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, reduction: int, ignore_index: int,
+    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dW, dbias), see `effcompile.ops.loss_head.loss_head_backward`."""
+    op.check(x, weight, bias, target, reduction, chunks)
+    if x.dtype == torch.float64 or not x.numel():
+        return op.backward_by_chunks(grad, x, weight, bias, target, lse, reduction, ignore_index, inner, outer, capped, chunks, needs)
+    ignored = target == ignore_index
+    scale = grad / (~ignored).sum().clamp(min=1) if reduction == MEAN else grad
+    factor = scale.float().expand(x.shape[:1]).masked_fill(ignored, 0.0).contiguous()
+    dx = x.new_empty(x.shape) if needs[0] else None
+    dw = torch.empty_like(weight) if needs[1] else None
+    db = x.new_zeros(weight.shape[:1], dtype=torch.float32) if needs[2] and bias is not None else None
+    arguments, launch = _arguments(x, weight, bias, inner, outer, capped)
+    step = chunk_rows(x.shape[0], chunks)
+    slopes = x.new_empty((step, weight.shape[0]))
+    for start in range(0, x.shape[0], step):
+        span = slice(start, min(start + step, x.shape[0]))
+        _slopes(arguments, launch, x[span], target[span], lse[span], factor[span], slopes)
+        _add(slopes[: span.stop - start], x[span], weight, dx, dw, db, span)
+    results = (dx, dw, None if db is None or bias is None else db.to(bias.dtype))
+    dx, dw, db = (x.new_empty(0) if t is None else t for t in results)
+    return dx, dw, db
+
+
+def _slopes(
+    arguments: dict[str, Any], launch: dict[str, Any], x: Tensor, target: Tensor, lse: Tensor, factor: Tensor, slopes: Tensor
+) -> None:
+    """d loss / d z of these rows, into the first rows of `slopes`."""
+    rows, words = x.shape[0], slopes.shape[1]
+    grid = (triton.cdiv(rows, arguments["BLOCK_M"]) * triton.cdiv(words, arguments["BLOCK_N"]),)
+    with torch.cuda.device_of(x):
+        loss_head_slopes[grid](
+            target=target.contiguous(), lse=lse.contiguous(), factor=factor, slopes=slopes, rows=rows, **{**arguments, "x": x}, **launch
+        )
+
+
+def _add(slopes: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, span: slice) -> None:
+    """What these rows add to the gradients."""
+    if dx is not None:
+        torch.mm(slopes, weight, out=dx[span])
+    if dw is not None and span.start == 0:
+        torch.mm(slopes.t(), x, out=dw)
+    elif dw is not None:
+        dw.addmm_(slopes.t(), x)
+    if db is not None:
+        db += slopes.sum(0, dtype=torch.float32)
+
+
+def _arguments(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inner: float, outer: float, capped: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(arguments of both kernels, options of a launch)."""
+    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+    wide = x.dtype == torch.float32
+    block = (32, 32, 32) if interpreting() else (64, 64, 32) if wide else (128, 128, 64)
+    precision = None if not wide else "ieee" if interpreting() or torch.version.hip else "tf32x3"
+    arguments = {
+        "x": x, "weight": weight, "bias": bias, "words": weight.shape[0], "width": x.shape[1], "x_stride": x.stride(0),
+        "w_stride": weight.stride(0), "inner": inner, "outer": outer if capped else None,
+        "BLOCK_M": block[0], "BLOCK_N": block[1], "BLOCK_K": block[2], "PRECISION": precision,
+    }  # fmt: skip
+    return arguments, {"num_warps": 8, "num_stages": 2 if torch.version.hip else 3, "enable_fp_fusion": True}
