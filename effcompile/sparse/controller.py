@@ -69,14 +69,14 @@ class DynamicSparsity:
             sparsity: the share of their weights that is zero, in [0, 1).
             block: side of the blocks that weights come and go in; 1 for single weights.
             layers: names or patterns such as "blocks.*.up"; None: the linear layers inside repeated blocks, so not embeddings and heads.
-            growth: which blocks come: "random", or "gradient", those of the largest dense gradient.
+            growth: which blocks come: "random", or "gradient", those of the largest dense gradient (on one rank only).
             updates: how often the pattern moves; 0: static; None: 160 for single weights, 80 for blocks.
             steps: training steps that the updates are spread over; None: one update every 100 steps.
             prune_ratio: the share of blocks exchanged at first; falls to 0 as a cosine.
             distribution: "uniform" sparsity, or "global": layers compete for blocks.
             balanced: equally many blocks in every block row.
             initial: the first pattern: "random", "magnitude", "dense" (a ticket is drawn later), or a mask per layer, of its elements or
-                of its blocks (see `effcompile.sparse.saliency`).
+                of its blocks (see `effcompile.sparse.saliency` and `collect`).
             execution: "blocks" (block-sparse kernels; the layers are replaced), "masked" (dense products), or "auto".
             seed: of the controller's own random generator.
 
@@ -232,9 +232,7 @@ class DynamicSparsity:
         touched = [held for held in self._held if any(fnmatchcase(held.name, pattern) for pattern in (*rows, *columns))]
         for held in touched:
             if not held.mask.all():
-                raise UsageError(
-                    f"{held.name!r} is sparse in blocks already. Take neurons out of a controller made with initial='dense'."
-                )
+                raise UsageError(f"{held.name!r} is sparse in blocks already. Take neurons out of a controller made with initial='dense'.")
         sets = tickets.find_neurons(self.model, rows, columns)
         for held in touched:
             hold.release(self.model, self.optimizer, held)
@@ -351,7 +349,7 @@ class DynamicSparsity:
         if missing:
             raise UsageError(
                 f"growth='gradient' found no dense gradient of {missing[0]!r}: there was no backward before this update. Call step() after "
-                "every optimizer.step(), and update() only through it."
+                "every optimizer.step(), and update() only through it. Under torch.compile make the controller with execution='masked'."
             )
         gradients = {held.name: held.dense_gradient for held in self._held}
         return {name: saliency.blocks(g.abs(), self.recipe.block).cpu() for name, g in gradients.items() if g is not None}
