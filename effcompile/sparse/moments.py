@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,26 +35,37 @@ def check(optimizer: Optimizer, weights: Mapping[str, Tensor]) -> None:
 
 
 def edit(optimizer: Optimizer, parameter: Tensor, change: Change) -> None:
-    """Apply a change to every state tensor of the parameter's shape; step counts and factored moments are left as they are."""
+    """Apply a change to every state tensor of the parameter's shape, and to what is kept per block of stacked ones.
+
+    Step counts, and factored moments of a matrix (Adafactor), are left as they are.
+    """
     group = _group(optimizer, parameter)
-    for entry, value in _shaped(optimizer, parameter):
-        begins = _BEGINS_AT.get((type(optimizer).__name__, entry))
-        change(value, float(group[begins]) if begins else 0.0)
+    for entry, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and (value.shape == parameter.shape or _per_block(value, parameter)):
+            begins = _BEGINS_AT.get((type(optimizer).__name__, entry))
+            change(value, float(group[begins]) if begins else 0.0)
 
 
 def replace(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, convert: Callable[[Tensor], Tensor]) -> None:
-    """Put `new` where the optimizer held `old`, state tensors of its shape converted."""
+    """Put `new` where the optimizer held `old`, state tensors of its shape converted.
+
+    Where there is other state that depends on the shape (factored moments), the optimizer starts anew for this parameter.
+    """
     group = _group(optimizer, old)
     group["params"] = [new if parameter is old else parameter for parameter in group["params"]]
-    shaped = dict(_shaped(optimizer, old))
     state: dict[str, Any] = optimizer.state.pop(old, {})
-    if state:
-        optimizer.state[new] = {entry: convert(value) if entry in shaped else value for entry, value in state.items()}
+    tensors = [value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
+    if state and all(value.shape == old.shape for value in tensors):
+        optimizer.state[new] = {entry: convert(value) if _one_of(value, tensors) else value for entry, value in state.items()}
 
 
-def _shaped(optimizer: Optimizer, parameter: Tensor) -> Iterable[tuple[str, Tensor]]:
-    state = optimizer.state.get(parameter, {})
-    return [(entry, value) for entry, value in state.items() if isinstance(value, Tensor) and value.shape == parameter.shape]
+def _per_block(value: Tensor, parameter: Tensor) -> bool:
+    """True for a factored moment of blocks (Z, b, b): (Z, b, 1) or (Z, 1, b), which moves with its block."""
+    return value.dim() == parameter.dim() == 3 and value.shape[0] == parameter.shape[0]
+
+
+def _one_of(value: object, tensors: list[Tensor]) -> bool:
+    return any(value is tensor for tensor in tensors)
 
 
 def _group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:

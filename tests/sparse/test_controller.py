@@ -146,6 +146,29 @@ def test_moments_of_a_model_in_training_are_kept_for_the_blocks_that_stay(execut
     assert {int(optimizer.state[held.parameter]["step"]) for held in sparsity._held} == {3}
 
 
+def test_factored_moments_move_with_their_blocks_and_start_anew_with_another_form() -> None:
+    model = tiny()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-2)
+    train(model, optimizer, None, range(3))
+    sparsity = effcompile.DynamicSparsity(model, optimizer, sparsity=0.5, block=4, updates=1, steps=4, execution="blocks")
+    assert not any(held.parameter in optimizer.state for held in sparsity._held)  # rows of a matrix are no rows of blocks
+    train(model, optimizer, sparsity, range(1))
+    before = {held.name: (held.layer.pattern(), optimizer.state[held.parameter]["row_var"].clone()) for held in sparsity._held}
+    for held in sparsity._held:
+        held.parameter.grad = torch.zeros_like(held.parameter)
+    sparsity.update()
+    for held in sparsity._held:
+        old, rows = before[held.name]
+        places = held.layer.pattern().places_in(old)
+        assert (places < 0).any()
+        found = optimizer.state[held.parameter]["row_var"]
+        for place, came_from in enumerate(places.tolist()):
+            assert torch.equal(found[place], rows[came_from] if came_from >= 0 else torch.zeros_like(rows[0]))
+    sparsity.release()
+    losses = train(model, optimizer, None, range(1, 6))
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_clipping_sees_the_sparse_gradient_only(execution: str) -> None:
     model, _, sparsity = made(execution)
