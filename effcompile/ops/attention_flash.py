@@ -11,6 +11,7 @@ Legend as in `effcompile.ops.attention`; r rows and c keys of a span.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention_kernel import Sums, shape_of
-from effcompile.ops.attention_spans import Shape, Span, hidden_of, key_heads, spans
+from effcompile.ops.attention_spans import Group, Shape, Span, groups, hidden_of, key_heads, spans
 from effcompile.ops.attention_terms import Terms, part, sink_rows, wide
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -27,21 +28,26 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 #: What a span costs beside its products, in multiplications: about 60 µs at 35e9 a second.
 _SPAN_COST = 2_000_000
 
+#: Keys of a group, where there is no limit.
+_ALL = 1 << 62
+
+#: Causal forwards of fewer rows are faster in blocks: the kernel skips keys by 512 (512 rows 1.2 times, 1024 the same, 2048 0.9).
+_CAUSAL = 1024
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """(out, lse) of checked arguments on a CPU."""
     if not _takes(q, k, v, terms):
         return attention_kernel.forward(q, k, v, terms)
-    call = _Call(q, k, v, terms)
-    found = call.spans()
+    call = _Call(q, k, v, terms, least=64)
+    found = call.spans(causal_from=_CAUSAL if q.shape[0] * q.shape[1] > 1 else 0)
     if len(found) == 1 and _is_everything(found[0], call.shape):
         out, lse = call.forward(found[0])
     else:
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
-        for span in found:
-            at = (span.batch, span.heads, span.rows)
-            out[at], lse[at] = call.forward(span)
+        for group in call.groups(found, most=_ALL):
+            call.forward_group(group, out, lse)
     out, lse = out.contiguous(), lse.contiguous()
     if terms.sink is not None:
         _add_sink(out, lse, terms.sink)
@@ -58,17 +64,15 @@ def backward(
         return attention_kernel.backward(
             grad_out, q, k, v, out, lse, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient
         )  # fmt: skip
-    call = _Call(q, k, v, terms)
+    call = _Call(q, k, v, terms, least=64 if q.dtype == wide(q) else 256)  # narrow backwards are slow in small blocks
     given = _Forward(_dense(grad_out), out, lse.masked_fill(lse == -torch.inf, 0.0))
-    found = call.spans()
+    found = call.spans(causal_from=0)
     if len(found) == 1 and _is_everything(found[0], call.shape):
         sums = Sums.around(*call.backward(found[0], given), terms, sink_gradient=sink_gradient)
     else:
         sums = Sums.of(q, k, v, terms, bias_gradient=False, sink_gradient=sink_gradient)
-        for span in found:
-            at = (span.batch, span.heads, span.rows)
-            sums.q[at], *of_keys = call.backward(span, given)
-            call.add(sums, span, *of_keys)
+        for group in call.groups(found, most=2 * k.shape[2]):  # a group has its own gradients of the keys that it visits
+            call.backward_group(group, given, sums)
     return attention_kernel.finish(sums, grad_out, q, k, v, out, lse, terms)
 
 
@@ -113,15 +117,16 @@ class _Forward:
 class _Call:
     """One call's operands, and the parts of masks that its spans share."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, least: int) -> None:
+        """`least`: rows of a block."""
         self.q, self.k, self.v, self.terms = _dense(q), _dense(k), _dense(v), terms
         self.shape = shape_of(q, k)
-        self.rows = rows_per_span(self.shape, terms, q.shape[3])
+        self.rows = rows_per_span(self.shape, terms, q.shape[3], least)
         self._band: Tensor | None = None
 
-    def spans(self) -> list[Span]:
+    def spans(self, causal_from: int) -> list[Span]:
         """All spans."""
-        return list(spans(self.terms, self.shape, self.rows, whole=True))
+        return list(spans(self.terms, self.shape, self.rows, whole=True, causal_from=causal_from))
 
     def forward(self, span: Span) -> tuple[Tensor, Tensor]:
         """(out (b, h, r, D), lse (b, h, r)) of a span."""
@@ -140,6 +145,48 @@ class _Call:
         found = _BACKWARD(grad, q, k, v, out, lse, 0.0, span.causal, attn_mask=mask, scale=self.terms.scale)
         dq, dk, dv = (_unfolded(x, like) for x, like in zip(found, operands[:3], strict=True))
         return dq, dk, dv
+
+    def groups(self, found: list[Span], most: int) -> list[Group]:
+        """As few calls as there can be: every call wakes all threads and waits for them. A bias differs from place to place."""
+        return [Group(span=span) for span in found] if self.terms.bias is not None else groups(found, most)
+
+    def forward_group(self, group: Group, out: Tensor, lse: Tensor) -> None:
+        """The rows of a group, written where they belong."""
+        span = group.span
+        if group.count == 1:
+            at = (span.batch, span.heads, span.rows)
+            out[at], lse[at] = self.forward(span)
+            return
+        mask = self._mask(span)
+        for entry in range(span.batch.start, span.batch.stop):
+            rows, keys = (partial(_windows, entry=entry, group=group, heads=h) for h in (span.heads, self._key_heads(span)))
+            q, k, v = rows(self.q), keys(self.k, of_keys=True), keys(self.v, of_keys=True)
+            part_of_out, part_of_lse = _FORWARD(q, k, v, is_causal=span.causal, attn_mask=mask, scale=self.terms.scale)
+            if mask is not None and not self._all_see(span):
+                part_of_lse = part_of_lse.masked_fill((mask == -torch.inf).all(3), -torch.inf)
+            rows(out).copy_(part_of_out)
+            rows(lse[..., None]).copy_(part_of_lse[..., None])
+
+    def backward_group(self, group: Group, given: _Forward, sums: Sums) -> None:
+        """What a group adds to the gradients."""
+        span = group.span
+        if group.count == 1:
+            at = (span.batch, span.heads, span.rows)
+            sums.q[at], *of_keys = self.backward(span, given)
+            self.add(sums, span, *of_keys)
+            return
+        mask = self._mask(span)
+        for entry in range(span.batch.start, span.batch.stop):
+            rows, keys = (partial(_windows, entry=entry, group=group, heads=h) for h in (span.heads, self._key_heads(span)))
+            found = _BACKWARD(
+                rows(given.grad), rows(self.q), keys(self.k, of_keys=True), keys(self.v, of_keys=True), rows(given.out),
+                rows(given.lse[..., None])[..., 0], 0.0, span.causal, attn_mask=mask, scale=self.terms.scale,
+            )  # fmt: skip
+            rows(sums.q).copy_(found[0])
+            for start in range(0, span.keys, group.step):  # windows overlap, their parts of one step do not
+                stop = min(start + group.step, span.keys)
+                for total, each in zip((sums.k, sums.v), found[1:], strict=True):
+                    keys(total, of_keys=True, start=start, stop=stop).add_(each[:, :, start:stop])
 
     def add(self, sums: Sums, span: Span, dk: Tensor, dv: Tensor) -> None:
         """A span's gradients of keys and values into all keys' ones."""
@@ -209,7 +256,7 @@ class _Call:
         )  # fmt: skip
 
 
-def rows_per_span(shape: Shape, terms: Terms, width: int) -> int:
+def rows_per_span(shape: Shape, terms: Terms, width: int, least: int = 64) -> int:
     """The block of rows that costs least: each visits a band's width and its own rows, and has a cost of its own."""
     b, h, sq, sk = shape
 
@@ -218,7 +265,20 @@ def rows_per_span(shape: Shape, terms: Terms, width: int) -> int:
         keys = min(sk, seen + rows)
         return -(-sq // rows) * (_SPAN_COST * torch.get_num_threads() + b * h * rows * max(keys, 0) * width * 2)
 
-    return min((64, 128, 256), key=cost)
+    return min((rows for rows in (64, 128, 256) if rows >= least), key=cost)
+
+
+def _windows(
+    x: Tensor, entry: int, group: Group, heads: slice, *, of_keys: bool = False, start: int = 0, stop: int | None = None
+) -> Tensor:
+    """(B, heads, length, width) → (count, h, r or c, width): a view of what each span of a group reads, or of a part of its keys."""
+    span = group.span
+    first = span.runs[0].start if of_keys else span.rows.start
+    length = (span.keys if of_keys else span.rows.stop - span.rows.start) if stop is None else stop - start
+    x = x[entry, heads]
+    size = (group.count, x.shape[0], length, x.shape[2])
+    stride = (group.step * x.stride(1), *x.stride())
+    return x.as_strided(size, stride, x.storage_offset() + (first + start) * x.stride(1))
 
 
 def _folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *others: Tensor) -> tuple[Any, ...] | None:

@@ -6,7 +6,7 @@ rectangles into blocks of rows by the band. Every visible pair lies in exactly o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -51,6 +51,43 @@ class Span:
         return sum(run.stop - run.start for run in self.runs)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """`count` spans of one form, of which each begins `step` rows and keys after the one before it; `span` is the first."""
+
+    span: Span
+    count: int = 1
+    step: int = 0
+
+
+def groups(found: Iterable[Span], most: int) -> list[Group]:
+    """Spans of one run that only differ in where they lie, as groups of at most so many keys; the others alone."""
+    alike: dict[object, list[Span]] = {}
+    result: list[Group] = []
+    for span in found:
+        if len(span.runs) > 1 or not (span.whole or span.causal or span.banded):
+            result.append(Group(span=span))
+            continue
+        rows, keys = span.rows, span.runs[0]
+        form = (span.batch.start, span.heads.start, rows.stop - rows.start, span.keys, keys.start - rows.start, span.whole, span.causal)
+        alike.setdefault(form, []).append(span)
+    for members in alike.values():
+        result += _progressions(members, max(1, most // members[0].keys))
+    return result
+
+
+def _progressions(members: list[Span], most: int) -> Iterator[Group]:
+    """Members of one form, ascending, in groups of equal steps."""
+    at = 0
+    while at < len(members):
+        step = members[at + 1].rows.start - members[at].rows.start if at + 1 < len(members) else 0
+        stop = at + 1
+        while stop < len(members) and stop - at < most and members[stop].rows.start - members[stop - 1].rows.start == step:
+            stop += 1
+        yield Group(span=members[at], count=stop - at, step=step)
+        at = stop
+
+
 @dataclass(frozen=True, slots=True)
 class _Rectangle:
     """Rows and keys; `exact`: ids, chunk and padding let all of its pairs through."""
@@ -60,10 +97,11 @@ class _Rectangle:
     exact: bool
 
 
-def spans(terms: Terms, shape: Shape, rows: int, *, whole: bool) -> Iterator[Span]:
+def spans(terms: Terms, shape: Shape, rows: int, *, whole: bool, causal_from: int = 0) -> Iterator[Span]:
     """The spans of one call; rows that visit nothing are in none, every other row is in one per batch entry and head.
 
-    A span has at most `rows` rows, except for tiles (block_q); with `whole`, full and causal rectangles stay one span.
+    A span has at most `rows` rows, except for tiles (block_q); with `whole`, full rectangles stay one span, and causal
+    ones of `causal_from` rows or more.
     """
     b, h, sq, sk = shape
     if not (b and h and sq and sk):
@@ -74,7 +112,8 @@ def spans(terms: Terms, shape: Shape, rows: int, *, whole: bool) -> Iterator[Spa
     heads = slice(0, h)
     for batch, rectangles in _by_batch(terms, b, sq, sk):
         for rectangle in rectangles:
-            yield from _blocks(terms, rectangle, batch, heads, rows, whole)
+            one = _whole(terms, rectangle, batch, heads, causal_from) if whole else None
+            yield from (one,) if one is not None else _blocks(terms, rectangle, batch, heads, rows)
 
 
 def key_heads(heads: slice, group: int) -> slice:
@@ -166,14 +205,22 @@ def _trimmed(rectangle: _Rectangle, valid: Tensor) -> _Rectangle | None:
     return _Rectangle(rectangle.rows, (first, last), rectangle.exact and last - first == there.shape[0])
 
 
-def _blocks(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, rows: int, whole: bool) -> Iterator[Span]:
+def _whole(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, causal_from: int) -> Span | None:
+    """A rectangle as one span, where it is full, or causal and long."""
+    (q0, q1), (k0, k1) = rectangle.rows, rectangle.keys
+    if not rectangle.exact or terms.mask is not None:
+        return None
+    full = _open(terms, rectangle.rows, rectangle.keys)
+    # full; or the band is j − k0 ≤ i − q0 and no more
+    if full or (q1 - q0 >= causal_from and terms.hi == k0 - q0 and (terms.lo is None or k0 - (q1 - 1) >= terms.lo)):
+        return Span(batch=batch, heads=heads, rows=slice(q0, q1), runs=(Run(start=k0, stop=k1),), whole=full, causal=not full)
+    return None
+
+
+def _blocks(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, rows: int) -> Iterator[Span]:
     """A rectangle, cut into blocks of rows that each visit what the band lets them."""
     (q0, q1), (k0, k1) = rectangle.rows, rectangle.keys
     exact = rectangle.exact and terms.mask is None
-    if whole and exact and (_open(terms, (q0, q1), (k0, k1)) or _is_causal(terms, (q0, q1), (k0, k1))):
-        causal = not _open(terms, (q0, q1), (k0, k1))
-        yield Span(batch=batch, heads=heads, rows=slice(q0, q1), runs=(Run(start=k0, stop=k1),), whole=not causal, causal=causal)
-        return
     for start in range(q0, q1, rows):
         stop = min(start + rows, q1)
         first = k0 if terms.lo is None else max(k0, start + int(terms.lo))
@@ -191,11 +238,6 @@ def _open(terms: Terms, rows: tuple[int, int], keys: tuple[int, int]) -> bool:
     return (terms.lo is None or keys[0] - (rows[1] - 1) >= terms.lo) and (terms.hi is None or keys[1] - 1 - rows[0] <= terms.hi)
 
 
-def _is_causal(terms: Terms, rows: tuple[int, int], keys: tuple[int, int]) -> bool:
-    """Whether the band is j − keys[0] ≤ i − rows[0] and no more."""
-    return terms.hi is not None and terms.hi == keys[0] - rows[0] and (terms.lo is None or keys[0] - (rows[1] - 1) >= terms.lo)
-
-
 def _bounds(terms: Terms, batch: slice, heads: slice, rows: slice, first: int, last: int) -> tuple[int, int]:
     """The first key and the one after the last that any of the rows may see by the mask and the ids; (0, 0) for none."""
     seen = torch.ones(last - first, dtype=torch.bool)
@@ -203,7 +245,7 @@ def _bounds(terms: Terms, batch: slice, heads: slice, rows: slice, first: int, l
         seen = seen & part(terms.mask, batch, heads, rows, slice(first, last)).any(2).any(1).any(0).cpu()
     if terms.q_ids is not None and terms.k_ids is not None:
         of_keys = part(terms.k_ids, batch, slice(first, last))
-        seen = seen & torch.isin(of_keys, part(terms.q_ids, batch, rows)).any(0).cpu()
+        seen = seen & torch.isin(of_keys.contiguous(), part(terms.q_ids, batch, rows).contiguous()).any(0).cpu()
     there = seen.nonzero()
     return (first + int(there[0]), first + int(there[-1]) + 1) if there.shape[0] else (0, 0)
 
