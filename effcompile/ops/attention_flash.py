@@ -239,8 +239,8 @@ class _Call:
             last = sk - 1 if hi is None else min(int(hi) + self.rows - 1, sk - 1)
             place, row = torch.arange(first, last + 1), torch.arange(self.rows)[:, None]
             outside = torch.zeros(self.rows, place.shape[0], dtype=torch.bool)
-            outside |= (place - row < lo) if lo is not None else outside
-            outside |= (place - row > hi) if hi is not None else outside
+            outside |= (place < row + lo) if lo is not None else outside
+            outside |= (place > row + hi) if hi is not None else outside
             self._band = torch.zeros(outside.shape, dtype=wide(self.q)).masked_fill_(outside, -torch.inf)
         start = span.runs[0].start - span.rows.start - first
         return self._band[None, None, : span.rows.stop - span.rows.start, start : start + span.keys]

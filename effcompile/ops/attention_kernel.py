@@ -8,6 +8,7 @@ Legend as in `effcompile.ops.attention`; n = batch entries × key heads of a spa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
     if terms.sink is not None:
         lse.copy_(sink_rows(terms.sink).expand(shape[:3]))
-    for span in spans(terms, shape, rows_per_block(shape, terms), whole=False):
+    for span in _blocks(terms, shape):
         block = _Block(q, k, v, terms, span)
         scores = block.scores()
         top = scores.amax(3, keepdim=True)
@@ -51,7 +52,7 @@ def backward(
     sums = Sums.of(q, k, v, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient)
     shape = shape_of(q, k)
     delta = delta_of(grad_out, out)
-    for span in spans(terms, shape, rows_per_block(shape, terms), whole=False):
+    for span in _blocks(terms, shape):
         _Block(q, k, v, terms, span).add_gradients(sums, grad_out, delta, lse, None)
     return finish(sums, grad_out, q, k, v, out, lse, terms)
 
@@ -69,7 +70,7 @@ def finish(
         if bool(empty.any()):
             delta = delta_of(grad_out, out)
             everything = replace(terms, mask=None, q_ids=None, k_ids=None, valid=None, tiles=(), lo=None, hi=None, chunk=0)
-            for span in spans(everything, shape, rows_per_block(shape, everything), whole=False):
+            for span in _blocks(everything, shape):
                 if bool(empty[span.batch, :, span.rows].any()):
                     _Block(q, k, v, everything, span).add_gradients(sums, grad_out, delta, lse, empty)
     return sums.results(q, k, v, terms)
@@ -84,6 +85,15 @@ def shape_of(q: Tensor, k: Tensor) -> Shape:
 def delta_of(grad_out: Tensor, out: Tensor) -> Tensor:
     """Σ over Dv of grad_out · out, (B, H, Sq): what the softmax takes from each gradient of a weight."""
     return (grad_out.to(wide(out)) * out).sum(3)
+
+
+def _blocks(terms: Terms, shape: Shape) -> Iterator[Span]:
+    """Spans of about `SCORES` scores: some rows of all heads, of as many batch entries as fit; one at least."""
+    for span in spans(terms, shape, rows_per_block(shape, terms), whole=False):
+        each = (span.heads.stop - span.heads.start) * (span.rows.stop - span.rows.start) * span.keys
+        entries = max(1, SCORES // each)
+        for at in range(span.batch.start, span.batch.stop, entries):
+            yield replace(span, batch=slice(at, min(at + entries, span.batch.stop)))
 
 
 def rows_per_block(shape: Shape, terms: Terms) -> int:

@@ -71,9 +71,9 @@ def visible(terms: Terms, batch: slice, heads: slice, rows: slice, keys: slice, 
     j = torch.arange(keys.start, keys.stop, device=device)
     parts: list[Tensor] = []
     if terms.lo is not None and keys.start - (rows.stop - 1) < terms.lo:
-        parts.append((j - i >= terms.lo)[None, None])
+        parts.append((j >= i + terms.lo)[None, None])
     if terms.hi is not None and keys.stop - 1 - rows.start > terms.hi:
-        parts.append((j - i <= terms.hi)[None, None])
+        parts.append((j <= i + terms.hi)[None, None])
     if terms.chunk:
         parts.append((j // terms.chunk == i // terms.chunk)[None, None])
     if terms.q_ids is not None and terms.k_ids is not None:

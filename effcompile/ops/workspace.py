@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
-from effcompile.ops import block_sparse, embedding, loss_head
+from effcompile.ops import attention_workspace, block_sparse, embedding, loss_head
 
 
-def workspace_bytes(target: object, args: Sequence[object]) -> int | None:
+def workspace_bytes(target: object, args: Sequence[object], kwargs: Mapping[str, object] = MappingProxyType({})) -> int | None:
     """Bytes alive at the highest instant inside a call of `target`, beyond its inputs and outputs.
 
     Args:
         target: what a node calls (an OpOverload). Its package is imported here, so a graph that holds it can run.
-        args: its arguments, all positional, tensors real or fake in the place of nodes.
+        args: its arguments, tensors real or fake in the place of nodes.
+        kwargs: those given by name.
 
     Returns:
         None when the operator is not one of ours: nothing is known here about its workspace.
     """
     name = getattr(target, "name", lambda: "")()
     known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding, block_sparse))
+    if (of_attention := attention_workspace.workspace_bytes(name.removesuffix(".default"), args, kwargs)) is not None:
+        return of_attention
     return next((nbytes for nbytes in known if nbytes is not None), None)

@@ -88,7 +88,7 @@ class Figures:
     def workspace(self, node: fx.Node, traced: int) -> int:
         """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators."""
         found = self.known.get(operators.key(node))
-        ours = workspace_bytes(node.target, [_value(arg) for arg in node.args])
+        ours = workspace_bytes(node.target, [_value(arg) for arg in node.args], node.kwargs)
         return max(traced, found.workspace if found is not None else 0, ours or 0)
 
 
