@@ -38,8 +38,13 @@ class EarlyBird:
     distance: float = math.inf
 
     def observe(self, masks: Mapping[str, Tensor]) -> bool:
-        """Take the masks of now; True when they have settled. `distance` is the greatest to those before, ∞ until there are enough."""
+        """Take the masks of now; True when they have settled. `distance` is the greatest to those before, ∞ until there are enough.
+
+        Masks of other things than those before (neurons instead of blocks, a shrunk model) begin anew.
+        """
         newest = {name: mask.clone() for name, mask in masks.items()}
+        if self.seen and _shapes(self.seen[-1]) != _shapes(newest):
+            self.seen = []
         before, self.seen = self.seen, [*self.seen, newest][-self.window :]
         past = before[-(self.window - 1) :]
         self.distance = max(mask_distance(newest, old) for old in past) if len(past) == self.window - 1 else math.inf
@@ -81,6 +86,10 @@ def find_neurons(model: nn.Module, rows: Sequence[str], columns: Sequence[str]) 
             raise UsageError(f"In {parent!r}, rows of {makers} and columns of {readers} are no one set of neurons: sizes {sorted(sizes)}.")
         found.append(Neurons(rows=tuple(makers), columns=tuple(readers)))
     return found
+
+
+def _shapes(masks: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(mask.shape) for name, mask in masks.items()}
 
 
 def neuron_masks(model: nn.Module, sets: Sequence[Neurons], sparsity: float) -> dict[str, Tensor]:

@@ -36,6 +36,9 @@ def test_a_ticket_is_found_when_the_last_masks_agree() -> None:
     assert bird.observe(other)
     assert bird.distance == 0.0
     assert not bird.observe(one)
+    for _ in range(2):  # masks of something else
+        assert not bird.observe({"y": torch.tensor([True])})
+    assert bird.observe({"y": torch.tensor([True])})
 
 
 def test_masks_settle_as_training_does() -> None:
