@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from effcompile.ops import attention_workspace, block_sparse, embedding, loss_head
+from effcompile.ops import attention_workspace, block_sparse, compress, embedding, loss_head
 
 
 def workspace_bytes(target: object, args: Sequence[object], kwargs: Mapping[str, object] = MappingProxyType({})) -> int | None:
@@ -20,7 +20,7 @@ def workspace_bytes(target: object, args: Sequence[object], kwargs: Mapping[str,
         None when the operator is not one of ours: nothing is known here about its workspace.
     """
     name = getattr(target, "name", lambda: "")()
-    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding, block_sparse))
+    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding, block_sparse, compress))
     if (of_attention := attention_workspace.workspace_bytes(name.removesuffix(".default"), args, kwargs)) is not None:
         return of_attention
     return next((nbytes for nbytes in known if nbytes is not None), None)

@@ -1,10 +1,12 @@
 """`block_options`: the Pareto front of (kept bytes, backward peak, seconds) of one block.
 
-What an option is and what it takes: simulate.py. What is kept decides everything else, so a block of n values has at
-most 2^n options. Three stages find the front and one proves it, and each only adds to what the one before found:
+What an option is and what it takes: simulate.py. How values are held decides everything else, so a block of n values has
+at most 2^n options, (2 + f)^n where each may be held in f other forms; and where host bytes are scarce, they are a fourth
+measure of the front. Three stages find the front and one proves it, and each only adds to what the one before found:
 
     greedy     keep all; keep what must be; and, as a min-cut would, keep what takes long to make per byte, for every
-               threshold: always there, however large the block                                          `_greedy`
+               threshold; the same with what is kept, or not, in one of its other forms: always there, however
+               large the block                                                                           `_greedy`
     labels     dynamic program over the operators in reverse (search.py), first with few labels, then with all it takes.
                Exact where no label was dropped for lack of room
     z3         refutes "there is an option that none of these covers" (prove.py): the mathematics, constraint by
@@ -77,8 +79,8 @@ def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
     _greedy(small, front)
     complete = any(search(small, front, room=room, deadline=start + _SEARCH_SHARE * timeout) for room in _ROOMS)
     proven = prove(small, front, deadline=start + timeout)
-    found = [option(problem, (small.names[v] for v in kept)) for kept in front.points.values()]
-    options = _pareto([o for o in found if o is not None])
+    found = [_option(problem, small, codes) for codes in front.points.values()]
+    options = _pareto([o for o in found if o is not None], problem.scarce)
     return BlockFront(
         options=tuple(thinned(options, points)),
         found=len(options),
@@ -89,21 +91,41 @@ def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
     )
 
 
+def _option(problem: BlockProblem, small: Layout, codes: frozenset[int]) -> BlockOption | None:
+    held = [small.held(code) for code in codes]
+    forms = {small.names[v]: form.name for v, form in held if form is not None}
+    return option(problem, (small.names[v] for v, form in held if form is None), forms)
+
+
 def _greedy(small: Layout, front: Front) -> None:
-    """Keep what took at least θ ticks per byte to make, for every θ that tells two values apart."""
+    """Keep what took at least θ ticks per byte to make, for every θ that tells two values apart.
+
+    With forms: also those values, or the others, or both, in their m-th form, for every m.
+    """
     grid = Grid(small)
+    depth = max(map(len, small.forms), default=0)
     worth = [small.ticks[u] / max(1, small.size[v]) if (u := small.maker[v]) >= 0 else math.inf for v in range(len(small.names))]
     levels = sorted(set(worth))
     for level in [*levels[:: max(1, len(levels) // 40)], math.inf]:
-        point, kept, _ = replayed(small, grid, frozenset(v for v, w in enumerate(worth) if w >= level))
-        front.add(point, kept)
+        kept = frozenset(v for v, w in enumerate(worth) if w >= level)
+        for chosen in (kept, *(some for m in range(depth) for some in _in_form(small, kept, m))):
+            point, codes, _ = replayed(small, grid, chosen)
+            front.add(point, codes)
 
 
-def _pareto(options: list[BlockOption]) -> list[BlockOption]:
+def _in_form(small: Layout, kept: frozenset[int], m: int) -> list[frozenset[int]]:
+    """The kept values, the others, or all of them in their m-th form where they have one."""
+    coded = {v: small.code(v, m) for v, forms in enumerate(small.forms) if m < len(forms)}
+    moved, added = frozenset(coded.get(v, v) for v in kept), frozenset(c for v, c in coded.items() if v not in kept)
+    return [moved, kept | added, moved | added]
+
+
+def _pareto(options: list[BlockOption], scarce: bool) -> list[BlockOption]:
     """In order of seconds, what no other option covers. Ticks and seconds may differ in what they cover by rounding."""
     left: list[BlockOption] = []
-    for o in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.backward_peak, o.forward_peak)):
-        if not any(p.kept_bytes <= o.kept_bytes and p.backward_peak <= o.backward_peak for p in left):
+    host = (lambda o: o.host_bytes) if scarce else lambda _: 0
+    for o in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.backward_peak, host(o), o.forward_peak)):
+        if not any(p.kept_bytes <= o.kept_bytes and p.backward_peak <= o.backward_peak and host(p) <= host(o) for p in left):
             left.append(o)
     return left
 

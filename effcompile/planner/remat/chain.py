@@ -28,7 +28,7 @@ from effcompile.planner.remat.count import Certifier
 from effcompile.planner.remat.least import UNLIMITED, check_chain, highest, infeasible, leanest
 from effcompile.planner.remat.links import Links, variants
 from effcompile.planner.remat.problem import ChainProblem, ChainSolution
-from effcompile.planner.remat.walk import walk
+from effcompile.planner.remat.walk import feasible, walk
 
 _COARSE, _MOST = 200, 40_000  # labels per stage in the first pass, and in any
 _QUICK, _SLOW = 4_000_000, 400_000_000  # labels × ways × stages in the second pass, before and after z3 has tried
@@ -86,13 +86,13 @@ def solve_chain(problem: ChainProblem, *, reference_seconds: float, gap: float =
     start = time.monotonic()
     chains = variants(problem)
     budget = UNLIMITED if problem.budget is None else problem.budget
-    feasible = [(links, choice) for links in chains if (choice := links.lean(budget)) is not None]
-    if not feasible:
+    possible = [(links, choice) for links in chains if (choice := feasible(links, budget)) is not None]
+    if not possible:
         raise infeasible(problem, chains)
-    links, choice = min(feasible, key=lambda pair: pair[0].cost(pair[1]))
-    state = _State([pair[0] for pair in feasible], links, choice)
-    for links, _ in feasible:
-        if links.peak(links.fastest) <= budget:
+    links, choice = min(possible, key=lambda pair: pair[0].cost(pair[1]))
+    state = _State([pair[0] for pair in possible], links, choice)
+    for links, _ in possible:
+        if links.fits(links.fastest, budget):
             state.take(links, links.fastest)
     slack = max(0, int(Fraction(gap) * Fraction(reference_seconds) / links.tick) - 2 * len(problem.stages))  # less what rounding loses
     _find(state, budget, _QUICK, start + _FIND_SHARE * timeout)
@@ -158,6 +158,7 @@ def _solution(problem: ChainProblem, state: _State, smallest: int, reference: fl
         smallest=smallest,
         solver=f"z3 {z3.get_version_string()}" + (", exact dynamic program" if by_walk else ""),
         solve_seconds=time.monotonic() - start,
+        host=sum(problem.options[s.kind][i].host_bytes for s, i in zip(problem.stages, choice, strict=True)),
     )
 
 

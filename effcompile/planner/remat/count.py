@@ -8,6 +8,7 @@ stages and way w (a stage with a stated instant is a class of its own):
     (2) stated instants   Σ_{c before i} Σ_w kept_w n_cw + Σ_w peak_w n_iw ≤ budget − (what is there beside)
     (3) target            Σ_c Σ_w ticks_w n_cw ≤ T − 1
     (4) surrogates        Q·(3) + p·(2) for each stated instant, integers Q, p ≥ 0
+    (5) host              Σ_c Σ_w host_w n_cw ≤ H, where host bytes are scarce
 
 Instants left out only make the system weaker, so unsat is a proof for the chain, in whatever order options stand along
 it. A model is spread over the stages, in a few orders (`_ORDERS`), and checked at every instant. If none fits, an instant
@@ -80,7 +81,7 @@ class Certifier:
             if answer != z3.sat:
                 return Verdict("refuted" if answer == z3.unsat else "unknown")
             choices = [system.spread(counts, order) for order in _ORDERS]
-            fitting = [c for c in choices if self.links.peak(c) <= self.budget and self.links.cost(c) < target]
+            fitting = [c for c in choices if self.links.fits(c, self.budget) and self.links.cost(c) < target]
             if fitting:
                 return Verdict("found", min(fitting, key=self.links.cost))
             if not self._state(choices[0]):
@@ -114,6 +115,8 @@ class _System:
                 alone.add(*(n >= 0 for counts in self.counts for n in counts), surrogate)
                 return alone.check(), []
             solver.add(self._instant(i, phase), surrogate)
+        if self.links.host is not None:
+            solver.add(_sum([(way.host, n) for way, n in self._ways()]) <= self.links.host)
         terms = [(way.ticks // grain, n) for way, n in self._ways()]
         solver.add(_sum(terms) <= (target - 1) // grain)
         solver.set("timeout", max(1, int(seconds * 1000)))

@@ -1,16 +1,18 @@
 """The smallest budget of a chain, and why nothing fits below it.
 
-Exact: for a given budget, keeping least at every stage is feasible if anything is (`Links.lean`), and feasibility only
-grows with the budget, so bisection over whole bytes finds the least.
+Exact: for a given budget, keeping least at every stage is feasible if anything is (`Links.lean`; with scarce host memory
+walk.feasible), and feasibility only grows with the budget, so bisection over whole bytes finds the least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from effcompile.errors import InfeasibleError, UnknownNameError, UsageError
 from effcompile.planner.remat.links import Links, variants
 from effcompile.planner.remat.problem import ChainProblem
+from effcompile.planner.remat.walk import feasible
 from effcompile.units import format_bytes
 
 UNLIMITED = 1 << 60  # bytes; more than any chain takes
@@ -30,13 +32,13 @@ def leanest(chains: Sequence[Links]) -> tuple[int, Links, tuple[int, ...]]:
     """The smallest budget of any of the chains, that chain, and its choice."""
     best: tuple[int, Links, tuple[int, ...]] | None = None
     for links in chains:
-        choice = links.lean(UNLIMITED if best is None else best[0] - 1)
+        choice = feasible(links, UNLIMITED if best is None else best[0] - 1)
         if choice is None:
             continue
         low, high = 0, links.peak(choice)
         while low < high:
             middle = (low + high) // 2
-            leaner = links.lean(middle)
+            leaner = feasible(links, middle)
             if leaner is None:
                 low = middle + 1
             else:
@@ -48,8 +50,14 @@ def leanest(chains: Sequence[Links]) -> tuple[int, Links, tuple[int, ...]]:
 
 def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleError:
     """The error for a budget below the smallest one: which instant binds, what is there, what would do."""
+    assert problem.budget is not None
+    if problem.host is not None and chains[0].host is not None:
+        roomy = [replace(links, host=None) for links in chains]
+        free, links, choice = leanest(roomy)
+        if free <= problem.budget:
+            return _host_too_small(problem, problem.host, chains, roomy)
     least, links, choice = leanest(chains)
-    assert problem.budget is not None and least > problem.budget
+    assert least > problem.budget
     what, i, phase = highest(problem, links, choice)
     stage, way = problem.stages[i], links.links[i].ways[choice[i]]
     kept = sum(link.ways[c].kept for link, c in zip(links.links[:i], choice, strict=False))
@@ -69,6 +77,21 @@ def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleErro
     )
 
 
+def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[Links], roomy: Sequence[Links]) -> InfeasibleError:
+    """Nothing fits, but would with more host memory."""
+    assert problem.budget is not None
+    counted = [replace(links, host=UNLIMITED) for links in roomy]
+    needed = min(links.hosted(choice) for links in counted if (choice := feasible(links, problem.budget)) is not None)
+    least = leanest(chains)[0]
+    return InfeasibleError(
+        f"No plan is within {format_bytes(problem.budget)} with {format_bytes(host)} of host memory. It takes at least "
+        f"{format_bytes(needed)} ({needed} bytes) of values offloaded to the host. Allow so much of it, or a budget of "
+        f"{format_bytes(least)} ({least} bytes).",
+        binding=("host memory", format_bytes(host)),
+        nearest={"memory": float(least), "host": float(needed)},
+    )
+
+
 def highest(problem: ChainProblem, links: Links, choice: Sequence[int]) -> tuple[str, int, int]:
     """The highest instant in words, its stage, and 0 for forward or 1 for backward."""
     loads = [(load, -i, phase) for i, pair in enumerate(links.instants(choice)) for phase, load in enumerate(pair)]
@@ -85,6 +108,8 @@ def check_chain(problem: ChainProblem) -> None:
     names = [s.name for s in problem.stages]
     if not names:
         raise UsageError("A chain has at least one stage.")
+    if problem.host is not None and problem.host < 0:
+        raise UsageError(f"host = {problem.host!r} bytes; give 0 or more, or None for no limit.")
     if len(set(names)) < len(names):
         raise UsageError(f"Two stages are named {next(n for n in names if names.count(n) > 1)!r}. Give each its own name.")
     for stage in problem.stages:
@@ -93,12 +118,16 @@ def check_chain(problem: ChainProblem) -> None:
         if not 0 <= stage.rerun_seconds < float("inf") or min(stage.entering_bytes, stage.rerun_peak) < 0:
             raise UsageError(f"Stage {stage.name!r}: rerun_seconds, entering_bytes and rerun_peak must be 0 or more, and finite.")
     for kind, options in problem.options.items():
+        if problem.host is not None and options and all(o.host_bytes for o in options):
+            raise UsageError(f"Every option of {kind!r} takes host memory, which is limited. Give one that takes none.")
         for i, o in enumerate(options):
             if not 0 <= o.seconds < float("inf") or not 0 <= o.entering_kept <= o.kept_bytes:
                 raise UsageError(
                     f"Option {i} of {kind!r}: seconds {o.seconds!r}, kept_bytes {o.kept_bytes}, entering_kept {o.entering_kept}; "
                     "seconds must be 0 or more, and 0 ≤ entering_kept ≤ kept_bytes."
                 )
+            if o.host_bytes < 0:
+                raise UsageError(f"Option {i} of {kind!r} has {o.host_bytes} host bytes; give 0 or more.")
     for before, (first, last) in zip([(-1, -1), *sorted(problem.groupable)], sorted(problem.groupable), strict=False):
         if not before[1] < first <= last < len(names):
             raise UsageError(f"groupable ({first}, {last}) overlaps another run or leaves the {len(names)} stages.")

@@ -4,11 +4,20 @@ With S_i = Σ_{j<i} kept_j(o_j), option o of stage i is possible within budget M
 
     forward   S_i + forward_peak_i(o)  + base + forward_base_i  + forward_slack_i   ≤ M
     backward  S_i + backward_peak_i(o) + base + backward_base_i + backward_slack_i  ≤ M
+    host      Σ_j host_j(o_j) ≤ H
+
+The link to the host needs no constraint of its own here: within each block, prefix sums of what is copied to the device
+and suffix sums of what is copied to the host are held against the block's own compute, and what they lag behind is in
+the option's seconds (simulate.stall). So the link is idle at every border between two blocks' runs, whatever options
+they take, by induction along the chain: what a block offloads is on the host when its forward ends, which is before
+any backward asks for it, and the step's time is at most its compute plus Σ_j seconds_j(o_j). Letting copies run on
+into a neighbour's compute could only save more; it is not counted. `host` counts every stage, for all that is on the
+host is there when the forward ends.
 
 A *group* of stages f … l (problem.Group) is the same chain with other numbers, so what solves chains solves groups:
 
     kept_j           loses entering_kept_j(o) for f < j ≤ l; only options where that is positive, and at f only those that
-                     keep the entering values whole (they are what the re-run starts from)
+                     keep the entering values whole (they are what the re-run starts from); none with other forms
     backward_base_k  gains Σ_{f<j<k} entering_bytes_j: remade, and not yet done with. Stage k's own are in its peak
     backward_peak_l  is at least kept_l(o) + max_{f≤j<l} ( Σ_{f<m≤j} entering_bytes_m + rerun_peak_j ) − Σ_{f<j<l} entering_bytes_j,
                      the re-run itself, which counts stage j's entering values twice where rerun_peak_j has them too
@@ -32,13 +41,14 @@ _EVERY_SIZE = 12  # runs up to this long are grouped in every size, longer ones 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """An option of a stage: its index in the problem, bytes kept for others, highest instants, ticks."""
+    """An option of a stage: its index in the problem, bytes kept for others, highest instants, ticks, host bytes (0 if plenty)."""
 
     index: int
     kept: int
     forward: int
     backward: int
     ticks: int
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +69,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """A chain under one choice of groups. `ticks`: what the groups' re-runs take, of `tick` seconds each."""
+    """A chain under one choice of groups. `ticks`: what the groups' re-runs take, of `tick` seconds each.
+
+    `host`: the limit on host bytes; None where no choice reaches it.
+    """
 
     links: tuple[Link, ...]
     groups: tuple[Group, ...]
     ticks: int
     tick: Fraction
+    host: int | None = None
 
     @cached_property
     def possible(self) -> bool:
@@ -97,8 +111,19 @@ class Links:
     def cost(self, choice: Sequence[int]) -> int:
         return self.ticks + sum(link.ways[c].ticks for link, c in zip(self.links, choice, strict=True))
 
+    def hosted(self, choice: Sequence[int]) -> int:
+        """Host bytes of a choice."""
+        return sum(link.ways[c].host for link, c in zip(self.links, choice, strict=True))
+
+    def fits(self, choice: Sequence[int], budget: int) -> bool:
+        """Whether a choice is within the budget and the host's limit."""
+        return self.peak(choice) <= budget and (self.host is None or self.hosted(choice) <= self.host)
+
     def lean(self, budget: int) -> tuple[int, ...] | None:
-        """The choice that keeps least at every stage: feasible if any is. None: nothing fits, for a lower S_i never hurts."""
+        """The choice that keeps least at every stage: feasible if any is. None: nothing fits, for a lower S_i never hurts.
+
+        The host's limit is left aside: walk.feasible has it too.
+        """
         kept, choice = 0, []
         for link in self.links:
             c = next((c for c, way in enumerate(link.ways) if kept <= link.reach(way, budget)), None)
@@ -107,6 +132,11 @@ class Links:
             kept += link.ways[c].kept
             choice.append(c)
         return tuple(choice)
+
+
+def most_hosted(problem: ChainProblem) -> int:
+    """Host bytes if every stage took as many as any of its options does."""
+    return sum(max((o.host_bytes for o in problem.options[stage.kind]), default=0) for stage in problem.stages)
 
 
 def variants(problem: ChainProblem) -> list[Links]:
@@ -150,9 +180,16 @@ class _Shop:
     """Makes the ways of a stage for its part in a group, each only once."""
 
     def __init__(self, problem: ChainProblem, tick: Fraction) -> None:
-        self.problem = problem
-        self.ways = {kind: tuple(_way(i, o, tick) for i, o in enumerate(options)) for kind, options in problem.options.items()}
+        self.problem, self.tick = problem, tick
+        self.scarce = problem.host is not None and problem.host < most_hosted(problem)
+        self.ways = {kind: tuple(self._way(i, o) for i, o in enumerate(options)) for kind, options in problem.options.items()}
         self.made: dict[tuple[str, int | None, int | None], tuple[Way, ...]] = {}
+
+    def _way(self, index: int, option: BlockOption) -> Way:
+        """Ticks are rounded down: a bound in ticks is a bound in seconds."""
+        ticks = int(Fraction(option.seconds) / self.tick)
+        host = option.host_bytes if self.scarce else 0
+        return Way(index, option.kept_bytes, option.forward_peak, option.backward_peak, ticks, host)
 
     def alone(self, stage: Stage) -> tuple[Way, ...]:
         return self._once((stage.kind, None, None), lambda way: way)
@@ -160,14 +197,19 @@ class _Shop:
     def first(self, stage: Stage) -> tuple[Way, ...]:
         """Those that keep the entering values whole."""
         options, whole = self.problem.options[stage.kind], stage.entering_bytes
-        return self._once((stage.kind, whole, None), lambda w: w if options[w.index].entering_kept == whole else None)
+
+        def whole_and_plain(way: Way) -> Way | None:
+            option = options[way.index]
+            return way if option.entering_kept == whole and not option.forms else None
+
+        return self._once((stage.kind, whole, None), whole_and_plain)
 
     def member(self, stage: Stage, rerun: int | None) -> tuple[Way, ...]:
         """Those that keep entering values, without them; at the group's last stage its backward is at least the re-run."""
         options = self.problem.options[stage.kind]
 
         def less(way: Way) -> Way | None:
-            spared = options[way.index].entering_kept
+            spared = 0 if options[way.index].forms else options[way.index].entering_kept
             kept = way.kept - spared
             return replace(way, kept=kept, backward=way.backward if rerun is None else max(way.backward, kept + rerun)) if spared else None
 
@@ -186,12 +228,7 @@ def _links(problem: ChainProblem, groups: tuple[Group, ...], tick: Fraction, sho
     for group in groups:
         links[group.first : group.last + 1] = _grouped(problem, group, links[group.first : group.last + 1], shop)
         ticks += sum(int(Fraction(s.rerun_seconds) / tick) for s in problem.stages[group.first : group.last])
-    return Links(tuple(links), groups, ticks, tick)
-
-
-def _way(index: int, option: BlockOption, tick: Fraction) -> Way:
-    """Ticks are rounded down: a bound in ticks is a bound in seconds."""
-    return Way(index, option.kept_bytes, option.forward_peak, option.backward_peak, int(Fraction(option.seconds) / tick))
+    return Links(tuple(links), groups, ticks, tick, problem.host if shop.scarce else None)
 
 
 def _link(problem: ChainProblem, stage: Stage, ways: tuple[Way, ...]) -> Link:
@@ -214,7 +251,7 @@ def _grouped(problem: ChainProblem, group: Group, links: list[Link], shop: _Shop
 
 def _undominated(ways: list[Way]) -> tuple[Way, ...]:
     left: list[Way] = []
-    for w in sorted(ways, key=lambda w: (w.kept, w.ticks, w.backward, w.forward, w.index)):
-        if not any(v.ticks <= w.ticks and v.backward <= w.backward and v.forward <= w.forward for v in left):
+    for w in sorted(ways, key=lambda w: (w.kept, w.ticks, w.backward, w.forward, w.host, w.index)):
+        if not any(v.ticks <= w.ticks and v.backward <= w.backward and v.forward <= w.forward and v.host <= w.host for v in left):
             left.append(w)
     return tuple(left)

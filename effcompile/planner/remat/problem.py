@@ -4,7 +4,9 @@ Vocabulary. A *value* is one storage made in the forward. A *block* is a run of 
 of backward steps that differentiates them. A chain of blocks runs forward 0 … n−1, then backward n−1 … 0. A kept value
 lives from where it is made until its block's backward has read it for the last time; a value that is not kept is freed
 after its last reader in the forward and, if the backward needs it, is made again: right before its first reader there.
-Bytes throughout; seconds throughout.
+A value may also be held in another *form*: put away when it is made (offloaded to the host, compressed), freed after its
+last reader in the forward, and restored in the backward before the first step that needs it. Bytes throughout; seconds
+throughout.
 """
 
 from __future__ import annotations
@@ -53,6 +55,36 @@ class BackwardStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A way to hold a value from forward to backward other than as it is.
+
+    It is put away right after it was made (an entering value: when the block's forward begins), and restored when the first
+    backward step that needs it, or an operator recomputed for that step, is about to run.
+
+    Attributes:
+        name: unique among the value's forms, e.g. "offload".
+        held: device bytes between forward and backward: of a packed copy that stays on the device.
+        staged: device bytes from the beginning of the block's backward (and, in its forward, to the end): `held`, or more
+            where copies over the link overlap with compute: what is on its way.
+        packed: device bytes of the packed copy beside the value, while it is put away and restored; 0 without one.
+            `staged` is `held`, `packed`, or, without a packed copy, the value's bytes: then it is the value itself.
+        host: bytes of host memory.
+        workspace: bytes alive only while it is packed or unpacked, beside the value and the packed copy.
+        seconds: time to pack and unpack it. out, back: time of the link, device to host and host to device.
+    """
+
+    name: str
+    held: int = 0
+    staged: int = 0
+    packed: int = 0
+    host: int = 0
+    workspace: int = 0
+    seconds: float = 0.0
+    out: float = 0.0
+    back: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockProblem:
     """What there is to decide in one block.
 
@@ -65,6 +97,10 @@ class BlockProblem:
             block's to keep, so its backward finds them only if kept here as well. (Keeping one costs its bytes here.)
         forced: values that must be kept, whatever it costs.
         forward, backward: operators in order.
+        forms: value → further forms in which it may be held; not of leaving or forced values.
+        hidden: per backward step its seconds, where copies over the link run beside the compute and only what they lag
+            behind costs time (simulate.stall). None: a copy stops everything else, and costs its whole time.
+        scarce: whether host bytes count in the front: not where the host has room for everything.
     """
 
     nbytes: Mapping[str, int]
@@ -73,6 +109,9 @@ class BlockProblem:
     forced: frozenset[str]
     forward: tuple[Op, ...]
     backward: tuple[BackwardStep, ...]
+    forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
+    hidden: tuple[float, ...] | None = None
+    scarce: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +121,16 @@ class BlockOption:
     Attributes:
         kept: values kept from forward to backward.
         recomputed: names of the operators that run again.
-        kept_bytes: bytes of `kept`.
+        kept_bytes: bytes of `kept`, and of packed copies that stay on the device.
         forward_peak: most bytes of the block's own values (entering ones included) and workspace alive at an instant of its
             forward, plus kept ones.
         backward_peak: most bytes at an instant of its backward: kept values not yet freed (a kept value is freed after
             its last reader), recomputed values, workspace and `BackwardStep.live`.
-        seconds: extra time: the recomputed operators'.
+        seconds: extra time: the recomputed operators', packing and unpacking, and the copies that compute does not hide.
         label: the user's word for it ("keep all", "recompute gelu, layer_norm"); may be "".
         entering_kept: bytes of `kept` that are entering values: what a group spares by remaking them.
+        forms: value → the name of the form in which it is held; these are not in `kept`.
+        host_bytes: bytes on the host between forward and backward.
     """
 
     kept: frozenset[str]
@@ -100,6 +141,8 @@ class BlockOption:
     seconds: float
     label: str = ""
     entering_kept: int = 0
+    forms: Mapping[str, str] = field(default_factory=dict, hash=False)
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +182,7 @@ class ChainProblem:
             earlier solution of this problem became (may be negative).
         groupable: runs (first, last) of stage indices whose entering values a group may drop and remake: within one, each
             stage's leaving values are the next one's entering values.
+        host: the limit on host bytes of all stages together; None: no limit.
     """
 
     base: int
@@ -148,6 +192,7 @@ class ChainProblem:
     forward_slack: Mapping[str, int] = field(default_factory=dict)
     backward_slack: Mapping[str, int] = field(default_factory=dict)
     groupable: tuple[tuple[int, int], ...] = ()
+    host: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +201,8 @@ class Group:
 
     When the backward reaches the last stage, the forwards of first … last−1 run again from the first one's entering
     values and keep only each stage's entering values, which live until that stage's backward is done. So the option of
-    `first` keeps its entering values whole, and the options of the others keep some of theirs (`entering_kept` > 0).
+    `first` keeps its entering values whole, and the options of the others keep some of theirs (`entering_kept` > 0). No stage
+    of a group holds a value in another form: the re-run may read it before its block restores it.
     """
 
     first: int
@@ -177,6 +223,7 @@ class ChainSolution:
         status: plan.Certificate's words.
         peak: predicted bytes at the highest instant; instant: which one ("forward transformer.h.3", "backward lm_head").
         smallest: the least budget for which the solver has found a solution with these options (informative).
+        host: bytes on the host at the end of the forward, when there are most of them.
         solver: name and version. solve_seconds: time taken.
     """
 
@@ -191,3 +238,4 @@ class ChainSolution:
     smallest: int
     solver: str
     solve_seconds: float
+    host: int = 0

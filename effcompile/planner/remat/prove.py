@@ -1,23 +1,34 @@
 """z3 completes and proves a block's front: it refutes "there is an option that none of these covers", or exhibits one.
 
-Booleans: k_v "value v is kept"; d_uj "operator u has run again by reading step j" (layout.py), for j among its possible
-places. What is read at which step is data.
+Booleans: k_v "value v is kept"; f_vm "it is held in its form m"; d_uj "operator u has run again by reading step j"
+(layout.py), for j among its possible places. h_v := k_v ∨ ⋁_m f_vm "held". What is read at which step is data.
 
-    (1) place       d_uj ⇔ ⋁_{v ∈ makes(u)} ¬k_v ∧ ( v read at a step ≤ j  ∨  ⋁_{w reads v} d_wj )             `_Terms.done`
-                    which says that u runs right before its first reader; r_u := d_u,last "u is recomputed"
+    (1) place       d_uj ⇔ ⋁_{v ∈ makes(u)} ¬h_v ∧ n_vj                                                       `_Terms.done`
+                    with n_vj := v read at a step ≤ j ∨ ⋁_{w reads v} d_wj "needed by j": u runs right before
+                    its first reader; r_u := d_u,last "u is recomputed"
     (2) forced      ¬r_u for operators that may not run again; k_v for forced values                           `_Terms.rules`
-    (3) entering    v read in the backward, or by a recomputed operator → k_v                                  `_Terms.rules`
-    (4) no waste    k_v → v is read in the backward or by a recomputed operator, but for forced ones           `_Terms.rules`
+    (3) entering    v read in the backward, or by a recomputed operator → h_v                                  `_Terms.rules`
+    (4) no waste    h_v → v is read in the backward or by a recomputed operator, but for forced ones; at most
+                    one of k_v, f_v1, f_v2, …                                                                  `_Terms.rules`
     (5) last use    l_v(j, x) ⇔ v is read at (j, x) or later: by a step, or by some w with r_w placed there    `_Terms.later`
-    (6) alive       a_v(j, x) ⇔ (k_v ∨ v was made again before (j, x)) ∧ l_v(j, x)                             `_Terms.alive`
-    (7) instants    Σ_v size_v a_v(j, n) + steps_j ≤ W; and where u runs again at j, that is d_uj ∧ ¬d_u,j−1,
-                    Σ_v size_v a_v(j, u) + Σ_{v ∈ makes(u)} size_v + workspace_u + gaps_j ≤ W                  `_Terms.limit`
-    (8) uncovered   Σ_v size_v k_v < S  ∨  Σ_u ticks_u r_u < T   for each option (S, ·, T) found of peak ≤ W   `_uncovered`
+    (6) alive       a_v(j, x) ⇔ (k_v ∨ v was made again before (j, x) ∨ ⋁_m f_vm ∧ n_vj) ∧ l_v(j, x); a form
+                    whose staged bytes are the value itself counts from the beginning                          `_Terms.alive`
+                    packed copies: staged_m while f_vm ∧ ¬n_vj, and at x = −2 (restoring) packed_m while
+                    f_vm ∧ ¬n_v,j−1, where n_vj or it is staged                                                `_Terms.packed`
+    (7) instants    Σ_v size_v a_v(j, n) + packed + steps_j ≤ W; where u runs again at j, that is d_uj ∧ ¬d_u,j−1,
+                    Σ_v size_v a_v(j, u) + packed + Σ_{v ∈ makes(u)} size_v + workspace_u + gaps_j ≤ W; and where
+                    v is restored at j, that is f_vm ∧ n_vj ∧ ¬n_v,j−1,
+                    Σ_w size_w a_w(j, −2) + packed + workspace_m + gaps_j ≤ W                                  `_Terms.limit`
+    (8) uncovered   Σ_v size_v k_v + Σ held_m f_vm < S  ∨  Σ_v host_m f_vm < H
+                    ∨  Σ_u ticks_u r_u + Σ ticks_m f_vm + (y_j)⁺ + (x_i)⁺ < T for all deadlines j, i
+                    for each option (S, ·, T, H) found of peak ≤ W                                             `_uncovered`
+        link        y_j = Σ back_m f_vm n_vj − arrive_j;  x_i = Σ_{v made at i or later} out_m f_vm − depart_i (simulate.stall)
 
 W starts without limit and only falls. If z3 refutes (8) under W, every option of peak ≤ W is covered by one found, of
-peak at most P; so W becomes P − 1, until nothing is found there: the front is complete. Else the kept values of z3's
-model are an option: a new one, or one whose peak exceeds W. Then the instants where it does are added to (7), which
-starts empty: few of the many instants ever matter. All numbers are exact integers.
+peak at most P; so W becomes P − 1, until nothing is found there: the front is complete. Else the held values of z3's
+model are an option: a new one, or one whose peak exceeds W, or whose copies miss a deadline that (8) does not have yet.
+Then the instants where it does are added to (7), or that deadline to (8); both start empty, for few of the many ever
+matter. All numbers are exact integers. Without forms, (1) to (8) are those of keeping and recomputing alone.
 """
 
 from __future__ import annotations
@@ -27,11 +38,12 @@ import time
 import z3
 
 from effcompile.planner.remat.layout import Layout
-from effcompile.planner.remat.search import Front, Grid, Point, replayed
+from effcompile.planner.remat.search import Front, Grid, Point, lateness, replayed
 
 _MOST_STATED = 8  # violated instants that one model adds
 
 Weighted = list[tuple[z3.BoolRef, int]]
+Deadline = tuple[int | None, int | None]  # reading step, operator + 1; None: not that one
 
 
 def prove(layout: Layout, front: Front, *, deadline: float) -> bool:
@@ -75,7 +87,8 @@ def _another(terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, 
         return answer
     point, kept, load = replayed(terms.layout, terms.grid, terms.kept(model))
     if limit is None or point[1] <= limit:
-        assert front.add(point, kept), "z3's model and the replay disagree"
+        if not front.add(point, kept):
+            terms.state(lateness(terms.layout, terms.grid, kept))
         return answer
     over = sorted((i for i in range(terms.grid.instants) if load[i] > limit), key=lambda i: -load[i])
     assert not stated.issuperset(over), "z3's model and the replay disagree"
@@ -86,16 +99,19 @@ def _another(terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, 
 
 
 def _under(front: Front, limit: int | None) -> list[Point]:
-    """The options of peak ≤ limit that no other of those covers in kept bytes and ticks; of equals the one of least peak."""
+    """The options of peak ≤ limit that no other of those covers in all other measures; of equals the one of least peak."""
     left: list[Point] = []
-    for point in sorted((p for p in front.points if limit is None or p[1] <= limit), key=lambda p: (p[0], p[2], p[1])):
-        if not left or point[2] < left[-1][2]:
+    for point in sorted((p for p in front.points if limit is None or p[1] <= limit), key=lambda p: (p[0], p[2], p[3], p[1])):
+        if not any(p[2] <= point[2] and p[3] <= point[3] for p in left):
             left.append(point)
     return left
 
 
 def _uncovered(terms: _Terms, found: list[Point]) -> list[z3.BoolRef]:
-    return [z3.Or(_at_most(terms.sizes, size - 1), _at_most(terms.times, ticks - 1)) for size, _, ticks in found]
+    return [
+        z3.Or(_at_most(terms.sizes, size - 1), _at_most(terms.hosts, host - 1), z3.And([terms.faster(ticks, d) for d in terms.deadlines]))
+        for size, _, ticks, host in found
+    ]
 
 
 def _at_most(weighted: Weighted, bound: int) -> z3.BoolRef:
@@ -112,13 +128,41 @@ class _Terms:
     def __init__(self, layout: Layout) -> None:
         self.layout, self.grid = layout, Grid(layout)
         self.keep = [z3.Bool(f"k{v}") for v in range(len(layout.names))]
+        self.away = [[(z3.Bool(f"f{v}_{m}"), form) for m, form in enumerate(forms)] for v, forms in enumerate(layout.forms)]
+        self.held = [z3.Or(k, *(f for f, _ in away)) if away else k for k, away in zip(self.keep, self.away, strict=True)]
         self.placed = [{j: z3.Bool(f"d{u}_{j}") for j in places} for u, places in enumerate(layout.places)]
         self.again = [self.done(u, len(layout.steps)) for u in range(layout.count)]
-        self.sizes = [(k, layout.size[v]) for v, k in enumerate(self.keep) if layout.size[v]]
-        self.times = [(r, layout.ticks[u]) for u, r in enumerate(self.again) if layout.ticks[u]]
+        forms = [pair for away in self.away for pair in away]
+        sizes = [*zip(self.keep, layout.size, strict=True), *((f, a.held) for f, a in forms)]
+        times = [*zip(self.again, layout.ticks, strict=True), *((f, a.ticks) for f, a in forms)]
+        self.sizes, self.times = [(b, n) for b, n in sizes if n], [(b, n) for b, n in times if n]
+        self.hosts = [(f, a.host) for f, a in forms if a.host]
+        self.deadlines: list[Deadline] = [(None, None)]
 
     def kept(self, model: z3.ModelRef) -> frozenset[int]:
-        return frozenset(v for v, k in enumerate(self.keep) if z3.is_true(model.eval(k, model_completion=True)))
+        def true(term: z3.BoolRef) -> bool:
+            return z3.is_true(model.eval(term, model_completion=True))
+
+        forms = {self.layout.code(v, m) for v, away in enumerate(self.away) for m, (f, _) in enumerate(away) if true(f)}
+        return frozenset(v for v, k in enumerate(self.keep) if true(k)) | forms
+
+    def state(self, deadline: Deadline) -> None:
+        """Add a deadline to (8), and with it both of its parts alone."""
+        assert deadline not in self.deadlines, "z3's model and the replay disagree"
+        parts = (deadline, (deadline[0], None), (None, deadline[1]))
+        self.deadlines += [d for d in dict.fromkeys(parts) if d not in self.deadlines]
+
+    def faster(self, ticks: int, deadline: Deadline) -> z3.BoolRef:
+        """(8): recomputation, packing and the copies' lateness at these deadlines take fewer ticks."""
+        layout, (j, i) = self.layout, deadline
+        terms, hidden = list(self.times), 0
+        if j is not None:
+            hidden += layout.arrive[j]
+            terms += [(z3.And(f, self._read(v, j)), a.back) for v, away in enumerate(self.away) for f, a in away if a.back]
+        if i is not None:
+            hidden += layout.depart[i]
+            terms += [(f, a.out) for v, away in enumerate(self.away) if layout.maker[v] + 1 >= i for f, a in away if a.out]
+        return _at_most(terms, ticks - 1 + hidden)
 
     def done(self, u: int, j: int) -> z3.BoolRef:
         """Operator u has run again by reading step j."""
@@ -130,18 +174,21 @@ class _Terms:
         layout, rules = self.layout, []
         for u, places in enumerate(layout.places):
             for j in places:
-                asked = [z3.And(z3.Not(self.keep[v]), self._read(v, j)) for v in layout.makes[u]]
+                asked = [z3.And(z3.Not(self.held[v]), self._read(v, j)) for v in layout.makes[u]]
                 rules.append(self.placed[u][j] == z3.Or(asked))
             if not layout.repeatable[u]:
                 rules.append(z3.Not(self.again[u]))
-        for v, keep in enumerate(self.keep):
+        for v, held in enumerate(self.held):
+            forms = [f for f, _ in self.away[v]]
+            if forms:
+                rules.append(z3.AtMost(self.keep[v], *forms, 1))
             if v in layout.forced:
-                rules.append(keep)
+                rules.append(self.keep[v])
                 continue
             read = self._read(v, len(layout.steps))
-            rules.append(z3.Implies(keep, read))
+            rules.append(z3.Implies(held, read))
             if layout.maker[v] < 0:
-                rules.append(z3.Implies(read, keep))
+                rules.append(z3.Implies(read, held))
         return rules
 
     def limit(self, instant: int, limit: int) -> z3.BoolRef:
@@ -150,18 +197,35 @@ class _Terms:
         if x >= layout.count:
             bytes_there = int(self.grid.base[instant])
             return _at_most(self._alive_at(j, x), limit - bytes_there)
+        if x < 0:
+            v = next(v for (k, v), at in self.grid.restored.items() if at == instant)
+            now = z3.And(self._read(v, j), z3.Not(self._read(v, j - 1)))
+            there = self._alive_at(j, x)
+            room = limit - layout.gaps[j]
+            return z3.And([z3.Implies(z3.And(now, f), _at_most(there, room - a.workspace)) for f, a in self.away[v] if a.unpacks])
         bytes_there = layout.gaps[j] + layout.workspace[x] + sum(layout.size[v] for v in layout.makes[x])
         runs = z3.And(self.done(x, j), z3.Not(self.done(x, j - 1)))
         return z3.Implies(runs, _at_most(self._alive_at(j, x), limit - bytes_there))
 
     def _alive_at(self, j: int, x: int) -> Weighted:
-        return [(self.alive(v, j, x), size) for v, size in enumerate(self.layout.size) if size]
+        values = [(self.alive(v, j, x), size) for v, size in enumerate(self.layout.size) if size]
+        return values + [pair for v in range(len(self.away)) for pair in self.packed(v, j, x)]
+
+    def packed(self, v: int, j: int, x: int) -> Weighted:
+        """(6): packed copies at (j, x), with their bytes."""
+        if x >= 0:
+            return [(z3.And(f, z3.Not(self._read(v, j))), a.packed) for f, a in self.away[v] if a.packed and a.staged]
+        before, now = self._read(v, j - 1), self._read(v, j)
+        return [(z3.And(f, z3.Not(before), now if not a.staged else z3.BoolVal(True)), a.packed) for f, a in self.away[v] if a.packed]
 
     def alive(self, v: int, j: int, x: int) -> z3.BoolRef:
         """(6): v is alive at (j, x); copies that x itself makes are left out."""
         u = self.layout.maker[v]
-        there = self.keep[v] if u < 0 else z3.Or(self.keep[v], self.done(u, j if u < x else j - 1))
-        return z3.And(there, self.later(v, j, x))
+        there = [self.keep[v]] + ([] if u < 0 else [self.done(u, j if u < x else j - 1)])
+        if u >= 0 and self.away[v]:
+            there[1] = z3.And(there[1], z3.Not(self.held[v]))
+        there += [f if a.staged and not a.packed else z3.And(f, self._read(v, j)) for f, a in self.away[v]]
+        return z3.And(z3.Or(there) if len(there) > 1 else there[0], self.later(v, j, x))
 
     def later(self, v: int, j: int, x: int) -> z3.BoolRef:
         """(5): v is read at (j, x) or later. A forced value that nothing reads is there to the end."""
