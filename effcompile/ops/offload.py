@@ -38,28 +38,40 @@ class HostPool:
     """
 
     def __init__(self, folder: str) -> None:
+        self.fd = -1
         try:
-            self.file = tempfile.TemporaryFile(dir=folder, prefix="effcompile-")  # noqa: SIM115 (open as long as the pool)
+            with tempfile.TemporaryFile(dir=folder, prefix="effcompile-") as file:
+                self.fd = os.dup(file.fileno())
         except OSError as error:
             raise UsageError(f"No host pool can be made in {folder}: {error}. Give another offload.folder.") from error
         self.folder = folder
         self.size = self.in_use = self.peak = 0
-        self.free: dict[tuple[int, bool], list[Tensor]] = {}
+        self.free: dict[tuple[int, bool], list[tuple[Tensor, Any]]] = {}
 
-    def take(self, nbytes: int, *, pinned: bool = False) -> Tensor:
-        """Memory of `nbytes` bytes, uint8. Raises UsageError when the folder's disk is full."""
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)  # what is mapped stays until nobody holds it
+
+    def take(self, nbytes: int, *, pinned: bool = False) -> tuple[Tensor, Any]:
+        """Memory of `nbytes` bytes, uint8, and the CUDA event after which it may be written, or None.
+
+        Raises:
+            UsageError: the folder's disk is full.
+        """
         pages = max(1, -(-nbytes // _PAGE)) * _PAGE
         left = self.free.get((pages, pinned))
-        memory = left.pop() if left else self._pinned(pages) if pinned else self._mapped(pages)
+        found = left.pop() if left else (self._pinned(pages) if pinned else self._mapped(pages), None)
         self.in_use += nbytes
         self.peak = max(self.peak, self.in_use)
-        return memory
+        return found
 
-    def give_back(self, memory: Tensor, nbytes: int, *, pinned: bool = False) -> None:
+    def give_back(self, memory: Tensor, nbytes: int, *, pinned: bool = False, event: Any = None) -> None:
+        """The memory may be taken again; what writes it then must wait for the event."""
         self.in_use -= nbytes
-        self.free.setdefault((memory.numel(), pinned), []).append(memory)
+        self.free.setdefault((memory.numel(), pinned), []).append((memory, event))
 
     def reset_peak(self) -> None:
+        """Forget what was in use at the highest before."""
         self.peak = self.in_use
 
     def _pinned(self, nbytes: int) -> Tensor:
@@ -67,13 +79,13 @@ class HostPool:
 
     def _mapped(self, nbytes: int) -> Tensor:
         try:
-            os.posix_fallocate(self.file.fileno(), self.size, nbytes)  # a full disk is an error here, not a signal later
+            os.posix_fallocate(self.fd, self.size, nbytes)  # a full disk is an error here, not a signal later
         except OSError as error:
             raise UsageError(
                 f"The host pool in {self.folder} cannot grow from {self.size} by {nbytes} bytes: {error}. Give offload.folder on a disk "
                 "with more room, or a smaller offload.host."
             ) from error
-        mapped = mmap.mmap(self.file.fileno(), nbytes, offset=self.size)
+        mapped = mmap.mmap(self.fd, nbytes, offset=self.size)
         self.size += nbytes
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -92,11 +104,12 @@ class Slot:
     def __init__(self, x: Tensor, pool: HostPool) -> None:
         self.pool, self.nbytes = pool, x.numel() * x.element_size()
         self.size, self.stride, self.dtype, self.device = x.shape, x.stride(), x.dtype, x.device
-        self.memory: Tensor | None = pool.take(self.nbytes, pinned=x.is_cuda)
-        self.event: Any = None
+        self.memory: Tensor | None
+        self.memory, self.event = pool.take(self.nbytes, pinned=x.is_cuda)
 
     @property
     def bytes(self) -> Tensor:
+        """Its memory."""
         assert self.memory is not None, "a slot is fetched once"
         return self.memory[: self.nbytes]
 
@@ -108,7 +121,7 @@ class Slot:
         """Give the bytes back."""
         memory, self.memory = self.memory, None
         if memory is not None:
-            self.pool.give_back(memory, self.nbytes, pinned=self.device.type == "cuda")
+            self.pool.give_back(memory, self.nbytes, pinned=self.device.type == "cuda", event=self.event)
 
     def __del__(self) -> None:
         if hasattr(self, "memory"):
@@ -121,13 +134,14 @@ class Coming:
 
     value: Tensor
     slot: Slot
-    event: Any
 
 
 def offload(x: Tensor, folder: str = "") -> Slot:
     """Copy a value to the host, and wait for it."""
     x = _dense(x)
     slot = Slot(x, host_pool(folder))
+    if slot.event is not None:
+        slot.event.synchronize()
     slot.bytes.copy_(_bytes(x))
     return slot
 
@@ -147,6 +161,8 @@ def send(x: Tensor, folder: str = "") -> Slot:
     x = _dense(x)
     slot, side = Slot(x, host_pool(folder)), _side_stream(x.device.index or 0, "out")
     side.wait_stream(torch.cuda.current_stream(x.device))
+    if slot.event is not None:
+        side.wait_event(slot.event)
     with torch.cuda.stream(side):
         slot.bytes.copy_(_bytes(x), non_blocking=True)
         slot.event = side.record_event()
@@ -155,7 +171,7 @@ def send(x: Tensor, folder: str = "") -> Slot:
 
 def sent(slot: Slot, x: Tensor) -> Slot:
     """What runs from here on waits for the copy of x that `send` began."""
-    if slot.event is not None:
+    if x.is_cuda:
         torch.cuda.current_stream(x.device).wait_event(slot.event)
     return slot
 
@@ -163,20 +179,20 @@ def sent(slot: Slot, x: Tensor) -> Slot:
 def ask(slot: Slot) -> Coming:
     """Begin to copy a value back."""
     if slot.device.type != "cuda":
-        return Coming(fetch(slot), slot, None)
+        return Coming(fetch(slot), slot)
     value, side = slot.new(), _side_stream(slot.device.index or 0, "back")
     side.wait_stream(torch.cuda.current_stream(slot.device))
     with torch.cuda.stream(side):
         _bytes(value).copy_(slot.bytes, non_blocking=True)
-        return Coming(value, slot, side.record_event())
+        slot.event = side.record_event()
+    return Coming(value, slot)
 
 
 def arrived(coming: Coming) -> Tensor:
     """The value; what runs from here on waits for its copy. Its slot is given back."""
-    if coming.event is not None:
-        torch.cuda.current_stream(coming.value.device).wait_event(coming.event)
-        coming.event.synchronize()  # the slot may be written by the next step's copy, on another stream
-        coming.slot.release()
+    if coming.value.is_cuda:
+        torch.cuda.current_stream(coming.value.device).wait_event(coming.slot.event)
+    coming.slot.release()
     return coming.value
 
 

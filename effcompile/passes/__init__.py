@@ -11,22 +11,28 @@ from effcompile.errors import UnknownNameError, UsageError
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.compress import Compress
 from effcompile.passes.fuse import Fuse
 from effcompile.passes.heads import LossHeads
+from effcompile.passes.levers import Levers
 from effcompile.passes.logits import Logits
 from effcompile.passes.merge import Merge
+from effcompile.passes.offload import Offload
 from effcompile.passes.pointwise import Pointwise
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 
 __all__ = [
+    "OPTIONAL",
     "PASSES",
     "TRAINING_PASSES",
     "Choice",
     "Context",
     "Declined",
+    "Levers",
     "Option",
     "Pass",
+    "load_levers",
     "load_passes",
     "load_training_passes",
     "propose_all",
@@ -43,7 +49,16 @@ PASSES: dict[str, type[Any]] = {
 }
 
 #: The passes of a training step. They propose options of its blocks and forms of its loss head; see remat/ for what applies them.
-TRAINING_PASSES: dict[str, type[Any]] = {"loss_head": LossHeads, "pointwise": Pointwise, "checkpoint": Checkpoint}
+TRAINING_PASSES: dict[str, type[Any]] = {
+    "loss_head": LossHeads,
+    "pointwise": Pointwise,
+    "checkpoint": Checkpoint,
+    "offload": Offload,
+    "compress": Compress,
+}
+
+#: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
+OPTIONAL: frozenset[str] = frozenset({"offload", "compress"})
 
 _GROUP = "effcompile.passes"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -85,15 +100,34 @@ def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint,
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or `no-checkpoint`.
     """
-    selected = _selected(TRAINING_PASSES, spec)
+    selected = _selected(TRAINING_PASSES, spec, OPTIONAL)
     if "checkpoint" not in selected:
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
     return made["checkpoint"], made.get("loss_head"), made.get("pointwise")
 
 
-def _selected(known: dict[str, type[Any]], spec: Sequence[str] | None) -> dict[str, tuple[type[Any], dict[str, Any]]]:
-    """name → class and settings of the passes that a description selects, in order of application."""
+def load_levers(spec: Sequence[str] | None = None, *, linked: bool = False) -> Levers:
+    """What may be done with values beside keeping and recomputing them, described as in `load_passes`.
+
+    `offload` and `compress` take part only where they are named or an option of theirs is set; where `linked`, the target
+    has a link to a host, `offload` does unless passes are selected or it is left out.
+
+    Raises:
+        UnknownNameError: no such pass. UsageError: no such option, or a value that does not fit.
+    """
+    selected = _selected(TRAINING_PASSES, spec, OPTIONAL - {"offload"} if linked else OPTIONAL)
+    made = {name: cls(**settings) for name, (cls, settings) in selected.items() if name in OPTIONAL}
+    return Levers(offload=made.get("offload"), compress=made.get("compress"))
+
+
+def _selected(
+    known: dict[str, type[Any]], spec: Sequence[str] | None, optional: frozenset[str] = frozenset()
+) -> dict[str, tuple[type[Any], dict[str, Any]]]:
+    """name → class and settings of the passes that a description selects, in order of application.
+
+    `optional` ones are not selected unless they are named or set, and do not narrow what is.
+    """
     names: list[str] = []
     excluded: set[str] = set()
     settings: dict[str, dict[str, Any]] = {}
@@ -106,7 +140,8 @@ def _selected(known: dict[str, type[Any]], spec: Sequence[str] | None) -> dict[s
             settings.setdefault(_known(name, known), {})[option] = _value(known[name], name, option, equals, value.strip())
         else:
             names.append(_known(name, known))
-    selected = {*names, *settings} if names else set(known)
+    asked = {*names, *settings}
+    selected = asked if set(names) - OPTIONAL else asked | (set(known) - optional)
     return {name: (cls, settings.get(name, {})) for name, cls in known.items() if name in selected - excluded}
 
 

@@ -12,13 +12,17 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from effcompile.estimate.storages import Storage
-from effcompile.planner.remat import BlockOption, ChainProblem, Group, block_options
+from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, Group, in_order_of_need, joint_front
+from effcompile.remat.away import Away
 from effcompile.remat.blocks import Block, Blocks
 from effcompile.remat.emit import Emitted, emit
 from effcompile.remat.simulate import Trace, simulate
+from effcompile.units import format_bytes
 
 #: Options of a block are searched for so long at the most; then the best found stand.
 SECONDS_PER_BLOCK = 1.5
+#: Times as long where values may be held in other forms: there are many more options.
+MORE_FOR_FORMS = 3
 _NAMED = 3
 
 
@@ -34,8 +38,13 @@ class Checkpoint:
 
     def options(self, block: Block) -> tuple[BlockOption, ...]:
         """The Pareto front of a block, each option with a label in the user's words."""
-        found = block_options(block.problem, timeout=SECONDS_PER_BLOCK, points=self.points)
-        return tuple(replace(option, label=label(block, option)) for option in found)
+        return self.front(block).options
+
+    def front(self, block: Block) -> BlockFront:
+        """The same, with how many options there were and whether they are all."""
+        seconds = SECONDS_PER_BLOCK * (MORE_FOR_FORMS if block.problem.forms else 1)
+        found = joint_front(block.problem, timeout=seconds, points=self.points)
+        return replace(found, options=tuple(replace(option, label=label(block, option)) for option in found.options))
 
     def chain(self, cut: Blocks, options: Mapping[str, tuple[BlockOption, ...]], budget: int | None) -> ChainProblem:
         """The whole step as the planner's problem."""
@@ -45,6 +54,7 @@ class Checkpoint:
             options={block.stage.kind: options[block.stage.kind] for block in cut.blocks},
             stages=tuple(block.stage for block in cut.blocks),
             groupable=_runs(cut) if self.groups else (),
+            host=cut.host.limit,
         )
 
 
@@ -58,17 +68,39 @@ def kept_storages(cut: Blocks, chosen: Sequence[BlockOption], dropped: Iterable[
 def carried_out(cut: Blocks, chosen: Sequence[BlockOption], groups: Sequence[Group]) -> tuple[Emitted, Trace]:
     """What a choice becomes: the emitted graphs, and the bytes at every instant of them."""
     dropped = [i for group in groups for i in range(group.first + 1, group.last + 1)]
-    emitted = emit(cut, kept_storages(cut, chosen, dropped), groups)
+    emitted = emit(cut, kept_storages(cut, chosen, dropped), groups, _away(cut, chosen))
     return emitted, simulate(cut, emitted)
 
 
+def _away(cut: Blocks, chosen: Sequence[BlockOption]) -> Away:
+    """What each block holds in another form."""
+    return {
+        i: {block.values[name]: option.forms[name] for name in in_order_of_need(block.problem, option)}
+        for i, (block, option) in enumerate(zip(cut.blocks, chosen, strict=True))
+        if option.forms
+    }
+
+
 def label(block: Block, option: BlockOption) -> str:
-    """What an option does, in words: "recompute gelu, layer_norm +2"."""
+    """What an option does, in words: "recompute gelu, layer_norm +2; offload 2 values, 6.0 MiB"."""
+    moved = [_moved(block, option, form) for form in dict.fromkeys(option.forms.values())]
+    plain = _recomputed(block, option)
+    return "; ".join([plain, *moved] if option.recomputed or not moved else moved)
+
+
+def _moved(block: Block, option: BlockOption, form: str) -> str:
+    names = [name for name, other in option.forms.items() if other == form]
+    size = sum(block.problem.nbytes[name] for name in names)
+    return f"{form} {len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}"
+
+
+def _recomputed(block: Block, option: BlockOption) -> str:
     names = Counter(_word(str(block.operators[name].target)) for name in option.recomputed)
     if not names:
         return "keep everything"
     again, whole = set(option.recomputed), {op.name for op in block.problem.forward if op.seconds > 0}
-    if whole <= again or not option.kept - set(block.problem.entering) - block.problem.forced:
+    own = (option.kept | option.forms.keys()) - set(block.problem.entering) - block.problem.forced
+    if whole <= again or not own:
         return "recompute all"
     shown = [name for name, _ in sorted(names.items(), key=lambda item: -_seconds(block, option, item[0]))]
     rest = f" +{len(shown) - _NAMED}" if len(shown) > _NAMED else ""

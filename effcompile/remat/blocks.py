@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
@@ -50,6 +51,18 @@ class Block:
     stage: Stage
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Where a step may put values: at most `limit` bytes (None: no limit), in a pool in `folder` (ops/offload.py).
+
+    `beside`: copies run beside the compute; else they stop it.
+    """
+
+    limit: int | None = None
+    folder: str = ""
+    beside: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
     """A step, cut. `shared`: storages kept in any case. `base_bytes`: parameters, buffers, constants, inputs, the tangent."""
@@ -59,11 +72,21 @@ class Blocks:
     blocks: tuple[Block, ...]
     shared: frozenset[Storage]
     base_bytes: int
+    host: Host = Host()
 
     @property
     def decidable(self) -> frozenset[Storage]:
         """All storages that some block decides about: keeping them all recomputes nothing."""
         return frozenset(s for block in self.blocks for s in block.values.values())
+
+    @cached_property
+    def maker(self) -> Mapping[Storage, fx.Node]:
+        """Storage → the first node whose value is exactly the tensor that was made with it."""
+        found: dict[Storage, fx.Node] = {}
+        for node in (n for block in self.blocks for n in block.forward):
+            if len(self.held.of[node]) == 1:
+                found.setdefault(self.held.of[node][0], node)
+        return found
 
     @property
     def given_bytes(self) -> int:

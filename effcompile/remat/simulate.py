@@ -3,7 +3,7 @@
 The executor frees a value after its last reader, as counted here. Alive throughout: parameters, buffers, constants and
 inputs. Results of the forward (the loss, shown outputs) stay; gradients stay from where they are made. New values of
 buffers live until the forward ends; an old one that the backward reads is copied then. A copy of an operator makes what
-the first one made.
+the first one made. What is put on the host is no byte of the device, and counted apart.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import fx
 
 from effcompile.estimate.storages import Storage, Storages
 from effcompile.ops.replay import CPU_STATE_BYTES, replay
+from effcompile.remat.away import Move
 from effcompile.remat.blocks import Blocks
 from effcompile.remat.emit import Emitted
 from effcompile.step import Step
@@ -44,6 +45,7 @@ class Trace:
         instants: all of them, in order.
         saved_bytes: kept from forward to backward. end_bytes: alive when the step is over.
         parts: what the peak is made of: "parameters and inputs", "gradients", "kept activations", "working memory".
+        host_bytes: the most bytes on the host at one instant.
     """
 
     peak_bytes: int
@@ -52,6 +54,7 @@ class Trace:
     saved_bytes: int
     end_bytes: int
     parts: dict[str, int]
+    host_bytes: int = 0
 
 
 def simulate(cut: Blocks, emitted: Emitted) -> Trace:
@@ -73,6 +76,7 @@ class _Simulator:
         self.of: dict[fx.Node, dict[Storage, Instance]] = {}
         self.made: dict[fx.Node, list[Instance]] = {}
         self.copies = 0
+        self.sizes: dict[Storage, int] = {}  # of what is no storage of the step: states of generators, packed copies
         self.calls = [n for g in (emitted.forward, emitted.backward) for n in g.nodes if n.op == "call_function"]
         self.split = sum(n.op == "call_function" for n in emitted.forward.nodes)
 
@@ -103,6 +107,8 @@ class _Simulator:
         for node in graph.nodes:
             if node in handed:
                 self.of[node] = self.of[handed[node]]
+            elif node in self.emitted.moves:
+                self._number_move(node, self.emitted.moves[node])
             elif node.op == "call_function":
                 there = {s: i for arg in node.all_input_nodes for s, i in self.of[arg].items()}
                 origin = self.emitted.origin.get(node)
@@ -113,6 +119,18 @@ class _Simulator:
                 self.made[node] = [(s, self.copies) for s in fresh]
             else:
                 self.of[node] = {}
+
+    def _number_move(self, node: fx.Node, move: Move) -> None:
+        """A slot on the host has no instance; what only waits for a copy hands on the one that it was given."""
+        if move.nbytes is None:
+            given = {s: i for arg in node.all_input_nodes[:1] for s, i in self.of[arg].items()}
+            self.of[node], self.made[node] = ({} if move.host > 0 else given), []
+            return
+        self.copies += 1
+        storage = -self.copies if move.storage is None else move.storage
+        self.sizes[storage] = move.nbytes
+        self.of[node] = {storage: (storage, self.copies)}
+        self.made[node] = [(storage, self.copies)]
 
     def _last_reads(self, results: tuple[fx.Node, ...], shown: int) -> dict[Instance, int]:
         last: dict[Instance, int] = {}
@@ -140,7 +158,10 @@ class _Simulator:
         live = base = self.cut.base_bytes
         instants: list[Instant] = []
         saved = live
+        host = most_hosted = 0
         for at, node in enumerate(self.calls):
+            host += self.emitted.moves[node].host if node in self.emitted.moves else 0
+            most_hosted = max(most_hosted, host)
             live += sum(self._bytes(i) for i in self.made[node])
             origin = self.emitted.origin.get(node)
             phase = "forward" if at < self.split else "backward"
@@ -154,11 +175,13 @@ class _Simulator:
         where = instants.index(peak)
         return Trace(
             peak_bytes=peak.live, peak=peak, instants=tuple(instants), saved_bytes=saved - base, end_bytes=live,
-            parts=self._parts(where, last, peak.live),
+            parts=self._parts(where, last, peak.live), host_bytes=most_hosted,
         )  # fmt: skip
 
     def _workspace(self, node: fx.Node) -> int:
         """Bytes that an operator needs for itself; a replayed one also holds the generator's state of before."""
+        if node in self.emitted.moves:
+            return self.emitted.moves[node].workspace
         origin = self.emitted.origin.get(node)
         own = self.held.workspace[origin] if origin is not None else 0
         return own + (CPU_STATE_BYTES if node.target is replay else 0)
@@ -184,7 +207,7 @@ class _Simulator:
         return frozenset(node for block in self.cut.blocks for node in block.forward)
 
     def _bytes(self, instance: Instance) -> int:
-        return self.held.nbytes[instance[0]] if instance[0] >= 0 else CPU_STATE_BYTES
+        return self.held.nbytes[instance[0]] if instance[0] >= 0 else self.sizes.get(instance[0], CPU_STATE_BYTES)
 
 
 def per_stage(trace: Trace) -> Iterator[tuple[str, int, int]]:

@@ -22,6 +22,7 @@ from effcompile.planner.remat import (
     Op,
     Stage,
     block_front,
+    joint_front,
     simulate_block,
     smallest_budget,
     solve_chain,
@@ -107,7 +108,7 @@ def test_all_levers_are_never_worse_than_some(problem: BlockProblem) -> None:
     """Every point of a front with fewer levers is covered by the joint front."""
     joint = block_front(replace(problem, scarce=True), timeout=600, points=10_000).options
     fewer = replace(problem, forms={v: fs[:1] for v, fs in problem.forms.items()}, scarce=True)
-    still = replace(problem, forward=tuple(replace(op, repeatable=False) for op in problem.forward), scarce=True)
+    still = replace(problem, forward=_still(problem), scarce=True)
     for less in (fewer, still, replace(problem, forms={})):
         for o in block_front(less, timeout=600, points=10_000).options:
             assert any(
@@ -117,6 +118,19 @@ def test_all_levers_are_never_worse_than_some(problem: BlockProblem) -> None:
                 and j.host_bytes <= o.host_bytes
                 for j in joint
             )
+
+
+@settings(max_examples=20, deadline=None)
+@given(problem=blocks_with_forms(7))
+def test_a_joint_front_covers_its_parts_even_when_thinned(problem: BlockProblem) -> None:
+    few = joint_front(problem, timeout=60, points=3).options
+    for part in (replace(problem, forms={}, hidden=None, scarce=False), replace(problem, forward=_still(problem))):
+        for o in block_front(part, timeout=60, points=3).options:
+            assert any(j.kept_bytes <= o.kept_bytes and j.backward_peak <= o.backward_peak and j.seconds <= o.seconds + 1e-9 for j in few)
+
+
+def _still(problem: BlockProblem) -> tuple[Op, ...]:
+    return tuple(replace(op, repeatable=False) for op in problem.forward)
 
 
 # ------------------------------------------------------------------ chains with scarce host memory

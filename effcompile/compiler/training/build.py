@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.compiler.search import versions
+from effcompile.compiler.training import moved
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
 from effcompile.cost import Cost, Provenance
@@ -44,7 +45,7 @@ def build_plan(
         target=figures.target.name,
         target_line=figures.target.describe(),
         backend="torch",
-        decisions=(*_checkpoints(best, figures), *_head(best, found), *_gradients(best), *_chains(best)),
+        decisions=(*_checkpoints(best, figures), *moved.decisions(best), *_head(best, found), *_gradients(best), *_chains(best)),
         declined=(*_not_taken(best), *_other_heads(best, others), *_refused_heads(prepared)),
         certificate=Certificate(
             status=solution.status,
@@ -60,7 +61,7 @@ def build_plan(
         baseline=Totals(seconds=found.seconds, peak_bytes=found.peak_bytes, error=0.0),
         predicted=Totals(seconds=best.seconds, peak_bytes=best.trace.peak_bytes, error=0.0),
         inputs=describe_inputs(prepared.step),
-        notes=(*prepared.step.mends, *_dropped(prepared.step), *_times(figures), *notes),
+        notes=(*prepared.step.mends, *_dropped(prepared.step), *_times(figures), *moved.notes(best), *notes),
         versions=versions(),
         memory_timeline=_timeline(best.trace, prepared),
         schedule=saved_schedule(best),
@@ -105,6 +106,7 @@ def saved_schedule(best: Schedule) -> dict[str, Any]:
         "unfused": [list(names) for names in variant.unfused],
         "kept": {block.name: sorted(option.kept) for block, option in zip(blocks, best.chosen, strict=True)},
         "groups": [[group.first, group.last] for group in best.solution.groups],
+        **moved.saved_forms(blocks, best.chosen),
     }
 
 
@@ -118,6 +120,7 @@ def restored(prepared: Prepared, data: Mapping[str, Any]) -> tuple[Emitted, Trac
     kept = data.get("kept")
     if not isinstance(kept, Mapping) or set(kept) != {block.name for block in cut.blocks}:
         raise FormatError("The plan's schedule names other blocks than this model has. Plan again without --plan.")
+    forms = moved.restored_forms(cut, data)
     chosen = []
     for block in cut.blocks:
         names = kept[block.name]
@@ -125,8 +128,9 @@ def restored(prepared: Prepared, data: Mapping[str, Any]) -> tuple[Emitted, Trac
         unknown = [n for n in names if not isinstance(n, str) or n not in known] if isinstance(names, list) else ["(no list)"]
         if unknown:
             raise FormatError(f"The plan's schedule keeps {unknown[0]!r} in {block.name}, which it does not make. Plan again.")
+        own = forms.get(block.name, {})
         chosen.append(
-            BlockOption(kept=frozenset(names), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0)
+            BlockOption(kept=frozenset(names), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0, forms=own)
         )  # fmt: skip
     groups = _groups(data.get("groups", []), len(cut.blocks))
     return carried_out(cut, chosen, groups)
@@ -181,7 +185,7 @@ def _cost(option: BlockOption, figures: Figures) -> Cost:
 
 
 def _why(option: BlockOption, full: BlockOption) -> str:
-    if not option.recomputed:
+    if not option.recomputed and not option.forms:
         return "all fits"
     return f"frees {format_bytes(full.kept_bytes - option.kept_bytes)} between forward and backward for {format_seconds(option.seconds)}"
 

@@ -19,16 +19,17 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.build import build_plan, fingerprint, restored, unfused
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.figures import keep_figures, known_figures
-from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, prepare
+from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, uses_compression
+from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, Prepared, prepare, with_levers
 from effcompile.compiler.training.solve import Schedule, best_schedule, frontier
-from effcompile.errors import FormatError, UsageError, VerificationError
+from effcompile.errors import FormatError, InfeasibleError, UsageError, VerificationError
 from effcompile.goal import Goal
-from effcompile.passes import load_training_passes
+from effcompile.passes import Levers, load_levers, load_training_passes
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.heads import LossHeads
 from effcompile.passes.pointwise import Pointwise
 from effcompile.plan import Plan, Totals
-from effcompile.planner.remat import BlockOption
+from effcompile.planner.remat import BlockFront
 from effcompile.step import Step
 from effcompile.target import Target
 from effcompile.units import format_bytes
@@ -54,6 +55,7 @@ class Work:
     heads: LossHeads | None
     pointwise: Pointwise | None
     figures: Figures
+    levers: Levers = ALONE
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
 
@@ -64,7 +66,7 @@ class Work:
 
     def prepare(self, step: Step, unfused: Collection[frozenset[str]] | None = None) -> Preparation:
         """Its variants with their options; what was measured for them is kept for the next plan."""
-        found = prepare(step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress, unfused=unfused)
+        found = prepare(step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress, unfused=unfused, levers=self.levers)
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
         return found
@@ -111,7 +113,7 @@ def optimize_training(
         target: this machine, or another one to take operator times from.
         backend: "torch" or None: a training step runs on torch's own kernels.
         plan: an earlier plan of this step, applied without solving.
-        passes: `checkpoint`, `loss_head`, their options, or `no-loss_head`.
+        passes: `checkpoint`, `loss_head`, their options, or `no-loss_head`; `offload`, `compress` where they are wanted too.
         loss: `loss(outputs, inputs)`, for a forward that returns none.
         keep_outputs: also return what the model returns beside the loss, detached.
         progress: is told what is being done.
@@ -132,12 +134,34 @@ def optimize_training(
     for _ in range(_REMEASURED):
         best, others = best_schedule(found.variants, work.checkpoint, budget, progress=progress)
         made = build_plan(best, others, found, work.figures, goal, work.notes)
-        result, excess = _verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), made)
+        try:
+            result, excess = _verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), made)
+        except TooCoarseError as error:
+            work, found = _without_compression(work, found, error, budget)
+            continue
         if excess <= 0 or budget is None:
             return result
         work.notes.append(f"the allocator's peak was {format_bytes(excess)} above the budget: solved again with so much less")
         budget -= excess
     return result
+
+
+def _without_compression(work: Work, found: Preparation, error: TooCoarseError, budget: int | None) -> tuple[Work, Preparation]:
+    """The same work with all values exact, as the gradient's error was measured to be above the goal's.
+
+    Raises:
+        InfeasibleError: nothing is within the budget then.
+    """
+    note = f"nothing is compressed: {error}"
+    work.notes.append(note)
+    work = replace(work, levers=replace(work.levers, compress=None))
+    solved: dict[str, BlockFront] = {}
+    variants = [with_levers(p, work.levers, work.checkpoint, work.figures, solved) for p in found.variants]
+    try:
+        best_schedule(variants, work.checkpoint, budget)
+    except InfeasibleError as refused:
+        raise InfeasibleError(f"{refused} Here {note}.", binding=refused.binding, nearest=refused.nearest) from error
+    return work, replace(found, variants=variants)
 
 
 def frontier_training(
@@ -163,10 +187,16 @@ def _work(
 ) -> Work:  # fmt: skip
     checkpoint, heads, pointwise = load_training_passes(passes)
     machine = resolve(target, [])
+    notes = list(machine.keep_timings())
+    # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
+    levers = load_levers(passes, linked=not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0)
+    if levers.compress is not None and goal.exact:
+        notes.append("compress is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02.")
+        levers = replace(levers, compress=None)
     figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
     return Work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
-        figures=figures, progress=progress, notes=list(machine.keep_timings()),
+        figures=figures, levers=levers, progress=progress, notes=notes,
     )  # fmt: skip
 
 
@@ -177,8 +207,9 @@ def _verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) ->
         VerificationError: loss or gradients differ from the model's own by more than rounding.
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
-    with work.progress.step("run the planned step"):
+    with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
         found = verify.run(step, work.model)
+    plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
     base = prepared.cut.given_bytes
     peak = None if found.peak_bytes is None else base + found.peak_bytes
     excess = 0 if peak is None or plan.goal.memory is None else peak - plan.goal.memory
@@ -189,7 +220,10 @@ def _verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) ->
         return planned(work.model, runner, replace(plan, measured=measured, notes=notes)), excess
     with work.progress.step("run the original step"):
         wanted = verify.run(work.eager_loss, work.model)
-    check = verify.compare(found, wanted, work.goal.max_error)
+    compressed = uses_compression(plan)
+    check = verify.compare_whole(found, wanted, work.goal.tolerance) if compressed else verify.compare(found, wanted, work.goal.max_error)
+    if compressed and not check.passed:
+        raise TooCoarseError(f"the whole gradient's relative error was {check.error:.2e}, above the goal's {check.limit:.2e}")
     if not check.passed:
         raise VerificationError(
             f"The planned step differs from the model's own: {check.note}, relative error {check.error:.3e} > {check.limit:.3e}. "
@@ -249,5 +283,5 @@ def _reapply(
 class _NoOptions(Checkpoint):
     """For applying a plan: nothing is chosen, so no block is solved."""
 
-    def options(self, block: Any) -> tuple[BlockOption, ...]:
-        return ()
+    def front(self, block: Any) -> BlockFront:
+        return BlockFront(options=(), found=0, complete=False, proven=False, solver="", seconds=0.0)

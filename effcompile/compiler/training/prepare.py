@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training.rates import rates_of
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
@@ -16,13 +17,17 @@ from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.heads import LossHeads, Variant
+from effcompile.passes.levers import Levers
 from effcompile.passes.pointwise import Pointwise
-from effcompile.planner.remat import BlockOption, Stage
+from effcompile.planner.remat import BlockFront, BlockOption, Stage
 from effcompile.remat.blocks import Blocks, cut_into_blocks
 from effcompile.remat.emit import emit
 from effcompile.remat.simulate import Trace, simulate
 from effcompile.step import Step
 from effcompile.target import Target
+
+#: Recomputation alone: what there is without asking.
+ALONE = Levers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +39,16 @@ class Prepared:
         cut: the step in blocks.
         options: kind of block → its options.
         seconds: predicted time of the step without recomputation.
+        plain: the step in blocks before offload and compress were proposed in them.
+        fronts: kind of block → its front, where values may be held in other forms.
     """
 
     variant: Variant
     cut: Blocks
     options: Mapping[str, tuple[BlockOption, ...]]
     seconds: float
+    plain: Blocks
+    fronts: Mapping[str, BlockFront] = field(default_factory=dict)
 
     @property
     def step(self) -> Step:
@@ -109,7 +118,7 @@ class Preparation:
 
 def prepare(
     step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures,
-    progress: Progress = QUIET, *, unfused: Collection[frozenset[str]] | None = None,
+    progress: Progress = QUIET, *, unfused: Collection[frozenset[str]] | None = None, levers: Levers = ALONE,
 ) -> Preparation:  # fmt: skip
     """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants.
 
@@ -121,6 +130,7 @@ def prepare(
         figures: times of operators.
         progress: is told what is being done.
         unfused: chains to leave apart, decided earlier; None decides by measuring.
+        levers: what may be done with values beside keeping and recomputing them.
     """
     with progress.step("find loss head"):
         variants = heads.variants(step) if heads is not None else (Variant(step=step),)
@@ -132,17 +142,29 @@ def prepare(
         plain = traced[0][1] if variants[0].step is step else _storages(step)
     with progress.step("measure operators"):
         figures.measure([*_costly(step, plain), *(n for variant, held in traced for n in _costly(variant.step, held))], progress)
-    solved: dict[str, tuple[BlockOption, ...]] = {}
+    solved: dict[str, BlockFront] = {}
     prepared = []
     for variant, held in traced:
         cut = _cut(variant.step, held, figures)
         with progress.step("find the options of every block"):
-            for block in cut.blocks:
-                if block.stage.kind not in solved:
-                    solved[block.stage.kind] = checkpoint.options(block)
-        prepared.append(Prepared(variant=variant, cut=cut, options=solved, seconds=_seconds(variant.step, held, figures)))
+            whole = Prepared(variant=variant, cut=cut, options={}, seconds=_seconds(variant.step, held, figures), plain=cut)
+            prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
     peak = simulate_unplanned(_cut(step, plain, figures)).peak_bytes
     return Preparation(variants=prepared, captured=step, seconds=_seconds(step, plain, figures), peak_bytes=peak)
+
+
+def with_levers(
+    prepared: Prepared, levers: Levers, checkpoint: Checkpoint, figures: Figures, solved: MutableMapping[str, BlockFront] | None = None
+) -> Prepared:
+    """The same variant with the options that these levers leave its blocks. `solved`: fronts by kind, found and added."""
+    fronts = {} if solved is None else solved
+    cut = levers.proposed(prepared.plain, rates_of(levers, figures.target, here=figures.here), figures.seconds)
+    for block in cut.blocks:
+        if block.stage.kind not in fronts:
+            fronts[block.stage.kind] = checkpoint.front(block)
+    kinds = {block.stage.kind: block for block in cut.blocks}
+    moved = {kind: fronts[kind] for kind, block in kinds.items() if block.problem.forms}
+    return replace(prepared, cut=cut, options={kind: fronts[kind].options for kind in kinds}, fronts=moved)
 
 
 def simulate_unplanned(cut: Blocks) -> Trace:

@@ -63,7 +63,9 @@ def best_schedule(
     if not found:
         nearest = min(leanest(prepared, checkpoint) for prepared in variants)
         closest = min(refused, key=lambda e: e.nearest.get("memory", float("inf")))
-        raise InfeasibleError(_without_nearest(str(closest), nearest), binding=closest.binding, nearest={"memory": float(nearest)})
+        raise InfeasibleError(
+            _without_nearest(str(closest), nearest), binding=closest.binding, nearest={**closest.nearest, "memory": float(nearest)}
+        )
     return min(found, key=lambda s: s.seconds), found
 
 

@@ -88,6 +88,25 @@ def compare(found: Result, wanted: Result, limit: float | None) -> Check:
     return Check(name="loss and all gradients, as eager", error=worst, limit=allowed, note=note)
 
 
+def compare_whole(found: Result, wanted: Result, limit: float) -> Check:
+    """The whole gradient, all parameters' as one vector, of a step that rounds what its backward reads; its cosine is in the note.
+
+    Raises:
+        VerificationError: the model's own loss, or a gradient of its, is not a number.
+    """
+    each = compare(found, wanted, limit)  # also refuses what cannot be compared
+    pairs = [(found.gradients.get(name), g) for name, g in wanted.gradients.items() if g is not None]
+    couples = [(torch.zeros_like(b) if a is None else a, b) for a, b in pairs]
+    apart = math.fsum(float((a.double() - b.double()).square().sum()) for a, b in couples)
+    ours = math.fsum(float(a.double().square().sum()) for a, _ in couples)
+    theirs = math.fsum(float(b.double().square().sum()) for _, b in couples)
+    dot = math.fsum(float((a.double() * b.double()).sum()) for a, b in couples)
+    error = max(math.sqrt(apart / theirs) if theirs else 0.0, _relative(found.loss, wanted.loss, 0.0))
+    cosine = dot / math.sqrt(ours * theirs) if ours and theirs else 1.0
+    note = f"cosine of the whole gradient {cosine:.6f}; of one parameter's alone {each.note}, {each.error:.1e}"
+    return Check(name="loss and whole gradient, as eager", error=error, limit=limit, note=note)
+
+
 def _nothing_to_compare(what: str) -> VerificationError:
     return VerificationError(
         f"The model's own {what} at the example inputs, so nothing can be compared. Give other inputs, "

@@ -4,7 +4,7 @@
 every stage of a chain (chain.py; the constraints in links.py, the certificate in count.py). Knows no torch.
 """
 
-from effcompile.planner.remat.block import BlockFront, block_front, block_options
+from effcompile.planner.remat.block import BlockFront, block_front, block_options, joint_front
 from effcompile.planner.remat.chain import chain_frontier, frontier_budgets, solve_chain
 from effcompile.planner.remat.least import smallest_budget
 from effcompile.planner.remat.problem import (
@@ -18,7 +18,7 @@ from effcompile.planner.remat.problem import (
     Op,
     Stage,
 )
-from effcompile.planner.remat.simulate import simulate_block
+from effcompile.planner.remat.simulate import in_order_of_need, simulate_block
 
 __all__ = [
     "BackwardStep",
@@ -35,6 +35,8 @@ __all__ = [
     "block_options",
     "chain_frontier",
     "frontier_budgets",
+    "in_order_of_need",
+    "joint_front",
     "simulate_block",
     "smallest_budget",
     "solve_chain",

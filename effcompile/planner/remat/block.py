@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import z3
@@ -82,13 +82,28 @@ def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
     found = [_option(problem, small, codes) for codes in front.points.values()]
     options = _pareto([o for o in found if o is not None], problem.scarce)
     return BlockFront(
-        options=tuple(thinned(options, points)),
+        options=tuple(thinned(options, points, scarce=problem.scarce)),
         found=len(options),
         complete=complete or proven,
         proven=proven,
         solver=f"z3 {z3.get_version_string()}",
         seconds=time.monotonic() - start,
     )
+
+
+def joint_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
+    """`block_front`, and where values have other forms the fronts without any of them, and without recomputation, too.
+
+    So however early the time is up, and whatever thinning leaves out, all levers together are never worse than
+    recomputation alone or the forms alone. Up to three times `points` options; each part has a third of the time.
+    """
+    if not problem.forms:
+        return block_front(problem, timeout=timeout, points=points)
+    still = tuple(replace(op, repeatable=False) for op in problem.forward)
+    parts = (problem, replace(problem, forms={}, hidden=None, scarce=False), replace(problem, forward=still))
+    fronts = [block_front(part, timeout=timeout / 3, points=points) for i, part in enumerate(parts) if part not in parts[:i]]
+    options = _pareto([o for front in fronts for o in front.options], problem.scarce)
+    return replace(fronts[0], options=tuple(options), found=max(fronts[0].found, len(options)), seconds=sum(f.seconds for f in fronts))
 
 
 def _option(problem: BlockProblem, small: Layout, codes: frozenset[int]) -> BlockOption | None:
@@ -130,11 +145,14 @@ def _pareto(options: list[BlockOption], scarce: bool) -> list[BlockOption]:
     return left
 
 
-def thinned(options: list[BlockOption], points: int) -> list[BlockOption]:
-    """The extremes, then again and again the option that is farthest from all chosen ones, each measure scaled to its range."""
+def thinned(options: list[BlockOption], points: int, *, scarce: bool = False) -> list[BlockOption]:
+    """The extremes, then again and again the option that is farthest from all chosen ones, each measure scaled to its range.
+
+    Host bytes are a measure where they are `scarce`.
+    """
     if len(options) <= points:
         return options
-    rows = np.array([[o.kept_bytes, o.backward_peak, o.seconds] for o in options], dtype=np.float64)
+    rows = np.array([[o.kept_bytes, o.backward_peak, o.seconds, o.host_bytes if scarce else 0] for o in options], dtype=np.float64)
     rows = (rows - rows.min(axis=0)) / (rows.max(axis=0) - rows.min(axis=0)).clip(1e-30)
     everyone = range(len(options))
     chosen = [

@@ -134,6 +134,13 @@ def option(problem: BlockProblem, kept: Iterable[str], forms: Mapping[str, str] 
     )
 
 
+def in_order_of_need(problem: BlockProblem, option: BlockOption) -> tuple[str, ...]:
+    """The values held in other forms, in the order in which the backward needs them."""
+    held = option.kept | option.forms.keys()
+    first = _places(problem, held, closure(problem, held) or frozenset())[1]
+    return tuple(sorted(option.forms, key=lambda v: first.get(v, len(problem.backward))))
+
+
 def makers(problem: BlockProblem) -> dict[str, Op]:
     """Value → the operator that makes it; entering values have none."""
     return {v: op for op in problem.forward for v in op.makes}

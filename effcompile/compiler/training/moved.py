@@ -1,0 +1,117 @@
+"""What a plan says of values that are held elsewhere: decisions per block, host memory planned and measured, how sure the fronts are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from effcompile.cost import Cost
+from effcompile.errors import FormatError, VerificationError
+from effcompile.ops.offload import host_pool
+from effcompile.plan import Decision, Plan
+from effcompile.planner.remat import BlockOption
+from effcompile.remat.away import BOTH, COMPRESS, OFFLOAD, movable
+from effcompile.remat.blocks import Block, Blocks
+from effcompile.units import format_bytes
+
+if TYPE_CHECKING:
+    from effcompile.compiler.training.prepare import Prepared
+    from effcompile.compiler.training.solve import Schedule
+
+_WHY = {
+    OFFLOAD: "on the host between forward and backward, exact",
+    COMPRESS: "in 8 bits between forward and backward",
+    BOTH: "in 8 bits on the host between forward and backward",
+}
+
+
+#: How the note on the measured use of host memory begins.
+MEASURED = "host memory measured:"
+
+
+class TooCoarseError(VerificationError):
+    """Compression changed the gradient by more than the goal allows."""
+
+
+def decisions(best: Schedule) -> list[Decision]:
+    """One per block and form that is in use there."""
+    found = []
+    for block, option in zip(best.prepared.cut.blocks, best.chosen, strict=True):
+        for form in dict.fromkeys(option.forms.values()):
+            names = [name for name, other in option.forms.items() if other == form]
+            forms = [f for name in names for f in block.problem.forms[name] if f.name == form]
+            size = sum(block.problem.nbytes[name] for name in names)
+            cost = Cost(
+                seconds=sum(f.seconds + f.out + f.back for f in forms), bytes_kept=sum(f.held for f in forms),
+            )  # fmt: skip
+            found.append(
+                Decision(
+                    site=block.name, kind=form, option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
+                    baseline="kept", by=COMPRESS if form == COMPRESS else OFFLOAD, cost=cost, baseline_cost=Cost(bytes_kept=size),
+                    why=_WHY[form],
+                )
+            )  # fmt: skip
+    return found
+
+
+def notes(best: Schedule) -> list[str]:
+    """Host memory, and what the certificate holds for, where values may be held elsewhere."""
+    prepared = best.prepared
+    if not prepared.fronts:
+        return []
+    lines = []
+    if best.trace.host_bytes:
+        limit = prepared.cut.host.limit
+        room = f" of {format_bytes(limit)}" if limit is not None else "; its room was not checked"
+        lines.append(f"host memory: {format_bytes(best.trace.host_bytes)} ({best.trace.host_bytes} bytes) at its highest{room}")
+    cut_off = sum(not front.complete for front in prepared.fronts.values())
+    thinned = [front for front in prepared.fronts.values() if front.found > len(front.options)]
+    if cut_off or thinned:
+        parts = [f"{cut_off} searched until the time was up"] * bool(cut_off)
+        most = max((front.found for front in thinned), default=0)
+        parts += [f"{len(thinned)} thinned (the largest from {most} options)"] * bool(thinned)
+        lines.append(
+            f"of {len(prepared.fronts)} kinds of blocks, {', '.join(parts)}: the certificate holds among the options that were left"
+        )
+    return lines
+
+
+def uses_compression(plan: Plan) -> bool:
+    """Whether the plan holds any value in 8 bits."""
+    return any(d.kind in (COMPRESS, BOTH) for d in plan.decisions)
+
+
+@contextlib.contextmanager
+def host_use(plan: Plan, prepared: Prepared) -> Iterator[list[str]]:
+    """A list that has a note on the measured use of the pool when the step that is run inside is done."""
+    found: list[str] = []
+    if not any(d.kind in (OFFLOAD, BOTH) for d in plan.decisions):
+        yield found
+        return
+    pool = host_pool(prepared.cut.host.folder)
+    pool.reset_peak()
+    before = pool.in_use
+    yield found
+    found.append(f"{MEASURED} {format_bytes(pool.peak - before)} ({pool.peak - before} bytes) at its highest, in {pool.folder}")
+
+
+def saved_forms(blocks: Collection[Block], chosen: Collection[BlockOption]) -> dict[str, Any]:
+    """For the plan's schedule: block → value → form; nothing where none is in use."""
+    forms = {block.name: dict(sorted(o.forms.items())) for block, o in zip(blocks, chosen, strict=True) if o.forms}
+    return {"forms": forms} if forms else {}
+
+
+def restored_forms(cut: Blocks, data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Block → value → form of a saved schedule.
+
+    Raises:
+        FormatError: values or forms that this step does not have.
+    """
+    found = data.get("forms", {})
+    blocks = {block.name: block for block in cut.blocks}
+    for name, forms in found.items() if isinstance(found, Mapping) else [(str(found), None)]:
+        able = movable(cut, blocks[name]) if name in blocks else {}
+        if not isinstance(forms, Mapping) or not all(v in able and form in _WHY for v, form in forms.items()):
+            raise FormatError(f"The plan's schedule holds values of {name!r} elsewhere that cannot be. Plan again, or restore the file.")
+    return {name: dict(forms) for name, forms in found.items()}

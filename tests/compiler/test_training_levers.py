@@ -1,0 +1,240 @@
+"""A step within its budget by recomputing, offloading and compressing together: exact where it says so, measured where not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from train_helpers import Batch, differing, eager, gpt2, measured
+
+from effcompile.capture import capture_training
+from effcompile.compiler import optimize_training, plan_training
+from effcompile.compiler.training import compile as training
+from effcompile.compiler.training.levers import solve_with, subsets
+from effcompile.compiler.training.prepare import Figures, prepare
+from effcompile.compiler.training.rates import rates_of
+from effcompile.compiler.training.solve import Schedule
+from effcompile.errors import FormatError, InfeasibleError, UsageError
+from effcompile.goal import Goal
+from effcompile.machines import load_target
+from effcompile.ops.offload import host_pool
+from effcompile.passes import Levers
+from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.compress import Compress
+from effcompile.passes.levers import Rates
+from effcompile.passes.offload import Offload
+from effcompile.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+#: A link so fast that offloading is worth it on models this small; no fused chains, to be bit-identical.
+OFFLOAD = ["no-pointwise", "no-loss_head", "offload.bandwidth=500GB"]
+HOST = re.compile(r"host memory.*\((\d+) bytes\) at its highest")
+
+
+def llama() -> tuple[nn.Module, Batch]:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        use_cache=False, attention_dropout=0.1,
+    )  # fmt: skip
+    ids = torch.randint(1, 96, (4, 32))
+    return hf.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, tuple[nn.Module, Batch]]:
+    model, _ = gpt2(layers=2, n_positions=64)
+    ids = torch.randint(1, 96, (4, 48))
+    return {"gpt2": (model, {"input_ids": ids, "labels": ids}), "llama": llama()}
+
+
+@pytest.fixture(autouse=True)
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effcompile.passes.checkpoint.MORE_FOR_FORMS", 1)
+
+
+def goal(memory: int | None = None, **fields: Any) -> Goal:
+    return Goal(mode="training", memory=memory, **fields)
+
+
+_known: dict[Any, int] = {}
+
+
+def whole(model: nn.Module, batch: Batch) -> int:
+    if id(model) not in _known:
+        _known[id(model)] = _whole(model, batch)
+    return _known[id(model)]
+
+
+def _whole(model: nn.Module, batch: Batch) -> int:
+    return plan_training(model, (), batch, goal=goal(), passes=OFFLOAD[:2]).predicted.peak_bytes or 0
+
+
+def least(model: nn.Module, batch: Batch, passes: list[str], **fields: Any) -> int:
+    key = (id(model), *passes, *fields)
+    if key not in _known:
+        _known[key] = _least(model, batch, passes, **fields)
+    return _known[key]
+
+
+def _least(model: nn.Module, batch: Batch, passes: list[str], **fields: Any) -> int:
+    with pytest.raises(InfeasibleError) as refused:
+        plan_training(model, (), batch, goal=goal(1000, **fields), passes=passes)
+    return int(refused.value.nearest["memory"])
+
+
+def host_bytes(plan: Plan) -> list[int]:
+    """Planned, then measured."""
+    return [int(found[1]) for note in plan.notes if (found := HOST.match(note))]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_offload_keeps_the_budget_bit_by_bit_and_the_pool_as_planned(made: Any, name: str, tmp_path: Path) -> None:
+    model, batch = made[name]
+    alone, joint, most = least(model, batch, OFFLOAD[:2]), least(model, batch, OFFLOAD), whole(model, batch)
+    assert joint < alone < most
+    for memory in (joint, (joint + most) // 2)[name == "llama" :]:
+        executable = optimize_training(model, (), batch, goal=goal(memory), passes=OFFLOAD)
+        plan = executable.plan
+        assert max(plan.measured.peak_bytes, plan.predicted.peak_bytes) <= memory
+        assert abs(plan.predicted.peak_bytes - plan.measured.peak_bytes) <= 0.02 * plan.measured.peak_bytes
+        assert any(d.kind == "offload" and "value" in d.option for d in plan.decisions)
+        planned, used = host_bytes(plan)
+        assert planned == used > 0
+        assert differing(measured(lambda: executable(**batch).loss, model, 0)[0], eager(model, batch)) == []  # noqa: B023
+        assert host_pool().in_use == 0
+    plan.save(tmp_path / "plan.json")
+    again = optimize_training(model, (), batch, goal=goal(), plan=Plan.load(tmp_path / "plan.json"), passes=OFFLOAD[:2])
+    assert again.plan.measured.peak_bytes == plan.measured.peak_bytes
+    assert host_bytes(again.plan)[-1] == used
+
+
+def test_a_saved_plan_with_forms_that_cannot_be_is_refused(made: Any) -> None:
+    model, batch = made["gpt2"]
+    plan = plan_training(model, (), batch, goal=goal(least(model, batch, OFFLOAD)), passes=OFFLOAD)
+    block = next(iter(plan.schedule["forms"]))
+    for wrong in (
+        {"nowhere": {"0.0": "offload"}},
+        {block: {"99.9": "offload"}},
+        {block: {next(iter(plan.schedule["forms"][block])): "zip"}},
+    ):
+        data = plan.to_dict()
+        data["schedule"]["forms"] = wrong
+        with pytest.raises(FormatError, match="Plan again"):
+            optimize_training(model, (), batch, goal=goal(), plan=Plan.from_dict(data), passes=OFFLOAD[:2])
+
+
+def test_host_memory_that_is_too_small_is_named(made: Any) -> None:
+    model, batch = made["gpt2"]
+    memory = (least(model, batch, OFFLOAD) + least(model, batch, OFFLOAD[:2])) // 2
+    with pytest.raises(InfeasibleError, match=r"host memory") as refused:
+        plan_training(model, (), batch, goal=goal(memory), passes=[*OFFLOAD, "offload.host=2KB"])
+    needed = int(refused.value.nearest["host"])
+    assert needed > 2000
+    limit = 2 * needed  # options are found anew for another limit, and may be others
+    plan = plan_training(model, (), batch, goal=goal(memory), passes=[*OFFLOAD, f"offload.host={limit}"])
+    assert 2000 < host_bytes(plan)[0] <= limit
+
+
+@pytest.fixture
+def quick_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing costs nothing: on values this small its calls cost more than all operators, and it is never chosen."""
+    free = Rates(out=1e-9, back=1e-9, pack=1e-15)
+    monkeypatch.setattr("effcompile.compiler.training.prepare.rates_of", lambda *_, **__: free)
+
+
+@pytest.mark.usefixtures("quick_packing")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compression_is_measured_and_its_cosine_told(made: Any, name: str) -> None:
+    model, batch = made[name]
+    passes = [*OFFLOAD[:2], "compress", "compress.share=0.0"]
+    memory = (3 * least(model, batch, passes, max_error=0.05) + whole(model, batch)) // 4
+    plan = optimize_training(model, (), batch, goal=goal(memory, max_error=0.05), passes=passes).plan
+    assert plan.met
+    assert any(d.kind == "compress" for d in plan.decisions)
+    assert 0 < plan.checks[0].error <= 0.05
+    assert float(re.search(r"cosine of the whole gradient ([\d.]+)", plan.checks[0].note)[1]) >= 0.999
+    assert abs(plan.predicted.peak_bytes - plan.measured.peak_bytes) <= 0.02 * plan.measured.peak_bytes
+
+
+@pytest.mark.usefixtures("quick_packing")
+def test_compression_that_changes_too_much_is_left_out_and_told(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = made["gpt2"]
+    passes = [*OFFLOAD[:2], "compress", "compress.share=0.0"]
+    memory = whole(model, batch) * 9 // 10
+    plan = optimize_training(model, (), batch, goal=goal(memory, max_error=1e-7), passes=passes).plan
+    assert plan.checks[0].passed
+    assert any("nothing is compressed: the whole gradient's relative error was" in note for note in plan.notes)
+    assert not any(d.kind == "compress" for d in plan.decisions)
+    real = training.best_schedule
+
+    def only_with_compression(variants: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(block.problem.forms for v in variants for block in v.cut.blocks):
+            raise InfeasibleError("No plan.", binding=("memory",), nearest={"memory": 5.0})
+        return real(variants, *args, **kwargs)
+
+    monkeypatch.setattr(training, "best_schedule", only_with_compression)
+    with pytest.raises(InfeasibleError, match=r"No plan\. Here nothing is compressed"):
+        optimize_training(model, (), batch, goal=goal(memory, max_error=1e-7), passes=passes)
+
+
+def test_compression_is_not_proposed_for_an_exact_goal(made: Any) -> None:
+    model, batch = made["gpt2"]
+    plan = plan_training(model, (), batch, goal=goal(least(model, batch, OFFLOAD[:2])), passes=[*OFFLOAD[:2], "compress"])
+    assert any("compress is not proposed" in note for note in plan.notes)
+    assert not any(d.kind == "compress" for d in plan.decisions)
+
+
+def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
+    model, batch = made["gpt2"]
+    figures = Figures(target=load_target("cpu-generic"), here=False)
+    levers = Levers(offload=Offload(bandwidth="40GB", share=0.05), compress=Compress(share=0.05))
+    checkpoint = Checkpoint()
+    variants = prepare(capture_training(model, (), batch), checkpoint, None, None, figures, levers=levers).variants
+    every = subsets(levers)
+    assert every[-1] == levers.names
+    assert len(every) == 7
+    low, high = least(model, batch, OFFLOAD), whole(model, batch)
+    budgets = [low + (high - low) * i // 4 for i in range(1, 5)]
+    found = {names: solve_with(variants, levers, names, checkpoint, figures, budgets) for names in every}
+    solved = 0
+    for budget in budgets:
+        joint = found[levers.names][budget]
+        for names in every:
+            other = found[names][budget]
+            if isinstance(other, Schedule):
+                solved += 1
+                assert isinstance(joint, Schedule)
+                assert joint.seconds <= other.seconds + 0.0101 * joint.prepared.seconds
+                assert other.trace.peak_bytes <= budget
+                used = {form for o in other.chosen for form in o.forms.values()}
+                assert used <= ({"offload", "compress", "compress+offload"} if len(names) > 1 else set(names))
+                assert other.emitted.recomputed == 0 or "recompute" in names
+    assert solved > 8
+
+
+def test_a_link_that_carries_nothing_is_refused() -> None:
+    from dataclasses import replace
+
+    none = replace(load_target("v100-32gb"), link_bandwidth=0.0)
+    with pytest.raises(UsageError, match="0 B/s"):
+        rates_of(Levers(offload=Offload()), none, here=False)
+    assert rates_of(Levers(offload=Offload(bandwidth="10GB/s")), none, here=False).out == 1e-10
+    assert rates_of(Levers(), none, here=False).out == 0.0
+
+
+def test_a_target_with_a_link_offloads_without_being_asked(made: Any) -> None:
+    model, batch = made["gpt2"]
+    memory = whole(model, batch) * 8 // 10
+    plan = plan_training(model, (), batch, goal=goal(memory), target="h100-sxm", passes=["no-pointwise", "no-loss_head"])
+    assert (plan.predicted.peak_bytes or 0) <= memory
+    assert plan.certificate.alternatives > 0
+    alone = plan_training(model, (), batch, goal=goal(memory), target="h100-sxm", passes=["no-offload", "no-pointwise", "no-loss_head"])
+    assert not any(d.kind == "offload" for d in alone.decisions)
+    assert plan.predicted.seconds <= alone.predicted.seconds * 1.011

@@ -1,0 +1,145 @@
+"""Offload and compress: where they are proposed, with what costs, and not unless they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from train_helpers import cut_model
+
+from effcompile.errors import UnknownNameError, UsageError
+from effcompile.estimate.roofline import moved_bytes
+from effcompile.ops.compress import packed_bytes
+from effcompile.passes import TRAINING_PASSES, load_levers, load_training_passes
+from effcompile.passes.checkpoint import Checkpoint, carried_out
+from effcompile.passes.compress import Compress
+from effcompile.passes.heads import LossHeads
+from effcompile.passes.levers import Levers, Rates
+from effcompile.passes.offload import Offload
+from effcompile.passes.pointwise import Pointwise
+from effcompile.planner.remat import smallest_budget
+from effcompile.remat.blocks import Blocks
+
+RATES = Rates(out=1e-9, back=2e-9, pack=3e-10, call=1e-6, host_bytes=1 << 40)
+EVERY = Levers(offload=Offload(share=0.0), compress=Compress(share=0.0))
+
+
+def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks:
+    return levers.proposed(cut_model(name)[2], rates, moved_bytes)
+
+
+def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
+    plain = (Checkpoint(), LossHeads(), Pointwise())
+    assert load_training_passes(None) == load_training_passes(["offload", "compress"]) == plain
+    assert load_training_passes(["offload.host=1GiB", "no-pointwise"]) == (*plain[:2], None)
+    assert load_training_passes(["checkpoint", "offload"]) == (Checkpoint(), None, None)
+    assert load_levers(None) == load_levers(["checkpoint", "no-offload"]) == Levers()
+    assert load_levers(["offload"]) == Levers(offload=Offload())
+    assert load_levers(["offload.host=2GiB", "compress"]) == Levers(offload=Offload(host="2GiB"), compress=Compress())
+    assert load_levers(["compress.share=0.1", "no-compress"]) == Levers()
+    assert load_levers(None, linked=True) == load_levers(["no-pointwise"], linked=True) == Levers(offload=Offload())
+    assert load_levers(["no-offload"], linked=True) == load_levers(["checkpoint"], linked=True) == Levers()
+    assert [cls.exact for cls in TRAINING_PASSES.values()] == [True, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("offload.host=much", r"offload\.host"),
+        ("offload.bandwidth=0", r"offload\.bandwidth = '0' must be at least one byte"),
+        ("offload.share=2", r"offload\.share"),
+        ("compress.share=-1", r"compress\.share"),
+        ("offload.disk=1GiB", r"offload\.folder"),
+        ("ofload", "Did you mean 'offload'"),
+    ],
+)
+def test_a_wrong_spec_says_what_is_allowed(spec: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load_levers([spec])
+
+
+def test_nothing_asked_changes_nothing() -> None:
+    cut = cut_model("gpt2")[2]
+    assert proposed(Levers()) is cut
+    assert all(not block.problem.forms for block in cut.blocks)
+
+
+def test_forms_have_the_bytes_and_the_seconds_of_their_copies() -> None:
+    cut = proposed(EVERY)
+    block = cut.blocks[1]
+    counted = 0
+    for name, forms in block.problem.forms.items():
+        size, value = block.problem.nbytes[name], cut.maker[block.values[name]].meta["val"]
+        found = {f.name: f for f in forms}
+        away = found["offload"]
+        assert (away.host, away.held, away.staged, away.packed) == (size, 0, 0, 0)
+        assert away.out == pytest.approx(size * 1e-9 + 1e-6)
+        assert away.back == pytest.approx(size * 2e-9 + 1e-6)
+        if "compress" in found:
+            counted += 1
+            assert value.dtype == torch.float32
+            packed = packed_bytes(value.numel())
+            assert found["compress"].held == found["compress+offload"].host == packed < size
+            assert found["compress"].seconds == pytest.approx(2 * (value.numel() * 3e-10 + 1e-6))
+            assert found["compress"].workspace > 0
+    assert counted > 5
+    assert not set(block.problem.forms) & set(block.problem.leaving)
+    masks = [n for n, s in block.values.items() if cut.maker.get(s) is not None and cut.maker[s].meta["val"].dtype == torch.bool]
+    assert masks
+    assert all([f.name for f in block.problem.forms[n]] == ["offload"] for n in masks)
+
+
+def test_what_is_on_its_way_is_staged_where_copies_run_beside_the_compute() -> None:
+    cut = proposed(EVERY, Rates(out=1e-9, back=1e-9, pack=0.0, host_bytes=None, beside=True))
+    block = cut.blocks[1]
+    assert cut.host.beside
+    assert block.problem.hidden is not None
+    assert len(block.problem.hidden) == len(block.backward)
+    assert sum(block.problem.hidden) > 0
+    for name, forms in block.problem.forms.items():
+        assert {f.staged for f in forms if f.name == "offload"} == {block.problem.nbytes[name]}
+
+
+def test_equal_blocks_stay_of_one_kind_and_others_become_another() -> None:
+    plain, cut = cut_model("gpt2")[2], proposed(EVERY)
+    assert len({b.stage.kind for b in plain.blocks}) == len({b.stage.kind for b in cut.blocks})
+    assert not {b.stage.kind for b in plain.blocks} & {b.stage.kind for b in cut.blocks}
+
+
+def test_small_values_are_left_out_and_scarce_host_memory_counts() -> None:
+    few = proposed(Levers(offload=Offload(share=0.1)))
+    many = proposed(EVERY)
+    assert 0 < sum(len(b.problem.forms) for b in few.blocks) < sum(len(b.problem.forms) for b in many.blocks)
+    assert not any(b.problem.scarce for b in many.blocks)
+    tight = proposed(Levers(offload=Offload(host="10KB", share=0.0)))
+    assert tight.host.limit == 10_000
+    assert all(b.problem.scarce for b in tight.blocks if b.problem.forms)
+
+
+def test_subsets_leave_the_others_out() -> None:
+    assert EVERY.names == ("recompute", "offload", "compress")
+    alone = EVERY.only(["offload"])
+    assert alone.names == ("offload",)
+    cut = proposed(alone)
+    assert not any(op.repeatable for block in cut.blocks for op in block.problem.forward)
+    assert all([f.name for f in forms] == ["offload"] for b in cut.blocks for forms in b.problem.forms.values())
+    assert not any(block.problem.forms for block in proposed(EVERY.only(["recompute"])).blocks)
+    with pytest.raises(UnknownNameError, match="Did you mean 'offload'"):
+        EVERY.only(["ofload"])
+
+
+def test_options_say_what_they_move_and_become_schedules_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effcompile.passes.checkpoint.SECONDS_PER_BLOCK", 0.1)
+    cut, checkpoint = proposed(EVERY), Checkpoint()
+    fronts = {block.stage.kind: checkpoint.front(block) for block in cut.blocks}
+    options = {kind: front.options for kind, front in fronts.items()}
+    assert all(o.label for of in options.values() for o in of)
+    assert any("offload" in o.label for of in options.values() for o in of)
+    assert all(of[0].label == "keep everything" and not of[0].forms for of in options.values())
+    chain = checkpoint.chain(cut, options, None)
+    recompute = {block.stage.kind: checkpoint.options(block) for block in cut_model("gpt2")[2].blocks}
+    assert smallest_budget(chain) < smallest_budget(checkpoint.chain(cut_model("gpt2")[2], recompute, None))
+    for pick in (min, max):
+        chosen = [pick(options[b.stage.kind], key=lambda o: o.host_bytes) for b in cut.blocks]
+        emitted, trace = carried_out(cut, chosen, ())
+        assert trace.host_bytes == sum(o.host_bytes for o in chosen)
+        assert bool(emitted.moves) == any(o.forms for o in chosen)
