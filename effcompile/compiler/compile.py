@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -277,14 +278,15 @@ def _settle_all(
     """
     outcomes: list[Outcome] = []
     failures: list[EffcompileError] = []
-    best = plans[0][1].certificate.objective
     for backend, plan in plans:
-        if outcomes and plan.certificate.objective > SHORTLIST * backend.slack * best:
+        best = min((o.plan.certificate.objective for o in outcomes), default=math.inf)
+        worth_building = SHORTLIST * backend.slack * best
+        if plan.certificate.objective > worth_building:
             why = f"not built: predicted {plan.certificate.objective / best:.2f}× the best"
             candidates = [replace(c, note=why) if c.backend == backend.name else c for c in candidates]
             continue
         try:
-            outcomes.append(settle(shop, backend, plan, partial(search.plan_for, backend)))
+            outcomes.append(settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building))
         except EffcompileError as error:
             failures.append(error)
             candidates = [replace(c, note=f"failed: {error}") if c.backend == backend.name else c for c in candidates]

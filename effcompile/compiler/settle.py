@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,9 @@ class Workshop:
     progress: Progress = QUIET
 
 
-def settle(shop: Workshop, backend: Backend, plan: Plan, replan: Callable[..., Plan] | None) -> Outcome:
+def settle(
+    shop: Workshop, backend: Backend, plan: Plan, replan: Callable[..., Plan] | None, *, worth_building: float = math.inf
+) -> Outcome:
     """Lower a plan and verify it; while its error is over the limit, correct the error model and plan again.
 
     The predicted squared error is scaled by measured / predicted, so that the next plan takes fewer or milder options.
@@ -65,9 +68,11 @@ def settle(shop: Workshop, backend: Backend, plan: Plan, replan: Callable[..., P
         backend: lowers it.
         plan: the first plan.
         replan: makes another one from error_scale, rounds and notes; None for a plan that must be taken as it is.
+        worth_building: a corrected plan whose objective is above this is not lowered: another backend's result is better.
 
     Raises:
-        VerificationError: no round came within the limit. LoweringError: it could not be built.
+        VerificationError: no round came within the limit, or only by a plan that is not worth building.
+        LoweringError: it could not be built.
     """
     scale, notes = plan.certificate.error_scale, plan.notes
     for round_number in range(1, MAX_ROUNDS + 1):
@@ -83,6 +88,8 @@ def settle(shop: Workshop, backend: Backend, plan: Plan, replan: Callable[..., P
         corrections = (f"{text}; errors scaled by {factor**0.5:.2f} and solved again",)
         notes = (*notes, *corrections)
         plan = replan(error_scale=scale, rounds=round_number + 1, notes=corrections)
+        if plan.certificate.objective > worth_building:
+            raise VerificationError(f"{text}; the plan that allows for it is not built, for another backend's is better")
         plan = replace(plan, notes=tuple(dict.fromkeys((*notes, *plan.notes))))
     raise AssertionError("unreachable")
 

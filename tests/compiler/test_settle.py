@@ -111,6 +111,15 @@ def test_a_wrong_prediction_is_corrected_solved_again_and_told():
     assert any("solved again" in note for note in outcome.plan.notes)
 
 
+def test_a_corrected_plan_that_cannot_win_is_not_lowered():
+    search, shop = bench(max_error=0.03, predicted_each=0.005)
+    backend = Noisy(0.015)
+    first = search.plan_for(backend)
+    with pytest.raises(VerificationError, match="not built, for another backend's is better"):
+        settle(shop, backend, first, lambda **c: search.plan_for(backend, **c), worth_building=first.certificate.objective)
+    assert len(backend.lowerings) == 1
+
+
 def test_what_no_plan_can_meet_ends_exact_and_not_over_the_limit():
     search, shop = bench(max_error=1e-4, predicted_each=1e-5)
     outcome = settled(search, shop, Noisy(0.5))
