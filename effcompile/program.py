@@ -36,6 +36,7 @@ class Program:
         dynamic_shapes: what torch.export needs to capture `module` again.
         mends: known fixes applied at capture, in the user's words.
         fixed: axes that were asked to be dynamic and that the model's code made constant.
+        left: attention → why it stands as the model writes it.
         tags: site → option, set by passes for the backend to act on.
         history: names of the passes applied so far.
     """
@@ -49,6 +50,7 @@ class Program:
     dynamic_shapes: Any = None
     mends: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     history: tuple[str, ...] = ()
 

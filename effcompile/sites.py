@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from effcompile.attention.normalise import EAGER, OUR_ATTENTIONS
 from effcompile.program import Program, module_path, shape_of
 
 aten = torch.ops.aten
@@ -54,7 +55,16 @@ class EmbeddingSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSite:
-    """`scaled_dot_product_attention(q_BHSD, k_BHSD, v_BHSD, ...)`; `dims` = (B, H, Sq, Sk, D)."""
+    """One attention on q_BHSD, k_BHSD, v_BHSD: aten's `scaled_dot_product_attention`, or our operator for what that cannot say.
+
+    Attributes:
+        dims: (B, H, Sq, Sk, D).
+        key_heads: of k and v.
+        mask: what the node reads of a mask or bias, dense. causal: it hides later keys by itself.
+        ours: the node is (the first result of) `effcompile::attention`, for softcap, sinks or a mask in closed form.
+        eager: the model writes it as separate operators.
+        sink: every row has one more logit, without a value.
+    """
 
     site: str
     node: fx.Node
@@ -62,6 +72,9 @@ class AttentionSite:
     key_heads: int
     mask: fx.Node | None
     causal: bool
+    ours: bool = False
+    eager: bool = False
+    sink: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +151,10 @@ def embeddings(program: Program) -> list[EmbeddingSite]:
 
 
 def attentions(program: Program) -> list[AttentionSite]:
-    """All fused attentions, `aten.scaled_dot_product_attention`, on 4-D tensors."""
+    """All attentions that are one node, `aten.scaled_dot_product_attention` or `effcompile::attention`, on 4-D tensors."""
     names, found = _Names(), []
-    for node in program.calls(aten.scaled_dot_product_attention.default):
+    sdpa, ours, flex = aten.scaled_dot_product_attention.default, *OUR_ATTENTIONS
+    for node in program.calls(sdpa, ours, flex):
         q, k = _node(node.args[0]), _node(node.args[1])
         assert q is not None and k is not None
         q_shape, k_shape = shape_of(q), shape_of(k)
@@ -153,11 +167,21 @@ def attentions(program: Program) -> list[AttentionSite]:
                 node=node,
                 dims=(b, h, sq, k_shape[2], d),
                 key_heads=k_shape[1],
-                mask=_node(argument(node, "attn_mask")),
-                causal=bool(argument(node, "is_causal")),
+                mask=_mask_of(node),
+                causal=node.target is sdpa and bool(argument(node, "is_causal")),
+                ours=node.target is not sdpa,
+                eager=bool(node.meta.get(EAGER)),
+                sink=node.target is ours and argument(node, "sink") is not None,
             )
         )
     return found
+
+
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """The dense mask, or the bias, that an attention reads."""
+    names = {p.name for p in node.target._schema.arguments} & {"attn_mask", "mask", "bias"}  # type: ignore[union-attr]
+    read = [value for name in sorted(names, reverse=True) if (value := _node(argument(node, name))) is not None]
+    return read[0] if read else None
 
 
 def add_norms(program: Program) -> list[AddNormSite]:

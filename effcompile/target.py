@@ -46,6 +46,16 @@ def _attention(dtype: str = "fp32", width: int = 4) -> KernelSpec:
     return KernelSpec("B H Sq Sk D", dtype, flops, size)
 
 
+def _visited() -> KernelSpec:
+    """Attention that visits V keys per query in the mean, and no others."""
+
+    def flops(d: Dims) -> float:
+        b, h, sq, _, dh, visible = d
+        return 4.0 * b * h * sq * visible * dh
+
+    return KernelSpec("B H Sq Sk D V", "fp32", flops, lambda d: 8.0 * d[0] * d[1] * d[4] * (d[2] + d[3]))
+
+
 def _pointwise(dims: str, flops_per_element: float, reads_and_writes: int) -> KernelSpec:
     return KernelSpec(dims, "fp32", lambda d: flops_per_element * math.prod(d), lambda d: 4.0 * reads_and_writes * math.prod(d))
 
@@ -66,6 +76,10 @@ KERNELS: dict[str, KernelSpec] = {
     "attention/sdpa_int8": _attention("int8"),  # sdpa that reads q and k as 8-bit, their scales fixed from calibration inputs
     "attention/packed": _attention(),  # one kernel that reads (B, S, H·D) and needs no transposes
     "attention/math": _attention(),  # matmul, softmax, matmul as separate kernels
+    "attention/causal": _visited(),  # sdpa told to be causal: no mask is read
+    "attention/tiled": _visited(),  # ours, on the keys that each block of queries may see
+    "attention/tiled_scores": _visited(),  # the same with a softcap, sinks or biases
+    "attention/flex": _visited(),  # FlexAttention with the same blocks
     "norm/layer": _pointwise("rows cols", 8, 2),
     "norm/rms": _pointwise("rows cols", 5, 2),
     "add_norm/split": _pointwise("rows cols", 9, 5),  # residual add, then LayerNorm

@@ -135,6 +135,15 @@ def traceable_transformer() -> Iterator[None]:
             transformer._detect_is_causal_mask = detect
 
 
+@contextlib.contextmanager
+def unlimited_recompilation() -> Iterator[None]:
+    """torch.compile without its limit of eight kernels per function, above which it runs the function uncompiled."""
+    import torch._dynamo.config as config
+
+    with config.patch(recompile_limit=1 << 16, accumulated_recompile_limit=1 << 16):
+        yield
+
+
 def has_onednn() -> bool:
     """Whether this torch can call oneDNN's packed linears directly (x86 builds since 2.4, Arm builds with oneDNN)."""
     needed = ((torch.ops.mkldnn, "_linear_pointwise"), (torch.ops.mkldnn, "_reorder_linear_weight"))

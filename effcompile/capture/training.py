@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from effcompile.errors import CaptureError, EffcompileError, InputsError
 from effcompile.step import Step
 
 Loss = Callable[[Any, Any], Tensor]
+#: Changes a forward graph in place before its gradients are traced; called with the graph and the values of its placeholders.
+Edit = Callable[[fx.GraphModule, Sequence[Tensor]], None]
 _DYNAMO = "traced by Dynamo, for torch.export cannot take "
 
 
@@ -40,6 +42,7 @@ class _Subject:
     inputs: StepInputs
     loss: Loss | None
     keep_outputs: bool
+    edit: Edit | None
     tensors: list[Tensor]
     refill: Refill
     mends: list[str] = field(default_factory=list)
@@ -53,6 +56,7 @@ def capture_training(
     *,
     loss: Loss | None = None,
     keep_outputs: bool = False,
+    edit: Edit | None = None,
 ) -> Step:
     """Capture one training step. The model is left as it was, and runs in its own mode: call `model.train()` for dropout.
 
@@ -63,6 +67,8 @@ def capture_training(
         loss: `loss(outputs, inputs)`, for a forward that returns none; `inputs` are the kwargs if there are no args, the
             args if there are no kwargs, else (args, kwargs).
         keep_outputs: also return what the model returns beside the loss (logits, ...), detached.
+        edit: changes the exported forward, a flat aten graph whose parameters are get_attr nodes, before autograd is traced
+            through it. Called with no graph that Dynamo gave: its operators are not aten's.
 
     Raises:
         InputsError: the model itself raises with these inputs, or one of them is neither tensor nor plain value.
@@ -78,8 +84,9 @@ def capture_training(
     inputs = StepInputs.of(model, args, kwargs)
     tensors, refill = split_tensors(inputs, args, kwargs)
     subject = _Subject(
-        model=model, args=args, kwargs=kwargs, inputs=inputs, loss=loss, keep_outputs=keep_outputs, tensors=tensors, refill=refill
-    )
+        model=model, args=args, kwargs=kwargs, inputs=inputs, loss=loss, keep_outputs=keep_outputs, edit=edit,
+        tensors=tensors, refill=refill,
+    )  # fmt: skip
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
         return _step(subject, _joint(subject))
 
@@ -91,6 +98,10 @@ class _StepModule(nn.Module):
         super().__init__()
         setattr(self, training_graph.WRAPPED, subject.model)
         self._subject = subject
+
+    @property
+    def edit(self) -> Edit | None:
+        return self._subject.edit
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         subject = self._subject
@@ -151,6 +162,9 @@ def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     if noted:
         raise _PythonGradientError(noted[0])
     assert isinstance(front, fx.GraphModule)
+    if module.edit is not None:
+        module.edit(front, tensors)
+        front.recompile()
     return front
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from effcompile.attention.normalise import normalised
 from effcompile.backends import load_backend
 from effcompile.backends.base import Backend
 from effcompile.capture import capture, variants, verify_capture
@@ -65,8 +66,7 @@ def make_plan(
     _inference_only(goal)
     backends, absent = _backends_for(target, backend)
     machine = resolve(target, backends)
-    with progress.step("capture"):
-        program = capture(model, args, kwargs, dynamic=dynamic)
+    program = _in_normal_form(model, args, kwargs, dynamic, progress)
     search = _search(program, goal, machine, load_passes(passes), calibration, progress)
     plans, candidates = _plans(search, backends, absent, progress)
     best = plans[0][1]
@@ -145,8 +145,7 @@ def frontier(
     _inference_only(goal)
     backends, absent = _backends_for(target, backend)
     machine = resolve(target, backends)
-    with progress.step("capture"):
-        program = capture(model, args, kwargs, dynamic=dynamic)
+    program = _in_normal_form(model, args, kwargs, dynamic, progress)
     search = _search(program, goal, machine, load_passes(passes), calibration, progress)
     plans, _ = _plans(search, backends, absent, progress)
     found = search.frontier(plans[0][0], points)
@@ -167,6 +166,12 @@ def _backends_for(target: str | Target, backend: str | None) -> tuple[list[Backe
     return [load_backend("onnxruntime" if device == "cpu" else "torch-inductor")], {}
 
 
+def _in_normal_form(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any, progress: Progress) -> Program:
+    """The captured program, its attentions one node each."""
+    with progress.step("capture"):
+        return normalised(capture(model, args, kwargs, dynamic=dynamic))
+
+
 def _captured(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any, progress: Progress
 ) -> tuple[Program, tuple[str, ...]]:
@@ -175,8 +180,7 @@ def _captured(
     Raises:
         CaptureError: the captured graph differs from the model (a mask or a size baked into it).
     """
-    with progress.step("capture"):
-        program = capture(model, args, kwargs, dynamic=dynamic)
+    program = _in_normal_form(model, args, kwargs, dynamic, progress)
     with progress.step("verify the capture"):
         checks = verify_capture(program, model)
     for check in checks:

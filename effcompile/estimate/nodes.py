@@ -15,9 +15,11 @@ from functools import reduce
 import torch
 from torch import fx
 
+from effcompile.attention.normalise import EAGER, OUR_ATTENTIONS
 from effcompile.cost import Provenance
 from effcompile.estimate.storages import Storages, storages
 from effcompile.program import Program, dtype_of, module_path, shape_of
+from effcompile.sites import argument
 from effcompile.target import KernelCall, Target
 
 aten = torch.ops.aten
@@ -189,7 +191,10 @@ def _attention(program: Program, node: fx.Node) -> Calls | None:
         return None
     heads = q[-3] if len(q) > 3 else 1
     batch = math.prod(q[:-3]) if len(q) > 3 else q[0]
-    return (KernelCall("attention/sdpa", (batch, heads, q[-2], k[-2], q[-1])),)
+    dims = (batch, heads, q[-2], k[-2], q[-1])
+    if node.target is aten.scaled_dot_product_attention.default and argument(node, "is_causal"):
+        return (KernelCall("attention/causal", (*dims, k[-2] // 2)),)
+    return (KernelCall("attention/math" if node.meta.get(EAGER) else "attention/sdpa", dims),)
 
 
 def _norm(kernel: str) -> Callable[[Program, fx.Node], Calls | None]:
@@ -244,7 +249,7 @@ _RULES: dict[object, _Rule] = {
     **dict.fromkeys(
         (aten.conv1d.default, aten.conv2d.default, aten.conv2d.padding, aten.conv1d.padding, aten.convolution.default), _convolution
     ),
-    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys((aten.scaled_dot_product_attention.default, *OUR_ATTENTIONS), _attention),
     **dict.fromkeys((aten.layer_norm.default, aten.native_layer_norm.default), _norm("norm/layer")),
     **dict.fromkeys((aten.rms_norm.default, aten._fused_rms_norm.default), _norm("norm/rms")),
     **dict.fromkeys(

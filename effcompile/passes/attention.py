@@ -1,4 +1,4 @@
-"""The form of each attention: one kernel with split heads, one kernel on packed heads, separate kernels, or q and k in 8 bits."""
+"""The form of each attention: dense, causal, on the tiles it sees, packed, in separate kernels, or with q and k in 8 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from effcompile.cost import Provenance
+from effcompile.attention.expand import expand
+from effcompile.attention.graph_mask import GraphMask
+from effcompile.attention.known import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
+from effcompile.cost import Cost, Provenance
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.plan import Plan
@@ -18,8 +21,9 @@ from effcompile.program import Program, shape_of
 from effcompile.sites import AttentionSite, attentions, linears
 
 aten = torch.ops.aten
-FORMS = ("sdpa", "packed", "math")
 INT8 = "sdpa_int8"
+#: FlexAttention takes seconds to compile a form: not worth a try on less than this many scores per head.
+_LEAST_FLEX = 1 << 20
 #: Operators between a linear and the heads made of its result: they move elements and change none.
 _MOVING = (
     aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default, aten.split_with_sizes.default,
@@ -29,7 +33,10 @@ _MOVING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Chooses the form by price and tags; the backend emits it. `int8`: q and k in 8 bits too, where the goal allows error.
+    """Chooses the form by price. `int8`: q and k in 8 bits too, where the goal allows error.
+
+    `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (attention/recover.py) and read none, and `tiled` visits
+    only what is seen; `flex` does so by FlexAttention; `packed` reads heads as the linears made them; `math` is separate kernels.
 
     `int8` is off: on BERT-base it saves OpenVINO about 3 % and its error adds to that of the linears.
     q and k are results of linears, whose int8 kernels write 8 bits as cheaply as 32: `sdpa_int8` requires those to be
@@ -46,39 +53,59 @@ class Attention:
         return {"attention": (INT8,)} if self.int8 else {}
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
+        for module, reason in program.left.items():
+            yield Declined(site=module, kind="attention", option="fused", by=self.name, reason=reason)
         found = attentions(program)
         if found and self.int8 and context.goal.exact:
             yield no_error_allowed("attention", INT8, self.name)
         names = {site.node: site.site for site in linears(program)}
         for site in found:
-            yield from self._at(site, names, context)
+            yield from self._at(site, mask_of(program, site.node), names, context)
 
     def apply(self, program: Program, plan: Plan) -> Program:
         chosen = plan.options()
-        return program.tagged({s.site: chosen[s.site] for s in attentions(program) if s.site in chosen}, self.name)
+        tags = {s.site: chosen[s.site] for s in attentions(program) if s.site in chosen}
+        edited = program.editable(self.name)
+        by_option: dict[str, list[fx.Node]] = {}
+        for site in attentions(edited):
+            if site.ours or tags.get(site.site) in ("causal", "tiled", "flex"):
+                by_option.setdefault(tags.get(site.site, ""), []).append(site.node)
+        if not by_option:
+            return program.tagged(tags, self.name)
+        expand(edited.graph, by_option.pop("math", []))
+        set_causal(edited, by_option.pop("causal", []))
+        told = in_closed_form(edited, [node for option in ("tiled", "flex") for node in by_option.get(option, [])])
+        set_flex(edited, [told[node] for node in by_option.get("flex", [])])
+        edited.graph.eliminate_dead_code()
+        edited.module.recompile()
+        return replace(edited, tags={**edited.tags, **tags})
 
-    def _at(self, site: AttentionSite, names: Mapping[fx.Node, str], context: Context) -> Iterator[Choice | Declined]:
+    def _at(
+        self, site: AttentionSite, mask: GraphMask | None, names: Mapping[fx.Node, str], context: Context
+    ) -> Iterator[Choice | Declined]:
         options: list[Option] = []
-        for form in FORMS:
-            kernel = f"attention/{form}"
-            cost = price(context, kernel, *site.dims)
-            reason = "" if form != "packed" else _why_not_packed(site)
+        for form in dict.fromkeys(_forms(site, mask)):
+            cost = _price(form, site, mask, context)
+            reason = _why_not(form, site, mask)
+            written = form == "math" and (site.eager or site.ours)
             if cost is None:
-                reason = no_kernel(context, kernel)
-            elif options and cost.seconds > options[0].cost.seconds:
+                reason = reason or no_kernel(context, f"attention/{form}")
+            elif options and cost.seconds > options[0].cost.seconds and not written:
                 reason = reason or no_gain(cost, options[0].cost, options[0].name)
             if reason or cost is None:
                 yield Declined(site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost)
             else:
-                options.append(Option(name=form, cost=cost, by=self.name))
-        if self.int8 and not context.goal.exact and options:
+                note = f"sees {mask.text}" if mask is not None and form in _SEEING else ""
+                options.append(Option(name=form, cost=cost, by=self.name, note=note))
+        if self.int8 and not context.goal.exact and options and not site.ours:
             option = self._int8(site, names, context, options[0])
             if isinstance(option, Option):
                 options.append(option)
             else:
                 yield option
         if options:  # the first form that the backend has is what it makes of an unplanned model
-            yield Choice(site=site.site, kind="attention", baseline=options[0].name, options=tuple(options))
+            eager = site.eager and any(option.name == "math" for option in options)
+            yield Choice(site=site.site, kind="attention", baseline="math" if eager else options[0].name, options=tuple(options))
 
     def _int8(self, site: AttentionSite, names: Mapping[fx.Node, str], context: Context, base: Option) -> Option | Declined:
         kernel = f"attention/{INT8}"
@@ -96,6 +123,58 @@ class Attention:
             return Declined(site=site.site, kind="attention", option=INT8, by=self.name, reason=reason, cost=cost)
         requires = {linear: ("int8_static",) for linear in made_by if linear is not None}
         return Option(name=INT8, cost=replace(cost, error_squared=error), by=self.name, requires=requires)
+
+
+#: Forms that know the mask in closed form.
+_SEEING = ("causal", "tiled", "flex")
+
+
+def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Context) -> Cost | None:
+    """Seconds of a form; None where the backend has no kernel for it."""
+    if form not in _SEEING:
+        cost = price(context, f"attention/{form}", *site.dims)
+        return _sum_of_parts(site, context) if cost is None and form == "math" and (site.eager or site.ours) else cost
+    b, h, sq, sk, d = site.dims
+    visible = sk // 2 if form == "causal" or (mask is None and site.causal) else sk if mask is None else visible_keys(mask, sk)
+    changed = form == "tiled" and (site.ours or (mask is not None and bool(mask.biases)))
+    return price(context, "attention/tiled_scores" if changed else f"attention/{form}", b, h, sq, sk, d, visible)
+
+
+def _sum_of_parts(site: AttentionSite, context: Context) -> Cost | None:
+    """Two products and a softmax, for a backend that has no kernel of all three."""
+    b, h, sq, sk, d = site.dims
+    parts = [price(context, "matmul/fp32", b * h, sq, d, sk), price(context, "softmax/fp32", b * h * sq, sk),
+             price(context, "matmul/fp32", b * h, sq, sk, d)]  # fmt: skip
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return replace(known[0], seconds=sum(part.seconds for part in known))
+
+
+def _forms(site: AttentionSite, mask: GraphMask | None) -> Iterator[str]:
+    """The forms that a site can have, what its node is first."""
+    yield "tiled" if site.ours else "causal" if site.causal else "sdpa"
+    if not site.ours:
+        yield "packed"
+    if mask is not None:
+        if is_causal(mask) and not site.ours:
+            yield "causal"
+        yield "tiled"
+        large = site.dims[2] * site.dims[3] >= _LEAST_FLEX
+        if large and mask.static and not mask.biases and not site.sink:
+            yield "flex"
+    yield "math"
+
+
+def _why_not(form: str, site: AttentionSite, mask: GraphMask | None) -> str:
+    """Why a form is not possible at a site, whatever it costs; "" if it is."""
+    if form == "packed":
+        return _why_not_packed(site)
+    if form not in _SEEING or mask is None:
+        return ""
+    if mask.note:
+        return f"its mask stays dense: {mask.note}"
+    return f"its mask is {mask.text} only where {mask.guards[0].text}" if mask.guards else ""
 
 
 def _source(value: object) -> fx.Node:

@@ -25,6 +25,7 @@ class Variant:
         logits_bytes: of the whole logits.
         in_place: whether gradients of tied parameters are summed in place.
         declined: why a loss head cannot be changed, one line each.
+        fused_attention: whether attentions that the model writes as several operators, or with a dense mask, are one operator each.
         unfused: element-wise chains that were measured to be as fast apart, by their nodes' names (passes/pointwise.py).
     """
 
@@ -35,11 +36,16 @@ class Variant:
     logits_bytes: int = 0
     in_place: bool = False
     declined: tuple[str, ...] = ()
+    fused_attention: bool = False
     unfused: tuple[tuple[str, ...], ...] = ()
 
     @property
     def label(self) -> str:
         """What the report calls it."""
+        return f"{self._form}, fused attention" if self.fused_attention else self._form
+
+    @property
+    def _form(self) -> str:
         if self.option != "whole":
             return f"loss head in {self.choice}"
         return "tied gradients in place" if self.in_place else "as captured"

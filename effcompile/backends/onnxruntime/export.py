@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from effcompile import sites
+from effcompile.attention.expand import without_ours
 from effcompile.errors import LoweringError
 from effcompile.export import reexport, refresh_shapes
 from effcompile.program import Program
@@ -50,6 +51,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
     Raises:
         LoweringError: torch.onnx has no translation for something; names the operator.
     """
+    program = without_ours(program)
     try:
         exported = reexport(program)
     except Exception as error:

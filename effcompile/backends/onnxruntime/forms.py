@@ -20,7 +20,8 @@ def apply_forms(exported: Exported, tags: Mapping[str, str]) -> dict[str, str]:
     applied: dict[str, str] = {}
     for site, name in exported.attentions.items():
         packed = tags.get(site) == "packed" and pack_attention(exported.model.graph, nodes[name])
-        applied[site] = "packed" if packed else "sdpa"
+        causal = nodes[name].attributes.get("is_causal")
+        applied[site] = "packed" if packed else "causal" if causal is not None and causal.as_int() else "sdpa"
     for site, name in exported.norms.items():
         kept_apart = tags.get(site, "split") == "split" and keep_norm_apart(exported.model.graph, nodes[name])
         applied[site] = "split" if kept_apart else "fused"

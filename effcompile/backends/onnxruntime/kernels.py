@@ -87,11 +87,15 @@ def _repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=list(model.opset_import), ir_version=model.ir_version)
 
 
-def _attention(packed: bool) -> Callable[[Dims], _Built]:
+def _attention(packed: bool = False, causal: bool = False) -> Callable[[Dims], _Built]:
+    """With a dense mask, or causal without one."""
+
     def build(dims: Dims) -> _Built:
-        b, h, sq, sk, d = dims
-        feeds = {"q": _noise(b, sq, h * d), "k": _noise(b, sk, h * d), "v": _noise(b, sk, h * d), "mask": np.ones((b, 1, sq, sk), bool)}
-        nodes = _packed_nodes(h) if packed else _split_nodes()
+        b, h, sq, sk, d = dims[:5]
+        feeds = {"q": _noise(b, sq, h * d), "k": _noise(b, sk, h * d), "v": _noise(b, sk, h * d)}
+        if not causal:
+            feeds["mask"] = np.ones((b, 1, sq, sk), bool)
+        nodes = _packed_nodes(h) if packed else _split_nodes(causal)
         model = _model(nodes)
         if not packed:
             model.graph.initializer.extend([_shape("heads", [0, 0, h, d]), _shape("merged", [0, 0, h * d])])
@@ -105,12 +109,12 @@ def _packed_nodes(heads: int) -> list[onnx.NodeProto]:
     return [helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"], q_num_heads=heads, kv_num_heads=heads)]
 
 
-def _split_nodes() -> list[onnx.NodeProto]:
+def _split_nodes(causal: bool) -> list[onnx.NodeProto]:
     nodes = []
     for name in "qkv":
         nodes.append(helper.make_node("Reshape", [name, "heads"], [f"{name}4"]))
         nodes.append(helper.make_node("Transpose", [f"{name}4"], [f"{name}t"], perm=[0, 2, 1, 3]))
-    nodes.append(helper.make_node("Attention", ["qt", "kt", "vt", "mask"], ["a"]))
+    nodes.append(helper.make_node("Attention", ["qt", "kt", "vt", *([] if causal else ["mask"])], ["a"], is_causal=int(causal)))
     nodes.append(helper.make_node("Transpose", ["a"], ["at"], perm=[0, 2, 1, 3]))
     nodes.append(helper.make_node("Reshape", ["at", "merged"], ["y"]))
     return nodes
@@ -175,7 +179,8 @@ _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
     "linear/w8": _linear("w8"),
     "linear/w4": _linear("w4"),
     "matmul/fp32": _matmul,
-    "attention/sdpa": _attention(packed=False),
+    "attention/sdpa": _attention(),
+    "attention/causal": _attention(causal=True),
     "attention/packed": _attention(packed=True),
     "norm/layer": _norm("LayerNormalization"),
     "norm/rms": _norm("RMSNormalization"),

@@ -184,7 +184,7 @@ def _why_not(program: Program) -> str | None:
 def _unchanged(program: Program) -> dict[str, str]:
     """Sites that OpenVINO takes as the graph has them."""
     found = {site.site: "folded" for site in embeddings(program)}  # lookups of constant ids became constants
-    found.update({site.site: "sdpa" for site in attentions(program)})
+    found.update({site.site: "causal" if site.causal else "sdpa" for site in attentions(program)})
     found.update({site.site: "split" for site in add_norms(program)})
     found.update({site.site: "erf" for site in gelus(program)})
     return found

@@ -106,6 +106,15 @@ def _attention(dims: Dims) -> Made:
     return ops.scaled_dot_product_attention(*parameters), parameters, values
 
 
+def _causal(dims: Dims) -> Made:
+    from openvino import opset13 as ops
+
+    b, h, sq, sk, d, _ = dims
+    values = [_random(b, h, s, d) for s in (sq, sk, sk)]
+    parameters = [_parameter(v) for v in values]
+    return ops.scaled_dot_product_attention(*parameters, causal=True), parameters, values
+
+
 def _attention_int8(dims: Dims) -> Made:
     """As NNCF writes it: FakeQuantize to 256 levels on q and k."""
     from openvino import opset13 as ops
@@ -186,6 +195,7 @@ _KERNELS: dict[str, Callable[[Dims], Made]] = {
     "linear/int8_static": _linear_int8,
     "matmul/fp32": _matmul,
     "attention/sdpa": _attention,
+    "attention/causal": _causal,
     "attention/sdpa_int8": _attention_int8,
     "norm/layer": _layer_norm,
     "add_norm/split": _add_norm,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from effcompile.attention.expand import without_ours
 from effcompile.errors import LoweringError
 from effcompile.export import reexport
 from effcompile.program import Program
@@ -33,7 +34,7 @@ def convert(program: Program) -> Any:
     import openvino
 
     try:
-        model = openvino.convert_model(reexport(program))
+        model = openvino.convert_model(reexport(without_ours(program)))
     except Exception as error:
         raise LoweringError(f"OpenVINO cannot convert {program.name}: {first_line(error)}. Choose another backend.") from error
     if len(model.inputs) != len(program.inputs):

@@ -260,7 +260,7 @@ def _edit_attentions(program: Program) -> None:
     added: dict[fx.Node, fx.Node] = {}
     for site in attentions(program):
         site.node.meta[SITE] = site.site
-        if program.tags.get(site.site) != "math":
+        if program.tags.get(site.site) != "math" or site.ours:
             continue
         args = [argument(site.node, name) for name in names]
         if site.mask is not None and dtype_of(site.mask) is torch.bool:

@@ -141,8 +141,15 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
 
 
 def _attentions(module: fx.GraphModule) -> dict[str, str]:
-    forms: dict[object, str] = {aten.scaled_dot_product_attention: "sdpa", aten._scaled_dot_product_attention_math: "math"}
-    return {node.meta[SITE]: forms[_packet(node)] for node in module.graph.nodes if SITE in node.meta and _packet(node) in forms}
+    ours = torch.ops.effcompile
+    forms: dict[object, str] = {
+        aten.scaled_dot_product_attention: "sdpa",
+        aten._scaled_dot_product_attention_math: "math",
+        ours.attention: "tiled",
+        ours.attention_flex: "flex",
+    }
+    found = {node: forms[_packet(node)] for node in module.graph.nodes if SITE in node.meta and _packet(node) in forms}
+    return {node.meta[SITE]: "causal" if form == "sdpa" and argument(node, "is_causal") else form for node, form in found.items()}
 
 
 def _gelus(module: fx.GraphModule) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from effcompile import torch_compat
+from effcompile.attention import flex as _registers  # noqa: F401 - the operators that are timed
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
 from effcompile.target import Dims, KernelCall
@@ -138,6 +139,46 @@ def _attention(function: Callable[..., Any]) -> Callable[[Dims, str], Body]:
     return make
 
 
+def _seeing(function: Callable[..., Any]) -> Callable[[Dims, str], Body]:
+    """The same where a query sees `visible` keys in the mean: the band on its left that does so, or all before it."""
+
+    def make(dims: Dims, engine: str) -> Body:
+        b, h, sq, sk, d, visible = dims
+        q, k, v = (torch.randn(b, s, h, d).transpose(1, 2) for s in (sq, sk, sk))
+        lo, hi = _band(sq, sk, visible)
+        return lambda: function(q, k, v, lo, hi).transpose(1, 2).reshape(b, sq, h * d)
+
+    return make
+
+
+def _band(sq: int, sk: int, visible: int) -> tuple[int | None, int | None]:
+    """(lo, hi) of a band in which a query sees about `visible` of sk keys in the mean."""
+    if visible >= sk:
+        return None, None
+    if visible > sk // 2:  # more than causal shows
+        return None, sk - sq + 2 * (visible - sk // 2)
+    return sk - sq - visible + 1, sk - sq
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _tiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi: int | None) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.effcompile.attention(q, k, v, scale=q.shape[3] ** -0.5, lo=lo, hi=hi)[0]
+    return result
+
+
+def _tiled_scores(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi: int | None) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.effcompile.attention(q, k, v, scale=q.shape[3] ** -0.5, softcap=50.0, lo=lo, hi=hi)[0]
+    return result
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi: int | None) -> torch.Tensor:
+    result: torch.Tensor = torch.ops.effcompile.attention_flex(q, k, v, scale=q.shape[3] ** -0.5, lo=lo, hi=hi)
+    return result
+
+
 def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return aten._scaled_dot_product_attention_math(q, k, v)[0]
 
@@ -189,6 +230,10 @@ _KERNELS: dict[str, Callable[[Dims, str], Body]] = {
     "matmul/fp32": _on_random(torch.matmul, lambda d: [(d[0], d[1], d[2]), (d[0], d[2], d[3])]),
     "attention/sdpa": _attention(F.scaled_dot_product_attention),
     "attention/math": _attention(_math),
+    "attention/causal": _seeing(_causal),
+    "attention/tiled": _seeing(_tiled),
+    "attention/tiled_scores": _seeing(_tiled_scores),
+    "attention/flex": _seeing(_flex),
     "norm/layer": _on_random(_norm, lambda d: [d, d[1:], d[1:]]),
     "norm/rms": _on_random(_rms, lambda d: [d, d[1:]]),
     "add_norm/split": _on_random(_add_norm, lambda d: [d, d, d[1:], d[1:]]),

@@ -1,0 +1,55 @@
+"""Attention of a captured program in one form, however the model writes it: one node each, for which kernels are then chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from effcompile.attention import flex as _flex  # noqa: F401 - registers its operator
+from effcompile.attention.forms import AttentionMatch, Unmatched
+from effcompile.attention.match import SDPA, match
+from effcompile.attention.rewrite import Rewritten, rewrite
+from effcompile.ops import attention as _attention  # noqa: F401 - the same
+from effcompile.program import Program
+
+#: In the meta of an attention's node: the model writes it as separate operators.
+EAGER = "effcompile_eager"
+#: Our own operators for an attention.
+OUR_ATTENTIONS = (torch.ops.effcompile.attention.default, torch.ops.effcompile.attention_flex.default)
+
+
+def normalised(program: Program) -> Program:
+    """The program with every attention as `scaled_dot_product_attention`, or as `effcompile::attention` where that cannot say it.
+
+    What has to stay as it is, with the reason, is in `Program.left`.
+    """
+    found = match(program.graph)
+    if not any(isinstance(m, AttentionMatch) and m.anchor.target is not SDPA for m in found):
+        left = {m.site or m.node.name: m.reason for m in found if isinstance(m, Unmatched)}
+        return replace(program, left=left) if left else program
+    edited = program.editable("")
+    return replace(edited, left=normalise(edited.graph), history=program.history)
+
+
+def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, str]:
+    """The same of a graph, in place; returns the attention → reason of what is left.
+
+    With `training`, all become `effcompile::attention`: SDPA's gradients are wrong where numbers hide a whole row (torch 2.13, CPU).
+    """
+    found = match(graph)
+    left = {m.site or m.node.name: m.reason for m in found if isinstance(m, Unmatched)}
+    as_sdpa = [] if training else rewrite(graph, form="sdpa", matches=_eager(found), grouped=False)
+    as_ours = rewrite(graph, form="attention", matches=_eager(match(graph)), training=training)
+    for outcome in [*(o for o in as_sdpa if isinstance(o, Rewritten)), *as_ours]:
+        if isinstance(outcome, Rewritten):
+            outcome.node.meta[EAGER] = True
+        else:
+            left[outcome.site or outcome.node.name] = outcome.reason
+    return left
+
+
+def _eager(found: Iterable[AttentionMatch | Unmatched]) -> list[AttentionMatch]:
+    return [m for m in found if isinstance(m, AttentionMatch) and m.anchor.target is not SDPA]
