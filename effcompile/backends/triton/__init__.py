@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -28,12 +28,20 @@ def unavailable() -> str | None:
     """None, or why the kernels cannot run in this process, with what would mend it. Imports no triton."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install 'effcompile[triton]'"
-    found = version("triton")
-    if tuple(map(int, found.split(".")[:2])) < _OLDEST:
+    found = _version()
+    if found is not None and tuple(map(int, found.split(".")[:2])) < _OLDEST:
         return f"triton {found} is older than {_OLDEST[0]}.{_OLDEST[1]}: pip install --upgrade triton"
     if interpreting() or torch.cuda.is_available():
         return None
     return "there is no GPU here, and this is not an interpreter process (TRITON_INTERPRET=1)"
+
+
+def _version() -> str | None:
+    """Of triton, without importing it; None for a build that came under another name."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
 
 
 def register(device: str = "cuda") -> str | None:

@@ -1,0 +1,37 @@
+"""Without triton, with an old one, or without a GPU, the kernels are declined with a reason; looking does not import triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from effcompile.backends import triton
+
+REASONS = {
+    "no triton": (None, "pip install 'effcompile[triton]'"),
+    "old": ("3.1.0", "3.1.0 is older than 3.6"),
+    "no GPU": ("3.6.0", "no GPU"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_declined_with_the_reason(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, said = REASONS[case]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if found is None else object())
+    monkeypatch.setattr(triton, "_version", lambda: found)
+    monkeypatch.setattr(triton, "interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    triton.unavailable.cache_clear()
+    reason = triton.register()
+    triton.unavailable.cache_clear()
+    assert reason is not None and said in reason
+
+
+def test_asking_does_not_import_triton() -> None:
+    code = "import sys, effcompile.backends.triton as t; t.unavailable(); print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
