@@ -15,7 +15,7 @@ __all__ = ["interpreting", "register", "unavailable"]
 #: The oldest triton the kernels are tested with (torch 2.11 brings 3.6).
 _OLDEST = (3, 6)
 #: Modules whose `register` gives a device our kernels.
-_OPERATORS = ("attention", "block_sparse", "loss_head", "rows")
+_OPERATORS = ("attention", "block_sparse", "group_quant", "loss_head", "rows")
 
 
 def interpreting() -> bool:

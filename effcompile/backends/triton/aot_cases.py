@@ -6,23 +6,25 @@ from typing import Any
 
 import torch
 
-from effcompile.backends.triton import attention
+from effcompile.backends.triton import attention, block_sparse, group_quant, loss_head
 from effcompile.backends.triton.configs import Config, using
 from effcompile.ops.attention_terms import Terms
+from effcompile.ops.loss_head import MEAN
 
 #: Causal, 4:1 grouped heads: the case that the facts and the published figures are for.
 _SHAPE = (2, 16, 4, 4096)  # batch, heads, key heads, length
 
 
 def attention_launches(
-    *, dtype: str, d: int, kernel: str, config: dict[str, Any], terms: dict[str, Any] | None = None, tensors: tuple[str, ...] = ()
-) -> None:
+    *, dtype: str, d: int, kernel: str, config: dict[str, Any], terms: dict[str, Any] | None = None, tensors: tuple[str, ...] = (),
+    shape: tuple[int, int, int, int] = _SHAPE,
+) -> None:  # fmt: skip
     """Forward and backward of attention of head size d, `kernel` with this configuration.
 
     `terms` are numbers of `Terms`, causal where none are given; `tensors` names those of its tensors that there are.
     """
     made = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    b, h, heads, s = _SHAPE
+    b, h, heads, s = shape
     q, grad = (torch.empty((b, h, s, d), dtype=made, device="meta") for _ in range(2))
     k, v = (torch.empty((b, heads, s, d), dtype=made, device="meta") for _ in range(2))
     shapes = {"bias": ((1, h, s, s), made), "sink": ((h,), made), "mask": ((b, 1, s, s), torch.bool), "valid": ((b, s), torch.bool),
@@ -35,3 +37,37 @@ def attention_launches(
         else:
             out, lse = torch.empty_like(q), torch.empty((b, h, s), device="meta")
             attention.backward(grad, q, k, v, out, lse, given)
+
+
+def loss_head_launches(*, softcap: bool = False) -> None:
+    """The loss head's two kernels, in bf16."""
+    x, weight, target = _made(8192, 2048), _made(32000, 2048), _made(8192, dtype=torch.int64)
+    form = (MEAN, -100, 1.0, 30.0, softcap, 8)
+    _, lse = loss_head.forward(x, weight, None, target, *form)
+    loss_head.backward(_made(dtype=torch.float32), x, weight, None, target, lse, *form, [True, True, False])
+
+
+def block_sparse_launches(*, block: int) -> None:
+    """The two products and the sampled one, in bf16."""
+    side, blocks = 4096 // block, (4096 // block) ** 2 // 10
+    x, values = _made(8192, 4096), _made(blocks, block, block)
+    ptr, index = _made(side + 1, dtype=torch.int32), _made(blocks, dtype=torch.int32)
+    kernels = block_sparse.Kernels()
+    kernels.linear(x, values, ptr, index, None)
+    kernels.grad_values(x, x, ptr, index)
+
+
+def group_quant_launches(*, weight: str) -> None:
+    """A quantised linear: `weight` int4 or int8 with bf16 rows and groups of 128, or "int8x8"; and the quantisation to float8."""
+    rows, n, k = 64, 4096, 4096
+    both = weight == "int8x8"
+    codes = _made(n, k // 2, dtype=torch.uint8) if weight == "int4" else _made(n, k, dtype=torch.int8)
+    x, x_scales = (_made(rows, k, dtype=torch.int8), _made(rows, 1, dtype=torch.float32)) if both else (_made(rows, k), None)
+    scales = _made(n, 1 if both else k // 128, dtype=torch.float32)
+    group_quant.linear(x, codes, scales, x_scales, _made(n), _made(rows, n), "gelu", torch.bfloat16)
+    group_quant.quantize(_made(rows, k), 128, torch.float8_e4m3fn)
+
+
+def _made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor without data."""
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -21,9 +21,25 @@ def job(**changes: object) -> Job:
 def test_compiles_with_every_term_and_reports_what_a_kernel_needs() -> None:
     pytest.importorskip("triton")
     every = {"terms": {"lo": -127, "hi": 0, "softcap": 30.0, "chunk": 512}, "tensors": ["bias", "sink", "mask", "valid", "q_ids", "k_ids"]}
-    (_, report), (_, wrong) = compile_jobs([job(**every), job(dtype="int3")])
-    assert report.fits("sm_90") and report.tensor_ops > 0 and 0 < report.registers <= 255
+    (_, report), (_, single), (_, wrong) = compile_jobs([job(**every), job(shape=[1, 1, 1, 999]), job(dtype="int3")])
+    for one in (report, single):  # a single head: the launcher folds ones into the code
+        assert one.fits("sm_90") and one.tensor_ops > 0 and 0 < one.registers <= 255
     assert wrong.error is not None and "int3" in wrong.error
+
+
+OTHERS = {
+    "loss_head_rows": ("loss_head", {"softcap": True}),
+    "block_sparse_product": ("block_sparse", {"block": 64}),
+    "quantized_product": ("group_quant", {"weight": "int4"}),
+}
+
+
+def test_the_other_kernels_use_tensor_cores_and_do_not_spill() -> None:
+    pytest.importorskip("triton")
+    where = LAUNCHES.partition(":")[0]
+    jobs = [Job(arch="sm_90", launch=f"{where}:{name}_launches", kernel=kernel, arguments=a) for kernel, (name, a) in OTHERS.items()]
+    for one, report in compile_jobs(jobs):
+        assert report.fits("sm_90") and report.tensor_ops > 0 and report.spills == 0, (one.kernel, report)
 
 
 def test_a_worker_that_dies_costs_one_job() -> None:

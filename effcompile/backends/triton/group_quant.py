@@ -1,0 +1,86 @@
+"""Group-wise 8-bit codes and quantised linears on tiled kernels: those operators on a device, once `register` has been called."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+from torch import Tensor
+
+from effcompile.backends.triton import interpreting
+from effcompile.backends.triton.kernels.group_quant import dequantize_kernel, quantize_kernel, quantized_product
+from effcompile.ops import group_quant as op
+
+__all__ = ["dequantize", "linear", "quantize", "register"]
+
+_LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
+#: Elements that one program quantises.
+_TILE = 4096
+#: The narrowest product of 8-bit codes on tensor cores.
+_NARROWEST = 32
+
+
+def register(device: str) -> None:
+    """Run the operators of `effcompile.ops.group_quant` on the tiled kernels on this type of device."""
+    op.quantize_groups.register_kernel(device)(quantize)
+    op.dequantize_groups.register_kernel(device)(dequantize)
+    op.quantized_linear.register_kernel(device)(linear)
+
+
+def quantize(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(codes, scales), see `effcompile::quantize_groups`."""
+    op.check_groups(x, group, dtype)
+    x = x.contiguous()
+    codes, scales = x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.float32)
+    if scales.numel():
+        block, rows = _rows(group)
+        with torch.cuda.device_of(x):
+            quantize_kernel[(triton.cdiv(scales.numel(), rows),)](
+                x, codes, scales, scales.numel(), op.LARGEST[dtype], dtype == torch.int8, group, block, rows, **_LAUNCH
+            )
+    return codes, scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """codes · scale, see `effcompile::dequantize_groups`."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    out = codes.new_empty(codes.shape, dtype=dtype)
+    if out.numel():
+        group = codes.shape[-1] // scales.shape[-1]
+        block, rows = _rows(group)
+        with torch.cuda.device_of(codes):
+            dequantize_kernel[(triton.cdiv(scales.numel(), rows),)](codes, scales, out, scales.numel(), group, block, rows, **_LAUNCH)
+    return out
+
+
+def linear(
+    x: Tensor, codes: Tensor, scales: Tensor, x_scales: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    activation: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """See `effcompile::quantized_linear`. Groups that no block of 32 divides are made dense, and torch computes."""
+    n, k = op.check_linear(x, codes, scales, x_scales, activation)
+    group = k // scales.shape[1]
+    block_k = math.gcd(group, 128) if x_scales is None else 64
+    flat = x.reshape(-1, k)
+    y = x.new_empty((*x.shape[:-1], n), dtype=dtype)
+    if block_k < _NARROWEST or x.dtype == torch.float64 or not y.numel():
+        return op.linear_by_torch(x, codes, scales, x_scales, bias, residual, activation, dtype)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    block_m = 32 if interpreting() else max(16, min(128, triton.next_power_of_2(flat.shape[0])))
+    block_n = 32 if interpreting() else 64
+    precision = None if x.dtype != torch.float32 else "ieee" if interpreting() or torch.version.hip else "tf32x3"
+    grid = (triton.cdiv(flat.shape[0], block_m) * triton.cdiv(n, block_n),)
+    given = [None if t is None else t.contiguous() for t in (x_scales, bias, residual)]
+    with torch.cuda.device_of(x):
+        quantized_product[grid](
+            flat, codes.contiguous(), scales.contiguous(), *given, y, flat.shape[0], n, k, flat.stride(0), group,
+            codes.dtype == torch.uint8, activation, block_m, block_n, block_k, precision, num_warps=4, num_stages=3, enable_fp_fusion=True,
+        )  # fmt: skip
+    return y
+
+
+def _rows(group: int) -> tuple[int, int]:
+    """(the group's next power of two, groups per program)."""
+    block = triton.next_power_of_2(group)
+    return block, max(1, _TILE // block)
