@@ -13,6 +13,7 @@ from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.compress import Compress
 from effcompile.passes.fuse import Fuse
+from effcompile.passes.fused_attention import FusedAttention
 from effcompile.passes.heads import LossHeads
 from effcompile.passes.levers import Levers
 from effcompile.passes.logits import Logits
@@ -50,6 +51,7 @@ PASSES: dict[str, type[Any]] = {
 
 #: The passes of a training step. They propose options of its blocks and forms of its loss head; see remat/ for what applies them.
 TRAINING_PASSES: dict[str, type[Any]] = {
+    "attention": FusedAttention,
     "loss_head": LossHeads,
     "pointwise": Pointwise,
     "checkpoint": Checkpoint,
@@ -105,6 +107,16 @@ def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint,
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
     return made["checkpoint"], made.get("loss_head"), made.get("pointwise")
+
+
+def load_attention(spec: Sequence[str] | None = None) -> FusedAttention | None:
+    """The pass that fuses the attentions of a training step, described as in `load_passes`; None where it is left out."""
+    selected = _selected(TRAINING_PASSES, spec, OPTIONAL)
+    if "attention" not in selected:
+        return None
+    cls, settings = selected["attention"]
+    made: FusedAttention = cls(**settings)
+    return made if made.enabled else None
 
 
 def load_levers(spec: Sequence[str] | None = None, *, linked: bool = False) -> Levers:

@@ -32,9 +32,10 @@ class Attended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedAttention:
-    """`enabled`: run every attention as one operator, where that is predicted to be faster or needed for the memory."""
+    """`enabled`: run every attention as one operator, where that is predicted to be faster or needed for the memory; `always`: anyway."""
 
     enabled: bool = True
+    always: bool = False
 
     name: ClassVar[str] = "attention"
     exact: ClassVar[bool] = True

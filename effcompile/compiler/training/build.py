@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from effcompile.compiler.search import versions
-from effcompile.compiler.training import moved
+from effcompile.compiler.training import attend, moved
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
 from effcompile.cost import Cost, Provenance
@@ -45,8 +44,15 @@ def build_plan(
         target=figures.target.name,
         target_line=figures.target.describe(),
         backend="torch",
-        decisions=(*_checkpoints(best, figures), *moved.decisions(best), *_head(best, found), *_gradients(best), *_chains(best)),
-        declined=(*_not_taken(best), *_other_heads(best, others), *_refused_heads(prepared)),
+        decisions=(
+            *_checkpoints(best, figures),
+            *moved.decisions(best),
+            *attend.decisions(found.attended, fused=prepared.variant.fused_attention),
+            *_head(best, found),
+            *_gradients(best),
+            *_chains(best),
+        ),
+        declined=(*_not_taken(best), *_other_heads(best, others), *_refused_heads(prepared), *attend.refusals(found.attended)),
         certificate=Certificate(
             status=solution.status,
             objective=best.seconds,
@@ -80,15 +86,10 @@ def fingerprint(step: Step) -> str:
 
 def describe_inputs(step: Step) -> tuple[str, ...]:
     """One line for each input: `input_ids [2 × 512] int64`."""
-    given, _ = pytree.tree_flatten_with_path((step.args, dict(step.kwargs or {})))
-    names: dict[int, list[str]] = {}
-    for path, leaf in given:
-        names.setdefault(id(leaf), []).append(pytree.keystr(path[1:]).strip("[]'"))
     lines = []
-    for node, leaf in zip(step.inputs, step.leaves(step.args, step.kwargs or {}), strict=True):
+    for node, name in zip(step.inputs, attend.input_names(step), strict=True):
         value = node.meta["val"]
         shape = " × ".join(str(int(s)) for s in value.shape)
-        name = (names.get(id(leaf)) or [node.name]).pop(0)  # one tensor may be given twice
         lines.append(f"{name} [{shape}] {str(value.dtype).removeprefix('torch.')}")
     return tuple(lines)
 
@@ -103,6 +104,7 @@ def saved_schedule(best: Schedule) -> dict[str, Any]:
         "loss_head": variant.option,
         "chunks": variant.chunks,
         "in_place": variant.in_place,
+        "attention": attend.FUSED if variant.fused_attention else attend.WRITTEN,
         "unfused": [list(names) for names in variant.unfused],
         "kept": {block.name: sorted(option.kept) for block, option in zip(blocks, best.chosen, strict=True)},
         "groups": [[group.first, group.last] for group in best.solution.groups],

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from effcompile.backends.torch.training import StepRunner
-from effcompile.capture import capture_training
 from effcompile.compiler.machine import AUTO, resolve
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training import verify
+from effcompile.compiler.training.attend import FUSED, WRITTEN, Captured, captured
 from effcompile.compiler.training.build import build_plan, fingerprint, restored, unfused
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.figures import keep_figures, known_figures
@@ -24,13 +24,13 @@ from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, Pr
 from effcompile.compiler.training.solve import Schedule, best_schedule, frontier
 from effcompile.errors import FormatError, InfeasibleError, UsageError, VerificationError
 from effcompile.goal import Goal
-from effcompile.passes import Levers, load_levers, load_training_passes
+from effcompile.passes import Levers, load_attention, load_levers, load_training_passes
 from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.fused_attention import FusedAttention
 from effcompile.passes.heads import LossHeads
 from effcompile.passes.pointwise import Pointwise
 from effcompile.plan import Plan, Totals
 from effcompile.planner.remat import BlockFront
-from effcompile.step import Step
 from effcompile.target import Target
 from effcompile.units import format_bytes
 
@@ -54,19 +54,24 @@ class Work:
     checkpoint: Checkpoint
     heads: LossHeads | None
     pointwise: Pointwise | None
+    attention: FusedAttention | None
     figures: Figures
     levers: Levers = ALONE
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
 
-    def capture(self, keep_outputs: bool) -> Step:
-        """The joint graph of the step."""
+    def capture(self, keep_outputs: bool) -> Captured:
+        """The joint graph of the step, in one or two forms."""
         with self.progress.step("capture the step"):
-            return capture_training(self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=keep_outputs)
+            return captured(self.model, self.args, self.kwargs, self.loss, keep_outputs, self.attention)
 
-    def prepare(self, step: Step, unfused: Collection[frozenset[str]] | None = None) -> Preparation:
+    def prepare(self, step: Captured, unfused: Collection[frozenset[str]] | None = None) -> Preparation:
         """Its variants with their options; what was measured for them is kept for the next plan."""
-        found = prepare(step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress, unfused=unfused, levers=self.levers)
+        found = prepare(
+            step.step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress,
+            forms=step.forms(self.attention), unfused=unfused, levers=self.levers,
+        )  # fmt: skip
+        found = replace(found, attended=step.attended)
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
         return found
@@ -196,7 +201,7 @@ def _work(
     figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
     return Work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
-        figures=figures, levers=levers, progress=progress, notes=notes,
+        attention=load_attention(passes), figures=figures, levers=levers, progress=progress, notes=notes,
     )  # fmt: skip
 
 
@@ -261,10 +266,13 @@ def _reapply(
     heads = replace(work.heads, chunks=chunks) if work.heads is not None and isinstance(chunks, int) and option != "whole" else work.heads
     lazy = _NoOptions(points=work.checkpoint.points, groups=work.checkpoint.groups)
     step = work.capture(keep_outputs)
-    known = fingerprint(step) == plan.fingerprint
+    if plan.schedule.get("attention", WRITTEN) == WRITTEN:
+        step = replace(step, fused=None)
+    known = fingerprint(step.step) == plan.fingerprint
     found = replace(work, heads=heads, checkpoint=lazy).prepare(step, unfused(plan.schedule)) if known else None
-    wanted = (option, plan.schedule.get("in_place"))
-    prepared = next((p for p in found.variants if (p.variant.option, p.variant.in_place) == wanted), None) if found else None
+    wanted = (option, plan.schedule.get("in_place"), plan.schedule.get("attention", WRITTEN) == FUSED)
+    variants = found.variants if found else []
+    prepared = next((p for p in variants if (p.variant.option, p.variant.in_place, p.variant.fused_attention) == wanted), None)
     if prepared is None:
         raise FormatError(
             f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}. "

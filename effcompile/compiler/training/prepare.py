@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training.attend import AS_WRITTEN, Forms
 from effcompile.compiler.training.rates import rates_of
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
@@ -16,6 +17,7 @@ from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.fused_attention import Attended
 from effcompile.passes.heads import LossHeads, Variant
 from effcompile.passes.levers import Levers
 from effcompile.passes.pointwise import Pointwise
@@ -28,6 +30,10 @@ from effcompile.target import Target
 
 #: Recomputation alone: what there is without asking.
 ALONE = Levers()
+
+
+#: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor.
+_CLEARLY_FASTER = 0.97
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +113,7 @@ class Preparation:
 
     Attributes:
         variants: ready to be planned, the one with the loss head as captured first.
+        attended: what can be said of its attentions.
         captured: the step. seconds, peak_bytes: predicted of it, with all kept that its backward reads.
     """
 
@@ -114,11 +121,12 @@ class Preparation:
     captured: Step
     seconds: float
     peak_bytes: int
+    attended: Attended = field(default_factory=Attended)
 
 
 def prepare(
     step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures,
-    progress: Progress = QUIET, *, unfused: Collection[frozenset[str]] | None = None, levers: Levers = ALONE,
+    progress: Progress = QUIET, *, forms: Forms = AS_WRITTEN, unfused: Collection[frozenset[str]] | None = None, levers: Levers = ALONE,
 ) -> Preparation:  # fmt: skip
     """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants.
 
@@ -129,11 +137,15 @@ def prepare(
         pointwise: fuses chains; None leaves them as they are.
         figures: times of operators.
         progress: is told what is being done.
+        forms: the same step with its attentions fused. It keeps no scores; where it is clearly faster too, the step as captured is
+            no variant, else both are.
         unfused: chains to leave apart, decided earlier; None decides by measuring.
         levers: what may be done with values beside keeping and recomputing them.
     """
+    steps = _steps(step, forms, figures, progress)
     with progress.step("find loss head"):
-        variants = heads.variants(step) if heads is not None else (Variant(step=step),)
+        groups = [(form, heads.variants(form) if heads is not None else (Variant(step=form),)) for form in steps]
+    variants = tuple(replace(variant, fused_attention=form is forms.fused) for form, group in groups for variant in group)
     if pointwise is not None:
         with progress.step("fuse element-wise operators"):
             variants = tuple(_fused(variant, pointwise, figures, progress, unfused) for variant in variants)
@@ -151,6 +163,18 @@ def prepare(
             prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
     peak = simulate_unplanned(_cut(step, plain, figures)).peak_bytes
     return Preparation(variants=prepared, captured=step, seconds=_seconds(step, plain, figures), peak_bytes=peak)
+
+
+def _steps(step: Step, forms: Forms, figures: Figures, progress: Progress) -> list[Step]:
+    """The forms of a step that the planner chooses from."""
+    fused = forms.fused
+    if fused is None or forms.only:
+        return [step if fused is None else fused]
+    with progress.step("measure attention"):
+        held = [(form, _storages(form)) for form in (step, fused)]
+        figures.measure((n for form, storages in held for n in _costly(form, storages)), progress)
+        as_written, as_fused = (_seconds(form, storages, figures) for form, storages in held)
+    return [fused] if as_fused < _CLEARLY_FASTER * as_written else [fused, step]
 
 
 def with_levers(
