@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile import torch_compat
+from effcompile.ops import block_sparse
 from effcompile.timing import median_seconds
 
 
@@ -59,6 +60,7 @@ def measure(
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
+    args = tuple(block_sparse.with_indices(node.target, args))
     with torch.no_grad():
         call = lambda: node.target(*args, **kwargs)  # type: ignore[operator] # noqa: E731
         with torch_compat.memory_profile() as profile:

@@ -33,8 +33,8 @@ def flops(node: fx.Node) -> float:
     packet: Any = getattr(node.target, "overloadpacket", None)
     count = UNCOUNTED_FLOPS.get(packet) or flop_registry.get(packet)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
-    if str(packet).startswith("effcompile."):
-        return _loss_head(str(packet).removeprefix("effcompile."), args)
+    if (name := str(packet).removeprefix("effcompile.")) in _LOSS_HEADS:
+        return _loss_head(name, args)
     if count is None:
         return 0.0
     try:
@@ -44,9 +44,7 @@ def flops(node: fx.Node) -> float:
 
 
 def _loss_head(name: str, args: Any) -> float:
-    """2NVD for the logits, and as much for the gradients of x and of W each; 0 for another operator of ours."""
-    if name not in _LOSS_HEADS:
-        return 0.0
+    """2NVD for the logits, and as much for the gradients of x and of W each."""
     x, weight, needs = _LOSS_HEADS[name]
     products = 1 + (sum(map(bool, args[needs][:2])) if needs is not None else 0)
     return float(products * 2 * args[x].numel() * args[weight].shape[0])

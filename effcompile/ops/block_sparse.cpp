@@ -18,107 +18,16 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <utility>
-#if KIND == 2
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 namespace {
 
-constexpr int FP32 = 0, PAIRS = 2;
-constexpr int W = WIDTH;
+constexpr int PAIRS = 2;
 constexpr int PER_WORD = KIND == PAIRS ? 2 : 1;
 constexpr int STEPS = BLOCK / PER_WORD;               // words of a block's row
 constexpr int GROUP = BLOCK > W ? BLOCK : W;          // outputs that are computed before they are written: whole cache lines
 constexpr int COLS = BLOCK == 1 ? W : 4;              // the sampled product's tile: DOTS x COLS = W dot products
 constexpr int DOTS = W / COLS;
-
-typedef float V __attribute__((vector_size(W * 4)));
-typedef uint32_t VU __attribute__((vector_size(W * 4)));
-typedef uint16_t VH __attribute__((vector_size(W * 2)));
-typedef float VLoose __attribute__((vector_size(W * 4), aligned(2), may_alias));  // anywhere in memory
-typedef uint16_t VHLoose __attribute__((vector_size(W * 2), aligned(2), may_alias));
-
-#if KIND == 0
-typedef float Element;  // of x, y and dy
-#else
-typedef uint16_t Element;
-#endif
-#if KIND == 2
-typedef uint16_t Weight;
-#else
-typedef float Weight;
-#endif
-
-inline V load(const float* p) { return *reinterpret_cast<const VLoose*>(p); }
-inline void store(float* p, V v) { *reinterpret_cast<VLoose*>(p) = v; }
-
-#if KIND == 2
-inline V multiply_add(V acc, V a, V b) { return (V)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-inline V multiply_add(V acc, const float* weight, V b) {
-    int32_t word;
-    std::memcpy(&word, weight, 4);
-    return multiply_add(acc, (V)_mm512_set1_epi32(word), b);
-}
-#else
-inline V multiply_add(V acc, V a, V b) { return acc + a * b; }
-inline V multiply_add(V acc, const float* weight, V b) { return acc + *weight * b; }
-#endif
-
-// W words of a row of x or dy.
-inline V load_words(const Element* p) {
-#if KIND == 1
-    VH half = *reinterpret_cast<const VHLoose*>(p);
-    return (V)(__builtin_convertvector(half, VU) << 16);
-#else
-    return load(reinterpret_cast<const float*>(p));
-#endif
-}
-
-// W results into y, rounded to nearest even for bf16.
-inline void store_elements(Element* p, V v) {
-#if KIND == 0
-    store(p, v);
-#else
-    VU u = (VU)v;
-    VU rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    VU is_nan = (VU)((u & 0x7fffffff) > 0x7f800000);
-    *reinterpret_cast<VHLoose*>(p) = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & rounded), VH);
-#endif
-}
-
-// Exchange, between two rows, the lanes whose index has bit H: one stage of a transposition.
-template <int H, bool SECOND, size_t... I>
-inline V exchanged(V a, V b, std::index_sequence<I...>) {
-    return __builtin_shufflevector(a, b, (int)(SECOND ? ((I & H) ? W + I : I + H) : ((I & H) ? W + I - H : I))...);
-}
-template <int H>
-inline V first_of(V a, V b) { return exchanged<H, false>(a, b, std::make_index_sequence<W>()); }
-template <int H>
-inline V second_of(V a, V b) { return exchanged<H, true>(a, b, std::make_index_sequence<W>()); }
-
-template <int H>
-inline void transpose_stages(V* r) {
-    if constexpr (H < W) {
-#pragma GCC unroll 16
-        for (int i = 0; i < W; i++)
-            if (!(i & H)) {
-                V a = r[i], b = r[i + H];
-                r[i] = first_of<H>(a, b);
-                r[i + H] = second_of<H>(a, b);
-            }
-        transpose_stages<H * 2>(r);
-    }
-}
-
-// Lane i of the result: the sum of the lanes of r[i].
-template <int H>
-inline V lane_sums(V* r) {
-#pragma GCC unroll 16
-    for (int i = 0; i < H; i++) r[i] = first_of<H>(r[i], r[i + H]) + second_of<H>(r[i], r[i + H]);
-    if constexpr (H > 1) return lane_sums<H / 2>(r);
-    return r[0];
-}
 
 // ------------------------------------------------------------------ rows of x into a transposed panel
 
@@ -250,7 +159,7 @@ void dispatch(int vecs, const Product& p, const float* panel, int64_t m, int64_t
 // How the M rows are cut into panels: as even as whole vectors allow, so that no panel is a thin rest.
 struct Panels {
     int64_t rows, vectors, count;
-    explicit Panels(int64_t m) : rows(m), vectors((m + W - 1) / W), count((vectors + VECS - 1) / VECS) {}
+    Panels(int64_t m, int64_t widest) : rows(m), vectors((m + W - 1) / W), count((vectors + widest - 1) / widest) {}
     int64_t start(int64_t i) const { return (vectors / count * i + std::min(i, vectors % count)) * W; }
     int vecs(int64_t i) const { return (int)(vectors / count + (i < vectors % count)); }
     int64_t height(int64_t i) const { return std::min(rows - start(i), (int64_t)vecs(i) * W); }
@@ -268,15 +177,16 @@ int check(const int32_t* crow, const int32_t* col, int64_t block_rows, int64_t b
 
 }  // namespace
 
-// y (M, N) = x (M, K) W^T + bias. Workspace: stripe_panels * K words * VECS * W floats. Returns `check`'s verdict; on a bad index nothing
+// y (M, N) = x (M, K) W^T + bias. Panels have up to `widest` vectors of rows, at most VECS; `stripe_panels` are transposed at a time, of
+// which one core works on `cache_panels` at a time. Workspace: stripe_panels * K words * widest * W floats. Returns `check`'s verdict; on a bad index nothing
 // is written.
 extern "C" int linear(const Element* x, int64_t ldx, int64_t m, int64_t block_cols, const Weight* values, const int32_t* crow,
                       const int32_t* col, int64_t block_rows, int64_t capacity, const float* bias, Element* y, int64_t ldy,
-                      float* workspace, int64_t stripe_panels, int64_t cache_panels, int64_t threads) {
+                      float* workspace, int64_t widest, int64_t stripe_panels, int64_t cache_panels, int64_t threads) {
     if (int bad = check(crow, col, block_rows, block_cols, capacity)) return bad;
     const Product p{reinterpret_cast<const float*>(values), crow, col, block_rows, block_rows * BLOCK, bias, y, ldy};
-    const Panels panels(m);
-    const int64_t words = block_cols * STEPS, slot = words * VECS * W, groups = (p.n + GROUP - 1) / GROUP;
+    const Panels panels(m, widest);
+    const int64_t words = block_cols * STEPS, slot = words * widest * W, groups = (p.n + GROUP - 1) / GROUP;
     const int64_t slice = std::max<int64_t>(W, (words + 15) / 16 / W * W);  // of a panel, per packing task
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     for (int64_t from = 0; from < panels.count; from += stripe_panels) {
@@ -318,14 +228,38 @@ extern "C" int transpose_values(const Weight* values, const int32_t* perm, int64
 
 namespace {
 
-// W dot products over `vecs` vectors: DOTS rows of a (`stride` floats apart) with COLS rows of b. Lane d * COLS + c is a[d] . b[c].
-template <typename Rows>
-inline V dots(const float* a, int64_t stride, const Rows& b, int vecs) {
+#if BLOCK == 1
+// W dot products over `vecs` vectors: of a with W rows. Eight at a time, for as many addresses are kept in registers.
+inline V dots(const float* a, const float* const* rows, int vecs) {
+    constexpr int PART = W < 8 ? W : 8;
+    V sums[W];
+    for (int part = 0; part < W; part += PART) {
+        V acc[PART][2] = {};
+        int v = 0;
+        for (; v + 1 < vecs; v += 2) {
+            V even = load(a + v * W), odd = load(a + (v + 1) * W);
+#pragma GCC unroll 8
+            for (int c = 0; c < PART; c++) {
+                acc[c][0] = multiply_add(acc[c][0], even, load(rows[part + c] + v * W));
+                acc[c][1] = multiply_add(acc[c][1], odd, load(rows[part + c] + (v + 1) * W));
+            }
+        }
+#pragma GCC unroll 8
+        for (int c = 0; c < PART; c++) {
+            if (v < vecs) acc[c][0] = multiply_add(acc[c][0], load(a + v * W), load(rows[part + c] + v * W));
+            sums[part + c] = acc[c][0] + acc[c][1];
+        }
+    }
+    return lane_sums<W / 2>(sums);
+}
+#else
+// W dot products over `vecs` vectors: DOTS rows of a with COLS rows of b, `stride` floats apart. Lane d * COLS + c is a[d] . b[c].
+inline V dots(const float* a, const float* b, int64_t stride, int vecs) {
     V acc[W] = {};
     for (int v = 0; v < vecs; v++) {
         V bs[COLS];
 #pragma GCC unroll 16
-        for (int c = 0; c < COLS; c++) bs[c] = load(b(c) + v * W);
+        for (int c = 0; c < COLS; c++) bs[c] = load(b + c * stride + v * W);
 #pragma GCC unroll 16
         for (int d = 0; d < DOTS; d++) {
             V as = load(a + d * stride + v * W);
@@ -335,10 +269,7 @@ inline V dots(const float* a, int64_t stride, const Rows& b, int vecs) {
     }
     return lane_sums<W / 2>(acc);
 }
-
-inline void put(float* out, V sums, int from, int count, bool add) {
-    for (int i = 0; i < count; i++) out[i] = add ? out[i] + sums[from + i] : sums[from + i];
-}
+#endif
 
 // The blocks [first, last) of one block row: dy's rows in `grad` (b, stride), x's panel (K, stride).
 void sampled_row(const float* grad, const float* panel, const int32_t* col, int64_t first, int64_t last, int vecs, float* out, bool add) {
@@ -348,15 +279,25 @@ void sampled_row(const float* grad, const float* panel, const int32_t* col, int6
         const int valid = (int)std::min<int64_t>(COLS, last - j);
         const float* rows[COLS];
         for (int c = 0; c < COLS; c++) rows[c] = panel + col[j + std::min(c, valid - 1)] * stride;
-        put(out + j, dots(grad, stride, [&](int c) { return rows[c]; }, vecs), 0, valid, add);
+        V sums = dots(grad, rows, vecs);
+        if (valid == W) {
+            store(out + j, add ? load(out + j) + sums : sums);
+        } else {
+            for (int c = 0; c < valid; c++) out[j + c] = add ? out[j + c] + sums[c] : sums[c];
+        }
     }
 #else
     for (int64_t j = first; j < last; j++)
         for (int c = 0; c < BLOCK; c += COLS)
             for (int r = 0; r < BLOCK; r += DOTS) {
                 const float* rows = panel + ((int64_t)col[j] * BLOCK + c) * stride;
-                V sums = dots(grad + r * stride, stride, [&](int i) { return rows + i * stride; }, vecs);
-                for (int d = 0; d < DOTS; d++) put(out + (j * BLOCK + r + d) * BLOCK + c, sums, d * COLS, COLS, add);
+                alignas(64) float sums[W];
+                store(sums, dots(grad + r * stride, rows, stride, vecs));
+                for (int d = 0; d < DOTS; d++) {
+                    Quad* to = reinterpret_cast<Quad*>(out + (j * BLOCK + r + d) * BLOCK + c);
+                    Quad four = *reinterpret_cast<Quad*>(sums + d * COLS);
+                    *to = add ? *to + four : four;
+                }
             }
 #endif
 }

@@ -23,7 +23,14 @@ from effcompile.errors import UsageError
 from effcompile.ops import block_sparse_native as native
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
 
-__all__ = ["block_sparse_grad_input", "block_sparse_grad_values", "block_sparse_linear", "fallback_reason", "workspace_bytes"]
+__all__ = [
+    "block_sparse_grad_input",
+    "block_sparse_grad_values",
+    "block_sparse_linear",
+    "fallback_reason",
+    "with_indices",
+    "workspace_bytes",
+]
 
 _STRUCTURE = "Tensor crow, Tensor col, Tensor ccol, Tensor row, Tensor perm"
 
@@ -151,7 +158,28 @@ def _grad_values_flops(grad_shape: Any, x_shape: Any, *args: Any, out_shape: Any
     return _flops(grad_shape, out_shape)
 
 
-# ------------------------------------------------------------------ memory
+# ------------------------------------------------------------------ memory and time
+
+
+def with_indices(target: object, args: Sequence[Any]) -> Sequence[Any]:
+    """The arguments with indices of a pattern that uses all of the capacity, evenly: for whoever times a call with made-up arguments.
+
+    Zeros, valid indices elsewhere, are a pattern without a block, which takes no time. Other operators' arguments come back as given.
+    """
+    name = getattr(target, "name", lambda: "")()
+    if not name.startswith("effcompile::block_sparse_"):
+        return args
+    stored = args[3].shape[0]
+    places = torch.arange(stored, device=args[3].device)
+
+    def pointers(like: Tensor) -> Tensor:
+        return (torch.arange(len(like), device=like.device) * stored // max(1, len(like) - 1)).int()
+
+    block_cols = len(args[4]) - 1 if len(args) > 4 else args[1].shape[-1] // _block_of(args[0], args[2])
+    scattered = [(places * 7919 % max(1, size)).int() for size in (block_cols, len(args[2]) - 1)]
+    if len(args) == 4:
+        return [*args[:2], pointers(args[2]), scattered[0]]
+    return [*args[:2], pointers(args[2]), scattered[0], pointers(args[4]), scattered[1], places.int(), *args[7:]]
 
 
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:

@@ -27,6 +27,9 @@ _WIDTHS = {"avx512": 16, "avx512_bf16": 16, "avx2": 8, "generic": 4}
 #: Bytes of transposed x: in the whole workspace, of the panels that one core works on at a time, and of a chunk of the sampled product.
 _STRIPE, _CACHE, _CHUNK = 4 << 20, 1 << 19, 1 << 20
 
+#: Vectors of rows in a panel, however large that makes it: fewer leave the arithmetic units idle.
+_NARROW = 4
+
 _BAD = {1: "crow must ascend from 0 to at most the number of values", 2: "col is out of range", 3: "perm is out of range"}
 
 _found: dict[tuple[torch.dtype, int, str], Kernels | str] = {}
@@ -85,15 +88,17 @@ class Form:
         """Elements of the summed axis in one 32-bit word."""
         return 2 if self.kind == _PAIRS else 1
 
-    def stripe(self, rows: int, summed: int) -> tuple[int, int]:
-        """(panels transposed at a time, of these in one core's cache at a time) for x (rows, summed)."""
-        panels = -(-rows // (self.width * self.vecs))
-        panel_bytes = summed // self.per_word * self.vecs * self.width * 4
-        return max(1, min(panels, _STRIPE // panel_bytes)), max(1, _CACHE // panel_bytes)
+    def panels(self, rows: int, summed: int) -> tuple[int, int, int]:
+        """(vectors of the widest panel, panels transposed at a time, of these in one core's cache at a time) for x (rows, summed)."""
+        vector_bytes = summed // self.per_word * self.width * 4
+        vecs = min(self.vecs, max(_NARROW, _CACHE // vector_bytes), max(1, -(-rows // self.width)))
+        panels = -(-rows // (self.width * vecs))
+        return vecs, max(1, min(panels, _STRIPE // (vecs * vector_bytes))), max(1, _CACHE // (vecs * vector_bytes))
 
-    def stripe_floats(self, rows: int, summed: int) -> int:
+    def panel_floats(self, rows: int, summed: int) -> int:
         """Floats of transposed x that `linear` holds."""
-        return self.stripe(rows, summed)[0] * summed // self.per_word * self.vecs * self.width
+        vecs, stripe, _ = self.panels(rows, summed)
+        return stripe * summed // self.per_word * vecs * self.width
 
     def chunk(self, rows: int, cols: int) -> int:
         """Vectors of rows that the sampled product takes at a time, for x (rows, cols)."""
@@ -151,12 +156,12 @@ class Kernels:
         result = x.new_empty((*x.shape[:-1], n))
         x, crow, col = _flat(x), crow.contiguous(), col.contiguous()
         m, k = x.shape
-        stripe, cached = self.form.stripe(m, k)
-        workspace = x.new_empty(self.form.stripe_floats(m, k), dtype=torch.float32)
+        vecs, stripe, cached = self.form.panels(m, k)
+        workspace = x.new_empty(self.form.panel_floats(m, k), dtype=torch.float32)
         bias = None if bias is None else bias.float().contiguous()
         _check(self._library.linear(
             _at(x), _int(x.stride(0)), _int(m), _int(k // b), _at(values), _at(crow), _at(col), _int(n // b), _int(len(col)),
-            _at(bias), _at(result), _int(n), _at(workspace), _int(stripe), _int(cached), _threads(),
+            _at(bias), _at(result), _int(n), _at(workspace), _int(vecs), _int(stripe), _int(cached), _threads(),
         ))  # fmt: skip
         return result
 
@@ -185,7 +190,7 @@ class Kernels:
         """Bytes that `linear` holds at most beyond its arguments and result, for `stored` values."""
         narrow = self.form.kind != _FP32
         values = 4 * stored if self.form.kind == _BF16 else 0
-        return _copy_bytes(x) + values + (4 * biases if narrow else 0) + 4 * self.form.stripe_floats(*_sizes(x))
+        return _copy_bytes(x) + values + (4 * biases if narrow else 0) + 4 * self.form.panel_floats(*_sizes(x))
 
     def grad_input_bytes(self, grad: Tensor, stored: int) -> int:
         """The same of `grad_input`: the values are turned."""

@@ -45,14 +45,15 @@ def best_isa() -> str:
 
 
 def library(source: Path, defines: Mapping[str, int], isa: str) -> ctypes.CDLL:
-    """The library of a C++ source with these macros, for an instruction set of ISA_FLAGS.
+    """The library of a C++ source with these macros, for an instruction set of ISA_FLAGS. It may include headers of its folder.
 
     Raises:
         LoweringError: there is no compiler, or it fails; says what it said.
     """
     compiler = _compiler()
     flags = (*_FLAGS, *ISA_FLAGS[isa], *(f"-D{name}={value}" for name, value in defines.items()))
-    key = hashlib.sha256("\0".join((source.read_text(), *flags, *compiler, _version(compiler), platform.machine())).encode())
+    texts = [file.read_text() for file in (source, *sorted(source.parent.glob("*.h")))]
+    key = hashlib.sha256("\0".join((*texts, *flags, *compiler, _version(compiler), platform.machine())).encode())
     path = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
     if not path.exists():
         _compile([*compiler, *flags, str(source)], path)

@@ -10,7 +10,9 @@ from torch import fx
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured, key, made_up, measure
 from effcompile.estimate.roofline import flops, moved_bytes, roofline_seconds
-from effcompile.ops import loss_head
+from effcompile.ops import block_sparse, loss_head
+from effcompile.ops.block_sparse_dense import dense_weight
+from effcompile.sparse import BlockPattern
 from effcompile.target import Target
 
 aten = torch.ops.aten
@@ -208,3 +210,25 @@ def test_an_unknown_operator_goes_by_its_bytes() -> None:
 
     machine = target(memory_bandwidth=1e9, efficiency=1.0, launch_seconds=0.0)
     assert roofline_seconds(call(custom, torch.ones(10)), machine) == pytest.approx(80 / 1e9)
+
+
+def test_block_sparse_products_are_timed_with_all_their_blocks_and_counted() -> None:
+    pattern = BlockPattern.random(24, 40, 8, 0.5)
+    x, grad, values = torch.randn(6, 40), torch.randn(6, 24), torch.ones(pattern.nnz, 8, 8)
+    ours = torch.ops.effcompile
+    calls: list[tuple[Any, list[Any]]] = [
+        (ours.block_sparse_linear.default, [x, values, *pattern.indices, None]),
+        (ours.block_sparse_grad_input.default, [grad, values, *pattern.indices]),
+        (ours.block_sparse_grad_values.default, [grad, x, pattern.crow, pattern.col]),
+    ]
+    for target, args in calls:
+        assert flops(call(target, *args)) == 2 * 6 * values.numel()
+        made = block_sparse.with_indices(target, [made_up(value) for value in args])
+        assert [getattr(a, "shape", a) for a in made] == [getattr(a, "shape", a) for a in args] and int(made[2][-1]) == pattern.nnz
+        target(*made)  # in range: the kernels check
+        known: dict[str, Measured] = {}
+        measure([call(target, *args)], known)
+        assert len(known) == 1
+    assert float(dense_weight(values, *block_sparse.with_indices(calls[0][0], calls[0][1])[2:4], 40).sum()) == values.numel()
+    other = [x, x.T]
+    assert block_sparse.with_indices(aten.mm.default, other) is other
