@@ -37,6 +37,7 @@ class Decision:
         by: the pass that proposed it.
         cost, baseline_cost: predicted costs of the two.
         why: one line.
+        note: what is known of the place ("sees causal ∧ window 512 ∧ padding"); "" for nothing.
         applied: what the backend found in the lowered artifact at this site ("" before lowering).
     """
 
@@ -48,6 +49,7 @@ class Decision:
     cost: Cost
     baseline_cost: Cost
     why: str = ""
+    note: str = ""
     applied: str = ""
 
 

@@ -280,6 +280,7 @@ def _decision(choice: Choice, option: Option) -> Decision:
         cost=option.cost,
         baseline_cost=baseline.cost,
         why=_why(option, baseline, len(choice.options)),
+        note=option.note,
     )
 
 

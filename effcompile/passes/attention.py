@@ -95,7 +95,7 @@ class Attention:
             if reason or cost is None:
                 yield Declined(site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost)
             else:
-                note = f"sees {mask.text}" if mask is not None and form in _SEEING else ""
+                note = f"sees {mask.text}, {_share(mask, site)} of the scores" if mask is not None and form in _SEEING else ""
                 options.append(Option(name=form, cost=cost, by=self.name, note=note))
         if self.int8 and not context.goal.exact and options and not site.ours:
             option = self._int8(site, names, context, options[0])
@@ -138,6 +138,11 @@ def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Cont
     visible = sk // 2 if form == "causal" or (mask is None and site.causal) else sk if mask is None else visible_keys(mask, sk)
     changed = form == "tiled" and (site.ours or (mask is not None and bool(mask.biases)))
     return price(context, "attention/tiled_scores" if changed else f"attention/{form}", b, h, sq, sk, d, visible)
+
+
+def _share(mask: GraphMask, site: AttentionSite) -> str:
+    """How much of the scores is visited, in whole tiles."""
+    return f"{visible_keys(mask, site.dims[3]) / max(1, site.dims[3]):.0%}"
 
 
 def _sum_of_parts(site: AttentionSite, context: Context) -> Cost | None:

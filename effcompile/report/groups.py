@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,11 @@ class Group:
     def kept(self) -> bool:
         """True when the option is what the unplanned model has."""
         return self.option == self.baseline
+
+    @property
+    def notes(self) -> dict[str, int]:
+        """What is known of the places, and of how many."""
+        return dict(Counter(d.note for d in self.decisions if d.note))
 
     @property
     def error_squared(self) -> float:

@@ -145,6 +145,17 @@ def test_a_decision_that_the_artifact_lacks_is_told() -> None:
     assert "not applied" not in plan_text(samples.bert())
 
 
+def test_what_is_known_of_places_stands_under_them_with_its_count() -> None:
+    plan = samples.bert()
+    attention = [d for d in plan.decisions if d.kind == "attention"]
+    notes = {d.site: "sees causal" if i else "sees window 8" for i, d in enumerate(attention)}
+    noted = replace(plan, decisions=tuple(replace(d, note=notes.get(d.site, "")) for d in plan.decisions))
+    text = plan_text(noted)
+    assert "sees window 8 (1)" in text and f"sees causal ({len(attention) - 1})" in text
+    assert "sees" not in plan_text(plan)
+    assert "known     sees window 8" in render(lambda c: explain(noted, attention[0].site, c), 80)
+
+
 def test_verbose_lists_every_site() -> None:
     text = plan_text(samples.bert(), verbose=True)
     short = plan_text(samples.bert())

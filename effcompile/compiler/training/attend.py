@@ -76,7 +76,8 @@ def decisions(attended: Attended, *, fused: bool) -> list[Decision]:
         Decision(
             site=site, kind="attention", option=FUSED if fused else WRITTEN, baseline=WRITTEN, by="attention", cost=Cost(),
             baseline_cost=Cost(bytes_kept=attended.score_bytes[site]),
-            why=f"sees {text}; its scores, {format_bytes(attended.score_bytes[site])}, are never whole" if fused else "no faster here",
+            why=f"its scores, {format_bytes(attended.score_bytes[site])}, are never whole" if fused else "no faster here",
+            note=f"sees {text}",
         )
         for site, text in attended.fused.items()
     ]  # fmt: skip
