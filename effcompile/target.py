@@ -34,6 +34,16 @@ def _linear(dtype: str, weight_bytes: float, activation_bytes: float = 4.0) -> K
     return KernelSpec("M K N", dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size)
 
 
+def _sparse_linear() -> KernelSpec:
+    """A linear of Z kept blocks of B × B: only these are read and multiplied."""
+
+    def size(d: Dims) -> float:
+        m, k, n, kept, block = d
+        return 4.0 * (kept * block**2 + m * k + m * n)
+
+    return KernelSpec("M K N Z B", "fp32", lambda d: 2.0 * d[0] * d[3] * d[4] ** 2, size)
+
+
 def _attention(dtype: str = "fp32", width: int = 4) -> KernelSpec:
     def flops(d: Dims) -> float:
         b, h, sq, sk, dh = d
@@ -69,6 +79,7 @@ KERNELS: dict[str, KernelSpec] = {
     "linear/int8_static": _linear("int8", 1),  # activation scales fixed from calibration inputs, per-channel weights
     "linear/w8": _linear("fp32", 1.125),  # 8-bit weights in groups of 32 along K, fp32 activations
     "linear/w4": _linear("fp32", 0.625),  # 4-bit weights in groups of 32 along K, fp32 activations
+    "linear/sparse": _sparse_linear(),  # fp32, block-sparse weight with its pattern as constants
     "matmul/fp32": KernelSpec(
         "B M K N", "fp32", lambda d: 2.0 * math.prod(d), lambda d: 4.0 * d[0] * (d[1] * d[2] + d[2] * d[3] + d[1] * d[3])
     ),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from effcompile.attention.normalise import normalised
@@ -23,6 +24,7 @@ from effcompile.compiler.settle import Outcome, Workshop, settle
 from effcompile.compiler.verify import references, worst
 from effcompile.errors import CaptureError, EffcompileError, FormatError, InfeasibleError, UsageError
 from effcompile.estimate import sensitivity
+from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.goal import Goal
 from effcompile.machines import load_target
@@ -211,13 +213,18 @@ def _sensitivity(
     inputs = given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
     options: dict[str, tuple[str, ...]] = {}
+    weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
     group_size = next((each.group_size for each in passes if isinstance(each, Quantize)), 32)
     for each in passes:
         wanted: Callable[[], dict[str, tuple[str, ...]]] | None = getattr(each, "measured_options", None)
         options |= wanted() if wanted else {}
+        replaced: Callable[[Program], Weights] | None = getattr(each, "replaced_weights", None)
+        weights |= replaced(program) if replaced else {}
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
-        measured = sensitivity.measure(program, inputs, options, budget_seconds=SENSITIVITY_SECONDS, group_size=group_size, progress=tell)
+        measured = sensitivity.measure(
+            program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, group_size=group_size, progress=tell
+        )
     return measured, f"{text}; {measured.method}"
 
 

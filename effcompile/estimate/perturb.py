@@ -18,6 +18,12 @@ from effcompile.sites import LinearSite, attentions, embeddings, gelus, linears,
 MERGED = "int8_dynamic@merged"
 
 
+#: Makes a weight (N, K).
+Weight = Callable[[], torch.Tensor]
+#: (site, option) → the weight that a linear has under an option that changes nothing else.
+Weights = Mapping[tuple[str, str], Weight]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Site:
     """A place and what is needed to compute δ there. `weight`: (N, K) for linears, the table for embeddings."""
@@ -30,6 +36,7 @@ class Site:
     bias: fx.Node | None = None
     options: tuple[str, ...] = ()
     shared_peak: float | None = None  # the largest |w| over a merge that this linear belongs to
+    replaced: Mapping[str, Weight] = field(default_factory=dict)  # options that are another weight (N, K) in the place of this
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -47,8 +54,8 @@ class Record:
     gradients: list[dict[fx.Node, list[torch.Tensor]]] = field(default_factory=list)
 
 
-def find_sites(program: Program, options: Mapping[str, tuple[str, ...]], group_size: int) -> list[Site]:
-    """The sites with the options that fit them."""
+def find_sites(program: Program, options: Mapping[str, tuple[str, ...]], group_size: int, weights: Weights | None = None) -> list[Site]:
+    """The sites with the options that fit them, and those that are another weight."""
     found = []
     found_linears = linears(program)
     peaks = _shared_peaks(program, found_linears) if "int8_dynamic" in options.get("linear", ()) else {}
@@ -56,10 +63,11 @@ def find_sites(program: Program, options: Mapping[str, tuple[str, ...]], group_s
         names = tuple(o for o in options.get("linear", ()) if o != "fp32" and (o not in ("w8", "w4") or s.k % group_size == 0))
         if s.site in peaks:
             names = (*names, MERGED)
-        weight = _weight(program, s)
-        found.append(
-            Site(name=s.site, kind="linear", node=s.node, x=s.x, weight=weight, bias=s.bias, options=names, shared_peak=peaks.get(s.site))
-        )
+        replaced = {option: weight for (site, option), weight in (weights or {}).items() if site == s.site}
+        found.append(Site(
+            name=s.site, kind="linear", node=s.node, x=s.x, weight=_weight(program, s), bias=s.bias, options=(*names, *replaced),
+            shared_peak=peaks.get(s.site), replaced=replaced,
+        ))  # fmt: skip
     taken = {site.name for site in found}
     for e in embeddings(program):
         names = tuple(o for o in options.get("embedding", ()) if o != "fp32")
@@ -130,6 +138,7 @@ def _quantised(site: Site, option: str, group_size: int) -> torch.Tensor:
             "int8_channel": lambda: fake_quant.per_channel(w),
             "w8": lambda: fake_quant.grouped(w, 8, group_size),
             "w4": lambda: fake_quant.grouped(w, 4, group_size),
+            **site.replaced,
         }
         site.cache.clear()  # one copy at a time: tables of a vocabulary are large
         site.cache[key] = made[key]()

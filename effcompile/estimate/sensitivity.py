@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
-from effcompile.estimate.perturb import MERGED, Record, Site, delta_of, find_sites, static_range
+from effcompile.estimate.perturb import MERGED, Record, Site, Weights, delta_of, find_sites, static_range
 from effcompile.program import Program
 from effcompile.sites import linears, merges
 
@@ -59,6 +59,7 @@ def measure(
     inputs: Sequence[Inputs],
     options: Mapping[str, tuple[str, ...]],
     *,
+    weights: Weights | None = None,
     probes: int = 8,
     budget_seconds: float = 20.0,
     group_size: int = 32,
@@ -71,6 +72,7 @@ def measure(
         program: the captured model, in fp32.
         inputs: calibration inputs as (args, kwargs); cut along the batch, then in number, to about MAX_ROWS rows.
         options: kind ("linear", "embedding", "gelu", "attention") → options to price there.
+        weights: options of single linears that are another weight in the place of theirs.
         probes: backward passes per input and output group (three quarters of it where there are several outputs).
         budget_seconds: half of it bounds the probing, of which one round is always done. Sites whose turn comes late
             are priced on one input instead of all; the method says so.
@@ -79,7 +81,7 @@ def measure(
         progress: told what is done and the share done.
     """
     clock = _Clock(budget=budget_seconds, tell=progress or (lambda what, share: None))
-    sites = find_sites(program, options, group_size)
+    sites = find_sites(program, options, group_size, weights)
     if not sites or not inputs:
         return Sensitivity(errors={}, method="nothing to measure: no site with an option that makes an error, or no inputs")
     clock.tell("forward passes", 0.0)

@@ -22,6 +22,7 @@ from effcompile.passes.offload import Offload
 from effcompile.passes.pointwise import Pointwise
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
+from effcompile.passes.sparsify import Sparsify
 
 __all__ = [
     "OPTIONAL",
@@ -47,6 +48,7 @@ PASSES: dict[str, type[Any]] = {
     "attention": Attention,
     "fuse": Fuse,
     "quantize": Quantize,
+    "sparsify": Sparsify,
 }
 
 #: The passes of a training step. They propose options of its blocks and forms of its loss head; see remat/ for what applies them.

@@ -22,17 +22,17 @@ def names(*spec: str) -> list[str]:
 
 
 def test_all_passes_in_order_and_of_the_contract() -> None:
-    assert names() == list(PASSES) == ["merge", "logits", "attention", "fuse", "quantize"]
+    assert names() == list(PASSES) == ["merge", "logits", "attention", "fuse", "quantize", "sparsify"]
     assert all(isinstance(p, Pass) for p in load_passes(None))
-    assert {p.name for p in load_passes() if not p.exact} == {"quantize"}
+    assert {p.name for p in load_passes() if not p.exact} == {"quantize", "sparsify"}
 
 
 def test_selecting_excluding_and_setting() -> None:
     assert names("quantize", "merge") == ["merge", "quantize"]
-    assert names("no-merge", "no-fuse") == ["logits", "attention", "quantize"]
+    assert names("no-merge", "no-fuse") == ["logits", "attention", "quantize", "sparsify"]
     assert names("merge", "fuse.norms=false") == ["merge", "fuse"]
     found = load_passes(["quantize.group_size=64", "quantize.embeddings=no", "quantize.options=w8, bf16"])
-    assert found[-1] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(found) == len(PASSES)
+    assert found[-2] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(found) == len(PASSES)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,8 @@ def _embedding(option: str) -> Callable[[Dims], _Built]:
     return build
 
 
+#: No linear/sparse: there is no block-sparse product, and SparseToDenseMatMul takes no constant, as ONNX Runtime (1.31) makes sparse
+#: initializers dense when it loads them ("Type 'tensor(float)' of input parameter is invalid").
 _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
     "linear/fp32": _linear("fp32"),
     "linear/int8_dynamic": _linear("int8_dynamic"),

@@ -18,8 +18,11 @@ from effcompile import torch_compat
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.errors import LoweringError
+from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
 from effcompile.program import Program, dtype_of, shape_of
 from effcompile.sites import AttentionSite, LinearSite, argument, attentions, embeddings, linears
+from effcompile.sparse.forms import block_of
+from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
 
@@ -85,14 +88,15 @@ class _Editor:
     def linear(self, site: LinearSite, option: str) -> None:
         stored = self.program.tensor(site.weight)
         assert stored is not None
-        refusal = numerics.why_not(option, *site.dims)
+        block = block_of(option)
+        refusal = numerics.why_not(option, *site.dims) if block is None else None
         if option != "fp32" and stored.device.type != "cpu":
             refusal = f"the weight is on {stored.device}, and reduced precision is implemented for CPU"
         if refusal is not None:
             raise LoweringError(f"Cannot run {site.site} as {option}: {refusal}. Plan again with another backend.")
         weight = (stored.t() if site.transposed else stored).detach()  # (N, K)
         with self.graph.inserting_before(site.node):
-            result = _EMITTERS[option](self, site, weight)
+            result = _EMITTERS[option](self, site, weight) if block is None else _sparse(self, site, weight, block)
         if result is not site.node:
             result.meta = {**site.node.meta, **result.meta}
             site.node.replace_all_uses_with(result)
@@ -223,6 +227,15 @@ def _w4(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
     scales_node = editor.constant(scales)
     y = _on_rows(editor, site, editor.bf16(site.x), lambda x: editor.call(site, int4, x, packed, numerics.W4_GROUP, scales_node))
     return _in_fp32(editor, y, site.bias)
+
+
+def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, block: int) -> fx.Node:
+    """The blocks of the weight that are not all 0, and where they are, as constants."""
+    pattern, values = BlockPattern.from_dense(weight, block)
+    constants = [editor.constant(tensor) for tensor in (values, *pattern.indices)]
+    whole = site.bias is None or shape_of(site.bias) == (site.n,)
+    y = editor.call(site, torch.ops.effcompile.block_sparse_linear.default, site.x, *constants, site.bias if whole else None)
+    return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
 
 
 _EMITTERS: dict[str, Callable[[_Editor, LinearSite, torch.Tensor], fx.Node]] = {

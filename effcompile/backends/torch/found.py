@@ -12,6 +12,8 @@ from effcompile import torch_compat
 from effcompile.backends.torch.edit import SITE
 from effcompile.program import Program, module_path
 from effcompile.sites import add_norms, argument, linears, merges
+from effcompile.sparse.forms import form_name
+from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
 
@@ -119,6 +121,15 @@ def _w4(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return None if weight is None else ("w4", 2 * int(weight.shape[1]), int(weight.shape[0]))
 
 
+def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    values, crow, col, ccol = (_constant(module, argument) for argument in node.args[1:5])
+    if values is None or crow is None or col is None or ccol is None:
+        return None
+    block = values.shape[1]
+    n, k = (len(crow) - 1) * block, (len(ccol) - 1) * block
+    return form_name(BlockPattern.from_indices(n, k, block, crow, col).blocks(), block), k, n
+
+
 def _embedding(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     table = _constant(module, node.args[0])
     if table is None:
@@ -137,6 +148,7 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     aten._weight_int8pack_mm: _w8,
     aten._weight_int4pack_mm_for_cpu: _w4,
     aten.embedding: _embedding,
+    torch.ops.effcompile.block_sparse_linear: _sparse,
 }
 
 

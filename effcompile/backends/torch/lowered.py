@@ -79,9 +79,10 @@ def load(path: Path) -> Callable[..., Any]:
         header = json.loads(files[_HEADER])
     except Exception as error:
         raise FormatError(f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again.") from error
-    module = exported.module()
+    inductor = header["engine"] == "inductor"
+    module = exported.module(check_guards=not inductor)  # Dynamo cannot trace export's guards and hooks, and makes its own
     assert isinstance(module, fx.GraphModule)
-    run = _compile(module, None) if header["engine"] == "inductor" else pack(module)
+    run = _compile(fx.GraphModule(module, module.graph), None) if inductor else pack(module)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():

@@ -14,6 +14,8 @@ from effcompile import torch_compat
 from effcompile.attention import flex as _registers  # noqa: F401 - the operators that are timed
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
+from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
+from effcompile.sparse.pattern import BlockPattern
 from effcompile.target import Dims, KernelCall
 from effcompile.timing import median_seconds
 
@@ -31,7 +33,9 @@ def measure(call: KernelCall, engine: str) -> float | None:
     """
     kind, _, option = call.kernel.partition("/")
     with torch.no_grad():
-        if kind == "linear":
+        if call.kernel == "linear/sparse":
+            body = _in_turn([_sparse(call.dims, engine) for _ in range(_copies(call))])
+        elif kind == "linear":
             body = _in_turn([_linear(option, call.dims, engine) for _ in range(_copies(call))])
         else:
             make = _KERNELS.get(call.kernel)
@@ -41,6 +45,9 @@ def measure(call: KernelCall, engine: str) -> float | None:
 
 def _copies(call: KernelCall) -> int:
     """Linears with weights of their own that together exceed the last-level cache, as the layers of a model do."""
+    if call.kernel == "linear/sparse":
+        kept, block = call.dims[3:]
+        return max(1, min(_MOST_COPIES, _CACHE_BYTES // (4 * kept * block**2)))
     _, k, n = call.dims
     width = {"fp32": 4, "bf16": 2}.get(call.kernel.partition("/")[2], 1)
     return max(1, min(_MOST_COPIES, _CACHE_BYTES // (k * n * width)))
@@ -61,6 +68,18 @@ def _linear(option: str, dims: Dims, engine: str) -> Body | None:
     if option in ("fp32", "bf16"):
         return _float(option, x, weight, bias, engine)
     return _int8(option, x, weight, bias, engine) if option.startswith("int8") else _weight_only(option, x, weight, bias, engine)
+
+
+def _sparse(dims: Dims, engine: str) -> Body | None:
+    """A linear of `kept` blocks at random places; None where compiled kernels are lacking: a dense copy each time gains nothing."""
+    m, k, n, kept, block = dims
+    x, bias = torch.randn(m, k), torch.randn(n)
+    blocks = (n // block) * (k // block)
+    if engine == "stock" or not 0 < kept <= blocks or fallback_reason(x, block) is not None:
+        return None
+    pattern = BlockPattern.from_blocks((torch.randperm(blocks) < kept).view(n // block, -1), block)
+    values = torch.randn(kept, block, block)
+    return lambda: block_sparse_linear(x, values, *pattern.indices, bias)
 
 
 def _float(option: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:

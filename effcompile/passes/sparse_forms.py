@@ -1,0 +1,128 @@
+"""The sparse forms that a weight can be served in: those that its zeros allow as it is, and those that pruning makes.
+
+Legend: weight (N, K), block side b, grid (R, C) = (N / b, K / b).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from effcompile.program import Program
+from effcompile.sites import LinearSite
+from effcompile.sparse import BLOCKS, saliency
+from effcompile.sparse.forms import TWO_OF_FOUR, form_name, name_of_count
+
+#: A weight with a larger share of kept entries is no sparse weight; there is nothing to gain.
+MOST_KEPT = 0.75
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One sparse form of a weight: `kept` of `blocks` blocks of side b; `mask` makes the grid (R, C) of them.
+
+    `given`: everything else is 0 already, so that the form changes no result.
+    """
+
+    option: str
+    block: int
+    kept: int
+    blocks: int
+    given: bool
+    mask: Callable[[], Tensor]
+
+    @property
+    def density(self) -> float:
+        return self.kept / self.blocks
+
+
+def fitting(shape: Sequence[int]) -> tuple[int, ...]:
+    """The block sides that divide both axes of a weight."""
+    return tuple(block for block in BLOCKS if not any(size % block for size in shape))
+
+
+def given_forms(weight: Tensor) -> list[Form]:
+    """The forms that keep every entry of a weight that is not 0, the largest block first.
+
+    A block that keeps no fewer entries than a larger one is left out: it does the same products in smaller pieces.
+    """
+    if int(weight.count_nonzero()) > MOST_KEPT * weight.numel():
+        return []
+    found: list[Form] = []
+    for block in reversed(fitting(weight.shape)):
+        form = _of_mask(_blocks_of(weight != 0, block), block)
+        if 0 < form.density <= MOST_KEPT and all(form.density < larger.density for larger in found):
+            found.append(form)
+    return found
+
+
+def masked_forms(weight: Tensor, mask: Tensor, blocks: Sequence[int]) -> list[Form]:
+    """The forms that keep what a mask (N, K) keeps of a weight."""
+    return [_of_mask(_blocks_of((weight != 0) & (mask != 0), block), block, given=False) for block in blocks]
+
+
+def pruned_forms(weight: Tensor, sparsity: float, blocks: Sequence[int], score: Callable[[], Tensor]) -> list[Form]:
+    """The forms that keep the best blocks by a score (N, K), made when a mask is asked for; with 2:4 where single weights are pruned."""
+    forms = [_pruned(weight, sparsity, block, score) for block in blocks]
+    if 1 in blocks and weight.shape[1] % 4 == 0:
+        half = weight.numel() // 2
+        mask = lambda: saliency.two_of_four(score())  # noqa: E731
+        forms.append(Form(option=TWO_OF_FOUR, block=1, kept=half, blocks=2 * half, given=False, mask=mask))
+    return [form for form in forms if form.kept < form.blocks]
+
+
+def _pruned(weight: Tensor, sparsity: float, block: int, score: Callable[[], Tensor]) -> Form:
+    total = weight.numel() // block**2
+    kept = max(1, round(total * (1 - sparsity)))
+
+    def mask() -> Tensor:
+        scores = saliency.blocks(score(), block)
+        chosen = torch.zeros(total, dtype=torch.bool)
+        chosen[scores.flatten().topk(kept).indices] = True
+        return chosen.view(scores.shape)
+
+    return Form(option=name_of_count(kept, total, block), block=block, kept=kept, blocks=total, given=False, mask=mask)
+
+
+def _of_mask(kept: Tensor, block: int, *, given: bool = True) -> Form:
+    return Form(
+        option=form_name(kept, block), block=block, kept=int(kept.sum()), blocks=kept.numel(), given=given, mask=lambda: kept
+    )  # fmt: skip
+
+
+def _blocks_of(entries: Tensor, block: int) -> Tensor:
+    """(R, C): the blocks with any of these entries."""
+    return entries.unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1)
+
+
+def keep(weight: Tensor, form: Form) -> Tensor:
+    """The weight (N, K), 0 in the blocks that a form does not keep."""
+    return weight * form.mask().repeat_interleave(form.block, 0).repeat_interleave(form.block, 1)
+
+
+def input_norms(program: Program, sites: Sequence[LinearSite]) -> dict[str, Tensor]:
+    """‖x_i‖₂ of every input feature of the sites over the rows of the program's example inputs, (K) each."""
+    recorder = _Norms(program, {site.x for site in sites})
+    with torch.no_grad():
+        recorder.run(*pytree.tree_leaves((program.args, dict(program.kwargs))), enable_io_processing=False)
+    return {site.site: recorder.norms[site.x] for site in sites}
+
+
+class _Norms(fx.Interpreter):
+    """Takes the norms of some values while the graph runs."""
+
+    def __init__(self, program: Program, watched: set[fx.Node]) -> None:
+        super().__init__(program.module)
+        self.watched = watched
+        self.norms: dict[fx.Node, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n in self.watched:
+            self.norms[n] = result.float().reshape(-1, result.shape[-1]).norm(dim=0)
+        return result

@@ -1,0 +1,279 @@
+"""Linears with mostly zero weights served as blocks: exactly where the model is sparse already, by pruning where it is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from effcompile.cost import Cost, Provenance
+from effcompile.errors import FormatError, LoweringError, UnknownNameError, UsageError
+from effcompile.ops.block_sparse import fallback_reason
+from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.pricing import no_error_allowed, no_kernel, price
+from effcompile.passes.sparse_forms import Form, fitting, given_forms, input_norms, keep, masked_forms, pruned_forms
+from effcompile.plan import Plan
+from effcompile.program import Program
+from effcompile.sites import LinearSite, linears
+from effcompile.sparse import BLOCKS, saliency
+from effcompile.sparse.forms import block_of, stored_bytes
+from effcompile.sparse.pattern import check_block
+
+SALIENCIES = ("magnitude", "wanda", "given")
+BASELINE = "fp32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparsify:
+    """Forms `sparse16@0.90` (blocks of 16, 90 % of them 0), `unstructured@0.90` (single weights) and `2:4` of single linears.
+
+    A weight that is sparse as given (after `DynamicSparsity`, or multiplied with a mask) is offered in every form that keeps all that is
+    not 0: that makes no error. Pruning dense weights is asked for by `sparsity` or `masks`, and its error is measured like that of a
+    precision. A form is offered where it was measured to be faster, or smaller where memory counts; eps stands beside the break-even
+    in either case (Dietrich et al. 2108.06277, A.3).
+
+    Attributes:
+        sparsity: share of the blocks to prune, in [0, 1); 0 prunes nothing.
+        block: side of the blocks; 0 chooses among all of BLOCKS that divide.
+        saliency: "magnitude" (L1 norm), "wanda" (times the norms of the inputs at the example), or "given": only by `masks`.
+        sites: patterns of the linears to prune (`*.mlp.*`); none: all inside repeated blocks, so no heads.
+        masks: file of `torch.save({site: mask (N, K)})` that says what to keep.
+    """
+
+    sparsity: float = 0.0
+    block: int = 0
+    saliency: str = "magnitude"
+    sites: tuple[str, ...] = ()
+    masks: str = ""
+
+    name: ClassVar[str] = "sparsify"
+    exact: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise UsageError(f"sparsify.sparsity = {self.sparsity} is the share of blocks to prune, in [0, 1): 0.9 keeps a tenth.")
+        if self.block not in (0, *BLOCKS):
+            raise UsageError(f"sparsify.block = {self.block} is not allowed. Choose one of: 0 (any), {', '.join(map(str, BLOCKS))}.")
+        if self.saliency not in SALIENCIES:
+            raise UnknownNameError("saliency", self.saliency, SALIENCIES)
+        if (self.saliency == "given") != bool(self.masks) or (self.masks and self.sparsity):
+            raise UsageError("sparsify.masks says which weights to keep: it goes with saliency=given and without a sparsity.")
+
+    def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
+        forms = self._forms(program)
+        if context.goal.exact:
+            for option in sorted({f.option for _, found in forms for f in found if not f.given}):
+                yield no_error_allowed("linear", option, self.name)
+        yield from self._misfits(program)
+        tied = _tied(program)
+        for site, found in forms:
+            base = price(context, f"linear/{BASELINE}", *site.dims)
+            possible = [form for form in found if form.given or not context.goal.exact]
+            reason = no_kernel(context, f"linear/{BASELINE}") if base is None else _refusal(program, site, tied)
+            if reason or base is None:
+                yield from (self._declined(site.site, form.option, reason) for form in possible)
+                continue
+            offered = [self._option(context, site, form, base) for form in possible]
+            yield from (item for item in offered if isinstance(item, Declined))
+            if options := [item for item in offered if isinstance(item, Option)]:
+                dense = Option(name=BASELINE, cost=replace(base, weight_bytes=4 * site.n * site.k), by=self.name)
+                yield Choice(site=site.site, kind="linear", baseline=BASELINE, options=(dense, *options))
+
+    def replaced_weights(self, program: Program) -> dict[tuple[str, str], Callable[[], Tensor]]:
+        """(site, option) → the pruned weight (N, K), for those whose error has to be measured."""
+        tied = _tied(program)
+        return {
+            (site.site, form.option): functools.partial(keep, _weight(program, site), form)
+            for site, found in self._forms(program)
+            if not _refusal(program, site, tied)
+            for form in found
+            if not form.given
+        }
+
+    def apply(self, program: Program, plan: Plan) -> Program:
+        """Pruned weights in the place of the given ones, and tags.
+
+        Raises:
+            LoweringError: a form that this model's weights do not have, and these settings do not make.
+        """
+        chosen = {site: option for site, option in plan.options().items() if block_of(option) is not None}
+        if not chosen:
+            return program.tagged({}, self.name)
+        edited = program.editable(self.name)
+        left = dict(chosen)
+        for site, found in self._forms(edited):
+            option = left.pop(site.site, None)
+            form = next((form for form in found if form.option == option), None)
+            if option is not None and form is None:
+                raise _not_there(site.site, option)
+            if form is not None and not form.given:
+                _replace(edited, site, keep(_weight(edited, site), form))
+        for name, option in left.items():
+            raise _not_there(name, option)
+        edited.module.recompile()
+        return replace(edited, tags={**program.tags, **chosen})
+
+    # ------------------------------------------------------------------ what is possible
+
+    def _forms(self, program: Program) -> list[tuple[LinearSite, list[Form]]]:
+        """Every linear with sparse forms; forms that change no result come first and hide others of their name."""
+        known = linears(program)
+        pruned = {site.site for site in self._pruned(known)}
+        norms = functools.cache(lambda: input_norms(program, [site for site in known if site.site in pruned]))
+        masks = self._masks(known)
+        result = []
+        for site in known:
+            weight = _weight(program, site)
+            if weight.is_meta or weight.device.type != "cpu":
+                continue
+            found = given_forms(weight)
+            blocks = fitting(weight.shape) if not self.block else tuple(b for b in (self.block,) if b in fitting(weight.shape))
+            if site.site in masks:
+                found += masked_forms(weight, _checked(masks[site.site], site), blocks)
+            elif self.sparsity and site.site in pruned:
+                found += pruned_forms(weight, self.sparsity, blocks, functools.partial(self._score, weight, site.site, norms))
+            unique = {form.option: form for form in reversed(found)}
+            if unique:
+                result.append((site, list(reversed(unique.values()))))
+        return result
+
+    def _pruned(self, known: list[LinearSite]) -> list[LinearSite]:
+        """The linears to prune: those of `sites`, else all below a numbered module (Dietrich et al. 2021, sec. 2)."""
+        for pattern in self.sites:
+            if not any(fnmatchcase(site.site, pattern) for site in known):
+                raise UnknownNameError("linear site", pattern, [site.site for site in known])
+        if self.sites:
+            return [site for site in known if any(fnmatchcase(site.site, pattern) for pattern in self.sites)]
+        return [site for site in known if any(part.isdigit() for part in site.site.split(".")[:-1])]
+
+    def _score(self, weight: Tensor, site: str, norms: Callable[[], dict[str, Tensor]]) -> Tensor:
+        return saliency.wanda(weight, norms()[site]) if self.saliency == "wanda" else saliency.magnitude(weight)
+
+    def _masks(self, known: list[LinearSite]) -> dict[str, Tensor]:
+        if not self.masks:
+            return {}
+        masks = _load_masks(Path(self.masks))
+        if unknown := sorted(set(masks) - {site.site for site in known}):
+            raise UnknownNameError("linear site", unknown[0], [site.site for site in known])
+        return masks
+
+    def _misfits(self, program: Program) -> Iterator[Declined]:
+        """Linears that were to be pruned in blocks that do not divide them."""
+        if not (self.block and (self.sparsity or self.masks)):
+            return
+        for site in self._pruned(linears(program)):
+            try:
+                check_block(site.n, site.k, self.block)
+            except UsageError as error:
+                yield self._declined(site.site, f"sparse{self.block}", str(error))
+
+    # ------------------------------------------------------------------ what it costs
+
+    def _option(self, context: Context, site: LinearSite, form: Form, base: Cost) -> Option | Declined:
+        timed = min(form.blocks, int(float(f"{form.kept:.1e}")))  # two digits: layers that differ by a few blocks share a measurement
+        cost = price(context, "linear/sparse", *site.dims, timed, form.block)
+        if cost is None:
+            why = fallback_reason(torch.empty(0), form.block)
+            return self._declined(site.site, form.option, no_kernel(context, "linear/sparse") + (f": {why}" if why else ""))
+        size = stored_bytes(form.kept, form.block, site.n, site.k)
+        error = 0.0 if form.given else context.sensitivity.get((site.site, form.option))
+        cost = replace(cost, weight_bytes=size, error_squared=error or 0.0)
+        wanted = context.goal.minimize == "memory" or context.goal.memory is not None
+        text = _eps(cost.seconds, timed / form.blocks, base.seconds)
+        if cost.provenance is not Provenance.MEASURED:
+            reason = "sparse products are not modelled, only measured, and this target has no measurement of them"
+        elif cost.seconds >= base.seconds and not (wanted and size < 4 * site.n * site.k):
+            reason = f"no gain here: {text}"
+        elif error is None:
+            reason = "its error at the output was not measured"
+        else:
+            return Option(name=form.option, cost=cost, by=self.name, note=text)
+        return self._declined(site.site, form.option, reason, cost)
+
+    def _declined(self, site: str, option: str, reason: str, cost: Cost | None = None) -> Declined:
+        return Declined(site=site, kind="linear", option=option, by=self.name, reason=reason, cost=cost)
+
+
+def _not_there(site: str, option: str) -> LoweringError:
+    return LoweringError(
+        f"The plan has {site} as {option}, but its weight is not that sparse and pruning it so was not asked for. "
+        "Give the weights and the --pass sparsify settings that the plan was made with."
+    )
+
+
+def _eps(seconds: float, density: float, dense_seconds: float) -> str:
+    eps = seconds / density / dense_seconds
+    return f"eps = time per sparse FLOP / time per dense FLOP = {eps:.1f}, break-even {1 / density:.1f}"
+
+
+def _refusal(program: Program, site: LinearSite, tied: Counter[int]) -> str:
+    """Why a linear cannot be made sparse; "" if it can."""
+    weight = program.tensor(site.weight)
+    assert weight is not None
+    if tied[_storage(weight)] > 1:
+        return "its weight is tied: something else reads it, which a pattern of its own cannot serve"
+    if weight.dtype != torch.float32:
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; sparse products are measured in float32"
+    return ""
+
+
+def _tied(program: Program) -> Counter[int]:
+    """Storage → nodes that read it."""
+    readers: Counter[int] = Counter()
+    for node in program.graph.nodes:
+        value = program.tensor(node)
+        if value is not None:
+            readers[_storage(value)] += len(node.users)
+    return readers
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def _weight(program: Program, site: LinearSite) -> Tensor:
+    """(N, K)."""
+    value = program.tensor(site.weight)
+    assert value is not None
+    return value.detach().T if site.transposed else value.detach()
+
+
+def _replace(program: Program, site: LinearSite, weight: Tensor) -> None:
+    """Make a linear read another weight (N, K), kept beside its own under a name of its own."""
+    owner, _, leaf = str(site.weight.target).rpartition(".")
+    name = f"{leaf}_sparse"
+    stored = (weight.T if site.transposed else weight).contiguous()
+    program.module.get_submodule(owner).register_parameter(name, nn.Parameter(stored, requires_grad=False))
+    with program.graph.inserting_before(site.weight):
+        node: fx.Node = program.graph.get_attr(f"{owner}.{name}" if owner else name)
+    node.meta = dict(site.weight.meta)
+    site.node.replace_input_with(site.weight, node)
+    if not site.weight.users:
+        program.graph.erase_node(site.weight)
+
+
+def _load_masks(path: Path) -> dict[str, Tensor]:
+    """Raises UsageError: no such file. FormatError: not a mapping of site → tensor."""
+    if not path.is_file():
+        raise UsageError(f"There is no {str(path)!r}. sparsify.masks names a file of torch.save({{site: mask}}).")
+    try:
+        found: Any = torch.load(path, weights_only=True)
+    except Exception as error:
+        raise FormatError(f"{str(path)!r} holds no masks: {error}. Write it with torch.save({{site: mask}}).") from error
+    if not isinstance(found, dict) or not all(isinstance(mask, Tensor) for mask in found.values()):
+        raise FormatError(f"{str(path)!r} holds no masks: it must be a mapping of site → tensor. Write it with torch.save({{site: mask}}).")
+    return found
+
+
+def _checked(mask: Tensor, site: LinearSite) -> Tensor:
+    if mask.shape != (site.n, site.k):
+        of = f"the weight of {site.site} is ({site.n}, {site.k})"
+        raise UsageError(f"A mask of {tuple(mask.shape)} is given where {of}: a mask for another model?")
+    return mask
