@@ -136,8 +136,8 @@ def _ours(model: Any, inputs: dict[str, Any], reference: Any, backend: str, form
     sparse = [d for d in plan.decisions if d.by == "sparsify" and d.option != d.baseline]
     found = sum(d.applied == d.option for d in sparse)
     if sparse:
-        eps = sorted(float(value) for d in sparse for value in re.findall(r"FLOP = ([\d.]+)", d.why))
-        even = {value for d in sparse for value in re.findall(r"break-even ([\d.]+)", d.why)}
+        eps = sorted(float(value) for d in sparse for value in re.findall(r"FLOP = ([\d.]+)", d.note))
+        even = {value for d in sparse for value in re.findall(r"break-even ([\d.]+)", d.note)}
         row.note = f"{found} of {len(sparse)} linears found {sparse[0].option}; eps {eps[0]}–{eps[-1]}, break-even {'/'.join(sorted(even))}"
     elif form == "sparse":
         reasons = [d.reason for d in plan.declined if d.by == "sparsify"]

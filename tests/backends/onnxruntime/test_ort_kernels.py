@@ -6,8 +6,8 @@ from effcompile.backends.onnxruntime import OnnxRuntime
 from effcompile.target import KERNELS, KernelCall
 
 DIMS = {
-    "M K N": (4, 64, 32), "M K N Z B": (4, 64, 32, 3, 8), "B M K N": (2, 4, 8, 4), "B H Sq Sk D": (1, 2, 8, 8, 8), "B H Sq Sk D V": (1, 2, 8, 8, 8, 4),
-    "rows cols": (4, 32), "elements": (64,),
+    "M K N": (4, 64, 32), "M K N Z B": (4, 64, 32, 3, 8), "B M K N": (2, 4, 8, 4), "B H Sq Sk D": (1, 2, 8, 8, 8),
+    "B H Sq Sk D V": (1, 2, 8, 8, 8, 4), "rows cols": (4, 32), "elements": (64,),
 }  # fmt: skip
 ABSENT = {"linear/bf16", "linear/sparse", *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "flex"))}
 
