@@ -32,6 +32,7 @@ class Program:
         module: flat aten graph (no decompositions beyond `{}`), parameters as get_attr with their original
             qualified names, called like the original model (pytrees in, pytrees out).
         args, kwargs: the example inputs it was captured with.
+        calibration: further inputs, (args, kwargs) each, that the user gave to measure errors and find constants with.
         inputs, outputs: the flat tensors at the boundary, in order.
         dynamic_shapes: what torch.export needs to capture `module` again.
         mends: known fixes applied at capture, in the user's words.
@@ -53,6 +54,7 @@ class Program:
     left: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
     history: tuple[str, ...] = ()
+    calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -66,6 +66,23 @@ def _visited() -> KernelSpec:
     return KernelSpec("B H Sq Sk D V", "fp32", flops, lambda d: 8.0 * d[0] * d[1] * d[4] * (d[2] + d[3]))
 
 
+def _tiles() -> KernelSpec:
+    """Attention on listed tiles of T × T that make V keys per query in the mean."""
+    return KernelSpec(
+        "B H Sq Sk D V T", "fp32", lambda d: 4.0 * d[0] * d[1] * d[2] * d[5] * d[4], lambda d: 8.0 * d[0] * d[1] * d[4] * (d[2] + d[3])
+    )
+
+
+def _predictor() -> KernelSpec:
+    """Scores of every P-th query with the V keys that it may see, for tiles of T × T; R: the method's own parameter."""
+    return KernelSpec(
+        "B H Sq Sk D V P T R",
+        "fp32",
+        lambda d: 2.0 * d[0] * d[1] * d[2] / d[6] * d[5] * d[4],
+        lambda d: 4.0 * d[0] * d[1] * d[4] * (d[2] + d[3]),
+    )
+
+
 def _pointwise(dims: str, flops_per_element: float, reads_and_writes: int) -> KernelSpec:
     return KernelSpec(dims, "fp32", lambda d: flops_per_element * math.prod(d), lambda d: 4.0 * reads_and_writes * math.prod(d))
 
@@ -91,6 +108,12 @@ KERNELS: dict[str, KernelSpec] = {
     "attention/tiled": _visited(),  # ours, on the keys that each block of queries may see
     "attention/tiled_scores": _visited(),  # the same with a softcap, sinks or biases
     "attention/flex": _visited(),  # FlexAttention with the same blocks
+    "attention/tiles": _tiles(),  # ours, on tiles that are listed head by head
+    "predict/pooled": _predictor(),  # which tiles to list, see attention/predictors.py
+    "predict/sanger": _predictor(),
+    "predict/elsa": _predictor(),
+    "predict/dota": _predictor(),
+    "predict/a3": _predictor(),
     "norm/layer": _pointwise("rows cols", 8, 2),
     "norm/rms": _pointwise("rows cols", 5, 2),
     "add_norm/split": _pointwise("rows cols", 9, 5),  # residual add, then LayerNorm

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from effcompile.attention import flex as _flex  # noqa: F401 - registers its operator
+from effcompile.attention import predicted as _predicted  # noqa: F401 - the same
 from effcompile.attention.forms import AttentionMatch, Unmatched
 from effcompile.attention.match import SDPA, match
 from effcompile.attention.rewrite import Rewritten, rewrite

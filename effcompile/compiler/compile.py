@@ -68,8 +68,9 @@ def make_plan(
     _inference_only(goal)
     backends, absent = _backends_for(target, backend)
     machine = resolve(target, backends)
-    program = _in_normal_form(model, args, kwargs, dynamic, progress)
-    search = _search(program, goal, machine, load_passes(passes), calibration, progress)
+    given = list(calibration) if calibration is not None else None
+    program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), given)
+    search = _search(program, goal, machine, load_passes(passes), given, progress)
     plans, candidates = _plans(search, backends, absent, progress)
     best = plans[0][1]
     return replace(best, candidates=tuple(candidates), notes=(*best.notes, *machine.keep_timings()))
@@ -115,6 +116,7 @@ def optimize(
     backends, absent = _backends_for(target, backend)
     machine = resolve(target, backends)
     program, checked = _captured(model, args, kwargs, dynamic, progress)
+    program = _with_calibration(program, given)
     search = _search(program, goal, machine, load_passes(passes), given, progress)
     plans, candidates = _plans(search, backends, absent, progress)
     shop = _workshop(program, model, search.passes, goal, given, progress)
@@ -147,8 +149,9 @@ def frontier(
     _inference_only(goal)
     backends, absent = _backends_for(target, backend)
     machine = resolve(target, backends)
-    program = _in_normal_form(model, args, kwargs, dynamic, progress)
-    search = _search(program, goal, machine, load_passes(passes), calibration, progress)
+    given = list(calibration) if calibration is not None else None
+    program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), given)
+    search = _search(program, goal, machine, load_passes(passes), given, progress)
     plans, _ = _plans(search, backends, absent, progress)
     found = search.frontier(plans[0][0], points)
     machine.keep_timings()
@@ -172,6 +175,11 @@ def _in_normal_form(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     """The captured program, its attentions one node each."""
     with progress.step("capture"):
         return normalised(capture(model, args, kwargs, dynamic=dynamic))
+
+
+def _with_calibration(program: Program, given: Sequence[Inputs] | None) -> Program:
+    """The program with the user's calibration inputs, for passes that find constants on them."""
+    return replace(program, calibration=tuple(given or ()))
 
 
 def _captured(
@@ -346,6 +354,7 @@ def _reapply(
             f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {program.name} has "
             f"{fingerprint(program)}. Plan this model anew with `effcompile optimize` without --plan."
         )
+    program = _with_calibration(program, given)
     shop = _workshop(program, model, load_passes(passes), plan.goal, given, progress)
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None, candidates=())
     outcome = settle(shop, backends[0], fresh, None)

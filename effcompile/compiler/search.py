@@ -295,6 +295,7 @@ def _why(option: Option, baseline: Option, alternatives: int) -> str:
         parts.append(f"{format_bytes(baseline.cost.weight_bytes - option.cost.weight_bytes)} smaller")
     if option.cost.error_squared:
         parts.append(f"adds error {format_error(option.cost.error)}")
+        parts += [option.note] if option.note else []
     return ", ".join(parts) or option.note
 
 

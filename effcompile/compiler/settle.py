@@ -134,6 +134,8 @@ def apply_passes(program: Program, passes: Sequence[Pass], plan: Plan) -> Progra
                     f"The pass {each.name!r}{done} must not change results but did: relative error {format_error(error)}. "
                     f"Leave it out with --pass no-{each.name}, and report it."
                 )
+        elif edited.module is not program.module:
+            reference = None  # from here on exact is what this one left
         before.append(each.name)
         program = edited
     return program

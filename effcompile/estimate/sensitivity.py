@@ -157,22 +157,23 @@ class _Recorder(fx.Interpreter):
 
 def _forward(program: Program, sites: list[Site], inputs: Inputs) -> Record:
     """One recorded forward pass, with the autograd graph behind its floating outputs."""
-    flat = _flat(program, inputs)
+    flat = leaves_of(program, inputs)
     recorder = _Recorder(program, {s.node: (s.x, s.bias) for s in sites})
     with torch.enable_grad():
-        outputs = _floating(recorder.run(*flat, enable_io_processing=False))
+        outputs = floating(recorder.run(*flat, enable_io_processing=False))
     sizes = [t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()]
     batch = sizes[0] if sizes and outputs and all(o.dim() and o.shape[0] == sizes[0] for o in outputs) else 1
     return Record(inputs=flat, outputs=outputs, results=recorder.results, entering=recorder.entering, biases=recorder.biases, batch=batch)
 
 
-def _flat(program: Program, inputs: Inputs) -> list[Any]:
-    """Leaves in the order of the placeholders."""
+def leaves_of(program: Program, inputs: Inputs) -> list[Any]:
+    """Leaves of the inputs in the order of the placeholders."""
     args, kwargs = inputs
     return pytree.tree_leaves((tuple(args), {key: kwargs[key] for key in program.kwargs if key in kwargs}))
 
 
-def _floating(outputs: Any) -> list[torch.Tensor]:
+def floating(outputs: Any) -> list[torch.Tensor]:
+    """The floating tensors among a graph's outputs."""
     return [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.is_floating_point()]
 
 
@@ -303,7 +304,7 @@ def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[Record, torch.Te
     norms: dict[int, float] = defaultdict(float)
     for record, delta in deltas:
         with torch.no_grad():
-            outputs = _floating(_Recorder(task.program, shift={site.node: delta}).run(*record.inputs, enable_io_processing=False))
+            outputs = floating(_Recorder(task.program, shift={site.node: delta}).run(*record.inputs, enable_io_processing=False))
         for o, (y, z) in enumerate(zip(record.outputs, outputs, strict=True)):
             moved[o] += float((z - y.detach()).square().sum())
             norms[o] += float(y.detach().square().sum())

@@ -20,6 +20,7 @@ from effcompile.passes.logits import Logits
 from effcompile.passes.merge import Merge
 from effcompile.passes.offload import Offload
 from effcompile.passes.pointwise import Pointwise
+from effcompile.passes.predict import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 from effcompile.passes.sparsify import Sparsify
@@ -46,6 +47,7 @@ PASSES: dict[str, type[Any]] = {
     "merge": Merge,
     "logits": Logits,
     "attention": Attention,
+    "predict": Predict,
     "fuse": Fuse,
     "quantize": Quantize,
     "sparsify": Sparsify,
@@ -62,7 +64,7 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
-OPTIONAL: frozenset[str] = frozenset({"offload", "compress"})
+OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict"})
 
 _GROUP = "effcompile.passes"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -89,12 +91,13 @@ def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
     """Passes from their description, in order of application.
 
     `quantize` selects: once a name is given, only the named passes run. `quantize.group_size=64` sets an option (and
-    selects its pass where others are selected). `no-merge` leaves one out. None or an empty list: all of them.
+    selects its pass where others are selected). `no-merge` leaves one out. None or an empty list: all of them but the
+    optional ones, which take part where they are named or set and leave out no other.
 
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, or a value that does not fit its type.
     """
-    selected = _selected(registered(), spec)
+    selected = _selected(registered(), spec, OPTIONAL)
     return tuple(cls(**settings) for cls, settings in selected.values())
 
 

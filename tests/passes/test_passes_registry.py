@@ -11,7 +11,7 @@ import effcompile.passes as registry
 from effcompile.cost import Cost
 from effcompile.errors import UnknownNameError, UsageError
 from effcompile.goal import Goal
-from effcompile.passes import PASSES, Choice, Declined, Option, load_passes, propose_all
+from effcompile.passes import OPTIONAL, PASSES, Choice, Declined, Option, load_passes, propose_all
 from effcompile.passes.base import Pass
 from effcompile.passes.quantize import Quantize
 from effcompile.program import Program
@@ -22,7 +22,7 @@ def names(*spec: str) -> list[str]:
 
 
 def test_all_passes_in_order_and_of_the_contract() -> None:
-    assert names() == list(PASSES) == ["merge", "logits", "attention", "fuse", "quantize", "sparsify"]
+    assert names() == [name for name in PASSES if name not in OPTIONAL] == ["merge", "logits", "attention", "fuse", "quantize", "sparsify"]
     assert all(isinstance(p, Pass) for p in load_passes(None))
     assert {p.name for p in load_passes() if not p.exact} == {"quantize", "sparsify"}
 
@@ -32,7 +32,13 @@ def test_selecting_excluding_and_setting() -> None:
     assert names("no-merge", "no-fuse") == ["logits", "attention", "quantize", "sparsify"]
     assert names("merge", "fuse.norms=false") == ["merge", "fuse"]
     found = load_passes(["quantize.group_size=64", "quantize.embeddings=no", "quantize.options=w8, bf16"])
-    assert found[-2] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(found) == len(PASSES)
+    assert found[-2] == Quantize(group_size=64, embeddings=False, options=("w8", "bf16")) and len(found) == len(names())
+
+
+def test_an_optional_pass_takes_part_where_it_is_named_or_set_and_leaves_out_no_other() -> None:
+    everything = ["merge", "logits", "attention", "predict", "fuse", "quantize", "sparsify"]
+    assert names("predict") == names("predict.method=elsa") == everything
+    assert names("predict", "quantize") == ["predict", "quantize"]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +50,9 @@ def test_selecting_excluding_and_setting() -> None:
         ("quantize.group_size", "NAME.OPTION=VALUE"),
         ("quantize.group_size=many", "whole number"),
         ("fuse.norms=maybe", "true or false"),
+        ("predict.method=oracle", "no attention predictor 'oracle'"),
+        ("predict.mass=0", "no share of a softmax"),
+        ("predict.pool=7", "do not cut a tile of 64 evenly"),
         ("quantize.options=int9", "No precision is named 'int9'"),
     ],
 )
@@ -62,7 +71,10 @@ def test_installed_passes_come_last_and_bad_ones_are_named(monkeypatch: pytest.M
         monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint(name=name, value=value, group=group)])
 
     install("effcompile.passes.quantize:Quantize")
-    assert list(registry.registered()) == [*PASSES, "theirs"] and len(load_passes()) == len(PASSES) + 1
+    assert (
+        list(registry.registered()) == [*PASSES, "theirs"]
+        and len(load_passes()) == len(names()) == len(PASSES) - len(OPTIONAL & set(PASSES)) + 1
+    )
     install("not_installed:Pass")
     with pytest.raises(UsageError, match="theirs"):
         load_passes()

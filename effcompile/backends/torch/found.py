@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from effcompile import torch_compat
+from effcompile.attention.predictors import STATIC
 from effcompile.backends.torch.edit import SITE
 from effcompile.program import Program, module_path
 from effcompile.sites import add_norms, argument, linears, merges
@@ -160,8 +161,21 @@ def _attentions(module: fx.GraphModule) -> dict[str, str]:
         ours.attention: "tiled",
         ours.attention_flex: "flex",
     }
-    found = {node: forms[_packet(node)] for node in module.graph.nodes if SITE in node.meta and _packet(node) in forms}
+    found = {
+        node: _by_predictor(node) or forms[_packet(node)] for node in module.graph.nodes if SITE in node.meta and _packet(node) in forms
+    }
     return {node.meta[SITE]: "causal" if form == "sdpa" and argument(node, "is_causal") else form for node, form in found.items()}
+
+
+def _by_predictor(node: fx.Node) -> str:
+    """Who lists the tiles that an attention visits: the method of its predictor, or constants; "" where nobody does."""
+    if _packet(node) is not torch.ops.effcompile.attention:
+        return ""
+    tiles = argument(node, "tiles")
+    if not isinstance(tiles, (list, tuple)) or not tiles:
+        return ""
+    source = tiles[0].args[0] if tiles[0].op == "call_function" else tiles[0]
+    return str(argument(source, "method")) if _packet(source) is torch.ops.effcompile.predicted_tiles else STATIC
 
 
 def _gelus(module: fx.GraphModule) -> dict[str, str]:

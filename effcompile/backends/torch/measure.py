@@ -12,11 +12,14 @@ import torch.nn.functional as F  # noqa: N812
 
 from effcompile import torch_compat
 from effcompile.attention import flex as _registers  # noqa: F401 - the operators that are timed
+from effcompile.attention import predicted as _registers_too  # noqa: F401 - the same
+from effcompile.attention.predictors import METHODS
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.sparse.pattern import BlockPattern
 from effcompile.target import Dims, KernelCall
+from effcompile.tiles import TileList
 from effcompile.timing import median_seconds
 
 aten = torch.ops.aten
@@ -179,6 +182,31 @@ def _band(sq: int, sk: int, visible: int) -> tuple[int | None, int | None]:
     return sk - sq - visible + 1, sk - sq
 
 
+def _tiles(dims: Dims, engine: str) -> Body:
+    """Tiles drawn at random for each head, and the diagonal."""
+    b, h, sq, sk, d, visible, block = dims
+    q, k, v = (torch.randn(b, s, h, d).transpose(1, 2) for s in (sq, sk, sk))
+    rows, columns = -(-sq // block), -(-sk // block)
+    diagonal = torch.zeros(rows, columns, dtype=torch.bool)
+    diagonal[torch.arange(rows), torch.arange(rows).clamp(max=columns - 1)] = True
+    others = min(columns - 1, max(0, round(visible / block) - 1))
+    ranks = torch.rand(1, h, rows, columns).masked_fill(diagonal, 2.0).argsort(-1).argsort(-1)
+    form = {"block_q": block, "block_k": block}
+    found = TileList.from_grids(diagonal.expand(1, h, -1, -1), ranks < others, q_len=sq, k_len=sk, **form).tensors()[:4]
+    run = torch.ops.effcompile.attention
+    return lambda: run(q, k, v, tiles=found, scale=d**-0.5, hi=sk - sq, **form)[0].transpose(1, 2).reshape(b, sq, h * d)
+
+
+def _predictor(dims: Dims, engine: str, *, method: str) -> Body:
+    """The lists of tiles for queries that may see `visible` keys each."""
+    b, h, sq, sk, d, visible, pool, block, detail = dims
+    q, k = (torch.randn(b, s, h, d).transpose(1, 2) for s in (sq, sk))
+    lo, hi = _band(sq, sk, visible)
+    factors = [torch.randn(h, d, detail) for _ in range(2)] if METHODS[method].fitted else None
+    form = {"method": method, "detail": detail, "pool": pool, "block": block, "mass": 0.95, "scale": d**-0.5, "lo": lo, "hi": hi}
+    return lambda: torch.ops.effcompile.predicted_tiles(q, k, None, factors, **form)
+
+
 def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -253,6 +281,8 @@ _KERNELS: dict[str, Callable[[Dims, str], Body]] = {
     "attention/tiled": _seeing(_tiled),
     "attention/tiled_scores": _seeing(_tiled_scores),
     "attention/flex": _seeing(_flex),
+    "attention/tiles": _tiles,
+    **{f"predict/{method}": functools.partial(_predictor, method=method) for method in METHODS},
     "norm/layer": _on_random(_norm, lambda d: [d, d[1:], d[1:]]),
     "norm/rms": _on_random(_rms, lambda d: [d, d[1:]]),
     "add_norm/split": _on_random(_add_norm, lambda d: [d, d, d[1:], d[1:]]),
