@@ -123,6 +123,7 @@ class _Call:
         self.shape = shape_of(q, k)
         self.rows = rows_per_span(self.shape, terms, q.shape[3], least)
         self._band: Tensor | None = None
+        self._parts: dict[tuple[int, int, int], Tensor] = {}
 
     def spans(self, causal_from: int) -> list[Span]:
         """All spans."""
@@ -215,6 +216,8 @@ class _Call:
         if span.banded:
             band = self._band_of(span)
             return band if bias is None else bias + band
+        if bias is None and self._band_in_tiles():
+            return self._band_of_runs(span)
         hidden = hidden_of(self.terms, span, self.q.device)
         if hidden is None:
             return bias
@@ -245,8 +248,38 @@ class _Call:
         start = span.runs[0].start - span.rows.start - first
         return self._band[None, None, : span.rows.stop - span.rows.start, start : start + span.keys]
 
+    def _band_in_tiles(self) -> bool:
+        """Whether tiles are listed, and the band alone hides anything in them."""
+        t = self.terms
+        return bool(t.tiles) and not t.chunk and all(x is None for x in (t.mask, t.q_ids, t.k_ids, t.valid))
+
+    def _band_of_runs(self, span: Span) -> Tensor:
+        """(1, 1, r, c) of runs of tiles: −inf outside the band, which lies alike in most rows of tiles and is made once."""
+        rows, at = span.rows.stop - span.rows.start, 0
+        mask = self.q.new_zeros((1, 1, rows, span.keys), dtype=wide(self.q))
+        for run in span.runs:
+            keys = run.stop - run.start
+            if not run.free:
+                mask[..., at : at + keys] = self._band_part(rows, run.start - span.rows.start, keys)
+            at += keys
+        return mask
+
+    def _band_part(self, rows: int, first: int, keys: int) -> Tensor:
+        """(r, c): −inf outside the band, for keys that begin `first` after the first row."""
+        key = (rows, first, keys)
+        if key not in self._parts:
+            lo, hi = self.terms.lo, self.terms.hi
+            place = torch.arange(first, first + keys) - torch.arange(rows)[:, None]
+            outside = torch.zeros(place.shape, dtype=torch.bool)
+            outside |= (place < lo) if lo is not None else outside
+            outside |= (place > hi) if hi is not None else outside
+            self._parts[key] = torch.zeros(place.shape, dtype=wide(self.q)).masked_fill_(outside, -torch.inf)
+        return self._parts[key]
+
     def _all_see(self, span: Span) -> bool:
         """Whether it is plain that every row of the span sees a key."""
+        if self.terms.bias is None and any(run.free for run in span.runs):
+            return True
         lo, hi = self.terms.lo, self.terms.hi
         first, last = span.runs[0].start, span.runs[0].stop - 1
         banded = span.banded and self.terms.bias is None
