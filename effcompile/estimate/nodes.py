@@ -18,6 +18,7 @@ from torch import fx
 from effcompile.attention.normalise import EAGER, OUR_ATTENTIONS
 from effcompile.cost import Provenance
 from effcompile.estimate.storages import Storages, storages
+from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - an operator that is priced
 from effcompile.program import Program, dtype_of, module_path, shape_of
 from effcompile.sites import argument
 from effcompile.target import KernelCall, Target
@@ -146,6 +147,14 @@ def _linear(program: Program, node: fx.Node) -> Calls | None:
     return _dense(node, math.prod(shape_of(x)[:-1]), k, n)
 
 
+def _block_sparse(program: Program, node: fx.Node) -> Calls | None:
+    """`effcompile::block_sparse_linear` in the model itself: all blocks that there is memory for."""
+    x, values, _, _, ccol = _tensors(node)[:5]
+    kept, block, _ = shape_of(values)
+    rows, n, k = math.prod(shape_of(x)[:-1]), shape_of(node)[-1], (shape_of(ccol)[0] - 1) * block
+    return (KernelCall("linear/sparse", (rows, k, n, kept, block)),)
+
+
 def _matmul(program: Program, node: fx.Node) -> Calls | None:
     """`a @ b`: a linear where b is a constant matrix, else a (batched) product of activations."""
     a, b = _tensors(node)[-2:]  # addmm and baddbmm have a bias first
@@ -242,6 +251,7 @@ _Rule = Callable[[Program, fx.Node], Calls | None]
 #: aten op → rule. A rule may decline (None): the op is then priced as a pointwise one.
 _RULES: dict[object, _Rule] = {
     aten.linear.default: _linear,
+    torch.ops.effcompile.block_sparse_linear.default: _block_sparse,
     **dict.fromkeys(
         (aten.addmm.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.baddbmm.default, aten.mv.default), _matmul
     ),

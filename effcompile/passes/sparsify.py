@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx, nn
 
+from effcompile import torch_compat
 from effcompile.cost import Cost, Provenance
 from effcompile.errors import FormatError, LoweringError, UnknownNameError, UsageError
 from effcompile.ops.block_sparse import fallback_reason
@@ -131,9 +132,7 @@ class Sparsify:
         result = []
         for site in known:
             weight = _weight(program, site)
-            if weight.is_meta or weight.device.type != "cpu":
-                continue
-            found = given_forms(weight)
+            found = [] if torch_compat.is_fake(weight) else given_forms(weight)
             blocks = fitting(weight.shape) if not self.block else tuple(b for b in (self.block,) if b in fitting(weight.shape))
             if site.site in masks:
                 found += masked_forms(weight, _checked(masks[site.site], site), blocks)
@@ -166,9 +165,9 @@ class Sparsify:
 
     def _misfits(self, program: Program) -> Iterator[Declined]:
         """Linears that were to be pruned in blocks that do not divide them."""
-        if not (self.block and (self.sparsity or self.masks)):
-            return
-        for site in self._pruned(linears(program)):
+        known = linears(program)
+        masks = self._masks(known)
+        for site in self._pruned(known) if self.block and self.sparsity else [site for site in known if self.block and site.site in masks]:
             try:
                 check_block(site.n, site.k, self.block)
             except UsageError as error:
@@ -219,6 +218,8 @@ def _refusal(program: Program, site: LinearSite, tied: Counter[int]) -> str:
     assert weight is not None
     if tied[_storage(weight)] > 1:
         return "its weight is tied: something else reads it, which a pattern of its own cannot serve"
+    if weight.device.type not in ("cpu", "meta"):
+        return f"its weight is on {weight.device}; sparse products are planned for CPU"
     if weight.dtype != torch.float32:
         return f"its weight is {str(weight.dtype).removeprefix('torch.')}; sparse products are measured in float32"
     return ""

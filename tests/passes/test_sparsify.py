@@ -18,6 +18,7 @@ from effcompile.capture.inference import capture
 from effcompile.cost import Provenance
 from effcompile.errors import FormatError, LoweringError, UnknownNameError, UsageError
 from effcompile.estimate import sensitivity
+from effcompile.estimate.nodes import kernel_calls
 from effcompile.goal import Goal
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes import propose_all
@@ -27,7 +28,7 @@ from effcompile.passes.sparse_forms import given_forms
 from effcompile.passes.sparsify import Sparsify
 from effcompile.program import Program
 from effcompile.sites import linears
-from effcompile.sparse import BlockPattern
+from effcompile.sparse import BlockPattern, BlockSparseLinear
 from effcompile.sparse.forms import block_of, form_name, name_of_count, stored_bytes
 from effcompile.target import KernelCall, Target
 
@@ -198,6 +199,23 @@ def test_a_given_mask_prunes_what_it_leaves_out(dense: Program, masks: dict[str,
     assert {site for site, _ in weights} == {UP, DOWN}
     for (site, _), weight in weights.items():
         assert torch.equal(weight(), dense.module.get_parameter(f"{site}.weight").detach() * masks[site])
+
+
+# ---------------------------------------------------------------- models without data, and with block-sparse layers of their own
+
+
+def test_a_model_without_data_has_no_zeros_but_can_be_pruned() -> None:
+    program = capture(Model().eval().to("meta"), (torch.randn(3, 5, 32, device="meta"),))
+    assert list(Sparsify().propose(program, context(by_flops))) == []
+    found, _ = options(program, Sparsify(sparsity=0.75, block=8), context(by_flops))
+    assert set(found) == {f"layers.{i}.{leaf}" for i in (0, 1) for leaf in ("up", "down")}
+
+
+def test_a_block_sparse_layer_is_priced_by_its_blocks(masks: dict[str, torch.Tensor]) -> None:
+    made = model(masks)
+    made.layers[0].up = BlockSparseLinear.from_linear(made.layers[0].up, BlockPattern.from_mask(masks[UP], 8))
+    calls = [call for found in kernel_calls(program_of(made)).values() for call in found]
+    assert KernelCall("linear/sparse", (15, 32, 64, 8, 8)) in calls and KernelCall("linear/fp32", (15, 32, 64)) in calls
 
 
 # ---------------------------------------------------------------- what is refused
