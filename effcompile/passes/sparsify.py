@@ -185,7 +185,8 @@ class Sparsify:
         error = 0.0 if form.given else context.sensitivity.get((site.site, form.option))
         cost = replace(cost, weight_bytes=size, error_squared=error or 0.0)
         wanted = context.goal.minimize == "memory" or context.goal.memory is not None
-        text = _eps(cost.seconds, timed / form.blocks, base.seconds)
+        eps = cost.seconds / (timed / form.blocks) / base.seconds
+        text = f"eps = time per sparse FLOP / time per dense FLOP = {eps:.1f}, break-even {1 / form.density:.1f}"
         if cost.provenance is not Provenance.MEASURED:
             reason = "sparse products are not modelled, only measured, and this target has no measurement of them"
         elif cost.seconds >= base.seconds and not (wanted and size < 4 * site.n * site.k):
@@ -205,11 +206,6 @@ def _not_there(site: str, option: str) -> LoweringError:
         f"The plan has {site} as {option}, but its weight is not that sparse and pruning it so was not asked for. "
         "Give the weights and the --pass sparsify settings that the plan was made with."
     )
-
-
-def _eps(seconds: float, density: float, dense_seconds: float) -> str:
-    eps = seconds / density / dense_seconds
-    return f"eps = time per sparse FLOP / time per dense FLOP = {eps:.1f}, break-even {1 / density:.1f}"
 
 
 def _refusal(program: Program, site: LinearSite, tied: Counter[int]) -> str:
