@@ -193,6 +193,10 @@ def _captured(
     program = _in_normal_form(model, args, kwargs, dynamic, progress)
     with progress.step("verify the capture"):
         checks = verify_capture(program, model)
+        if not all(check.passed for check in checks):  # top-k routing turns a difference in rounding into another expert
+            written = capture(model, args, kwargs, dynamic=dynamic)
+            program = replace(written, left={"": "fused, it rounds otherwise, and this model makes more of that than an exact plan allows"})
+            checks = verify_capture(program, model)
     for check in checks:
         if not check.passed:
             raise CaptureError(

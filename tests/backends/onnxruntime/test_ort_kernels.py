@@ -3,18 +3,21 @@
 import pytest
 
 from effcompile.backends.onnxruntime import OnnxRuntime
+from effcompile.estimate.calibration import grid
 from effcompile.target import KERNELS, KernelCall
 
-DIMS = {
-    "M K N": (4, 64, 32), "M K N Z B": (4, 64, 32, 3, 8), "B M K N": (2, 4, 8, 4), "B H Sq Sk D": (1, 2, 8, 8, 8),
-    "B H Sq Sk D V": (1, 2, 8, 8, 8, 4), "rows cols": (4, 32), "elements": (64,),
-}  # fmt: skip
-ABSENT = {"linear/bf16", "linear/sparse", *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "flex"))}
+DIMS = {call.kernel: call.dims for call in grid(quick=True)}
+ABSENT = {
+    "linear/bf16",
+    "linear/sparse",
+    *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),
+}
+ABSENT |= {kernel for kernel in KERNELS if kernel.startswith("predict/")}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernel(kernel):
-    seconds = OnnxRuntime().measure(KernelCall(kernel, DIMS[KERNELS[kernel].dims]))
+    seconds = OnnxRuntime().measure(KernelCall(kernel, DIMS[kernel]))
     if kernel in ABSENT:
         assert seconds is None
     else:

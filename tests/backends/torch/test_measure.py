@@ -6,18 +6,16 @@ import pytest
 
 from effcompile.backends.torch import TorchEager
 from effcompile.backends.torch.numerics import OPTIONS
+from effcompile.estimate.calibration import grid
 from effcompile.target import KERNELS, KernelCall
 
-DIMS = {"linear": (16, 64, 96), "matmul": (2, 8, 8, 8), "attention": (1, 2, 8, 8, 16), "gelu": (64,), "pointwise": (64,)}
+DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {"attention/packed", "attention/sdpa_int8", "add_norm/fused"}
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k not in ABSENT])
 def test_times_every_kernel_it_has(kernel: str) -> None:
-    dims = DIMS.get(kernel.partition("/")[0], (8, 32))
-    dims = (*dims, 4) if KERNELS[kernel].dims.endswith(" V") else dims
-    dims = (*dims, 5, 8) if KERNELS[kernel].dims.endswith(" Z B") else dims
-    seconds = TorchEager().measure(KernelCall(kernel, dims))
+    seconds = TorchEager().measure(KernelCall(kernel, DIMS[kernel]))
     assert seconds is not None
     assert 0 < seconds < 1
 
