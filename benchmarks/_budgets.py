@@ -34,9 +34,9 @@ class Outcome:
 
 def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
     """Budgets from the smallest feasible to the unconstrained peak, evenly; operators are measured here, as in a user's run."""
-    checkpoint, heads, *rest = load_training_passes(None)
+    checkpoint, heads, pointwise, _ = load_training_passes(None)
     figures = Figures(target=load_target("cpu-generic"), here=True)
-    variants = prepare(capture_training(model, (), batch), checkpoint, heads, *rest, figures).variants
+    variants = prepare(capture_training(model, (), batch), checkpoint, heads, pointwise, figures).variants
     low = min(leanest(prepared, checkpoint) for prepared in variants)
     high = best_schedule(variants, checkpoint, None)[0].trace.peak_bytes
     eager = verify.run(lambda: model(**batch).loss, model)

@@ -151,7 +151,7 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
     from effcompile.errors import InfeasibleError
     from effcompile.passes import load_training_passes
 
-    checkpoint, heads, pointwise = load_training_passes(None)
+    checkpoint, heads, pointwise, _ = load_training_passes(None)
     figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
     with told("effcompile: capture"):
         step = capture_training(model, (), batch)

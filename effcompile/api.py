@@ -23,10 +23,6 @@ from effcompile.target import Target
 
 __all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "optimize", "plan"]
 
-_OPTIMIZER = (
-    "optimizer states are planned from the next release on: leave `optimizer` out, and give `memory` without what the states will take."
-)
-
 
 def optimize(
     model: Any = None,
@@ -59,7 +55,8 @@ def optimize(
         target: a machine's name or .toml file, or a Target; "auto" is this machine.
         backend: one backend's name; None compares all that are installed.
         plan: a Plan or the path of a plan.json to apply again, without solving.
-        optimizer: not yet; its states are planned from the next release on.
+        optimizer: in training: a torch optimizer of the model's parameters, or optimizer(parameters) that returns one. Its states
+            then count, and are planned too; use the result's `optimizer`.
         passes: the passes to use, e.g. ["quantize.group_size=64"]; None uses all.
         dynamic: True to keep batch and sequence free, False to fix all shapes, or torch.export's dynamic shapes.
         calibration: inputs on which errors are measured; None generates some.
@@ -76,7 +73,7 @@ def optimize(
     """
     loaded = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     request = Request(
-        goal=declare(goal, optimizer, goal_fields) if loaded is None else goal_of_plan(loaded, goal, goal_fields, backend),
+        goal=declare(goal, goal_fields) if loaded is None else goal_of_plan(loaded, goal, goal_fields, backend),
         target=target,
         backend=backend,
         plan=loaded,
@@ -85,6 +82,7 @@ def optimize(
         calibration=_calibration(calibration),
         loss=loss,
         keep_outputs=keep_outputs,
+        optimizer=optimizer,
     )
     return functools.partial(_optimize, request=request) if model is None else _optimize(model, inputs, request=request)
 
@@ -110,7 +108,7 @@ def plan(
         UsageError: something in the request is wrong. InfeasibleError: no plan meets the goal.
     """
     request = Request(
-        goal=declare(goal, optimizer, goal_fields),
+        goal=declare(goal, goal_fields),
         target=target,
         backend=backend,
         passes=passes,
@@ -118,6 +116,7 @@ def plan(
         calibration=_calibration(calibration),
         loss=loss,
         keep_outputs=keep_outputs,
+        optimizer=optimizer,
     )
     return request.make_plan(_ready(as_module(model), request), *as_inputs(inputs))
 
@@ -148,7 +147,7 @@ def frontier(
     if points is not None and points < 1:
         raise UsageError(f"points = {points} must be at least 1.")
     request = Request(
-        goal=declare(goal, optimizer, goal_fields),
+        goal=declare(goal, goal_fields),
         target=target,
         backend=backend,
         passes=passes,
@@ -156,6 +155,7 @@ def frontier(
         calibration=_calibration(calibration),
         loss=loss,
         keep_outputs=keep_outputs,
+        optimizer=optimizer,
     )
     return request.make_frontier(_ready(as_module(model), request), *as_inputs(inputs), points)
 
@@ -222,9 +222,13 @@ def _modules_used(function: types.FunctionType) -> Iterator[tuple[str, nn.Module
 
 def _optimize(model: Any, inputs: Any = None, *, request: Request) -> Any:
     if isinstance(model, type) and issubclass(model, nn.Module):
+        if request.optimizer is not None:
+            raise UsageError("An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), not to a class.")
         return _factory(model, request)
     module = _ready(as_module(model), request)
     if inputs is None:
+        if request.optimizer is not None:
+            raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
         return Deferred(module, request)
     return request.carry_out(module, *as_inputs(inputs))
 
@@ -239,15 +243,13 @@ def _factory(model_class: type[nn.Module], request: Request) -> Callable[..., De
     return make
 
 
-def declare(goal: Goal | Mapping[str, Any] | None, optimizer: Any, changes: Mapping[str, Any]) -> Goal:
+def declare(goal: Goal | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> Goal:
     """The goal with its changes; a dict of goal fields will do for a goal.
 
     Raises:
-        UsageError: an optimizer, or a value that is not allowed.
+        UsageError: a value that is not allowed.
     """
     base = Goal.of(**goal) if isinstance(goal, Mapping) else goal
-    if optimizer is not None:
-        raise UsageError(_OPTIMIZER)
     return Goal.of(base, **changes)
 
 
@@ -257,7 +259,7 @@ def goal_of_plan(plan: Plan, goal: Goal | Mapping[str, Any] | None, changes: Map
     Raises:
         UsageError: another goal or backend than the plan's.
     """
-    if declare(plan.goal if goal is None else goal, None, changes) != plan.goal:
+    if declare(plan.goal if goal is None else goal, changes) != plan.goal:
         raise UsageError(f"The plan was made for another goal: {plan.goal.describe()}. Leave the goal out, or plan again without it.")
     if backend is not None and backend != plan.backend:
         raise UsageError(f"The plan is for the backend {plan.backend!r}, not {backend!r}. Leave the backend out, or plan again without it.")

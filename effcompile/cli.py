@@ -120,12 +120,11 @@ class Job:
             from effcompile.passes import load_passes, load_training_passes
 
             loaded = load(self.file)
-        asked = declare(loaded.goal, None, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
+        asked = declare(loaded.goal, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
         training = asked.mode == "training"
         (load_training_passes if training else load_passes)(self.passes)
         if training:
             console.warn(to_training_mode(loaded.model))
-            console.warn(_OPTIMIZER if loaded.optimizer is not None else "")
         request = Request(
             goal=asked,
             target=self.target,
@@ -136,12 +135,10 @@ class Job:
             calibration=loaded.calibration or None if not training else None,
             loss=loaded.loss if training else None,
             keep_outputs=self.keep_outputs,
+            optimizer=loaded.optimizer if training else None,
             progress=steps,
         )
         return loaded, request
-
-
-_OPTIMIZER = "The file defines an optimizer: its states are not planned in this release, and take memory beyond what is reported here."
 
 
 @app.command()

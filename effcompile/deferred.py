@@ -46,6 +46,7 @@ class Request:
     calibration: tuple[Inputs, ...] | None = None
     loss: Loss | None = None
     keep_outputs: bool = False
+    optimizer: Any = None
     progress: compiler.Progress = compiler.QUIET
 
     def __post_init__(self) -> None:
@@ -55,8 +56,9 @@ class Request:
             raise UsageError("A training plan holds for one batch shape: leave dynamic out. Without `inputs` each shape is planned.")
         if self.training and self.calibration is not None:
             raise UsageError("calibration measures errors, and a training plan makes none: leave it out.")
-        if not self.training and (self.keep_outputs or self.loss is not None):
-            name = "keep_outputs" if self.keep_outputs else "loss"
+        given = {"keep_outputs": self.keep_outputs, "loss": self.loss is not None, "optimizer": self.optimizer is not None}
+        if not self.training and any(given.values()):
+            name = next(name for name, value in given.items() if value)
             raise UsageError(f"{name} is for a training step. Leave it out, or ask for mode='training'.")
 
     @property
@@ -68,7 +70,7 @@ class Request:
         """Keyword arguments that every entry of the compiler takes in this mode."""
         common = {"goal": self.goal, "target": self.target, "passes": self.passes, "progress": self.progress}
         if self.training:
-            return {**common, "loss": self.loss, "keep_outputs": self.keep_outputs}
+            return {**common, "loss": self.loss, "keep_outputs": self.keep_outputs, "optimizer": self.optimizer}
         return {**common, "backend": self.backend, "dynamic": self.dynamic, "calibration": self.calibration}
 
     def carry_out(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable | TrainingExecutable:

@@ -162,6 +162,24 @@ class MemoryTimeline:
         return max(self.points)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether a training step fits on a machine that is not here.
+
+    Attributes:
+        verdict: "FITS" (the whole interval does), "MARGINAL", "DOES NOT FIT" (none of it does).
+        low_bytes, high_bytes: the predicted peak less and plus the model's error.
+        limit_bytes: the machine's memory, or the user's limit where that is less.
+        instant: the one that binds: "backward model.layers.3".
+    """
+
+    verdict: str
+    low_bytes: int
+    high_bytes: int
+    limit_bytes: int
+    instant: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """See the module's docstring. `rows` of equal decisions are grouped by the report, not here."""
@@ -189,6 +207,7 @@ class Plan:
     versions: Mapping[str, str] = field(default_factory=dict)
     artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
     memory_timeline: MemoryTimeline | None = None  # of a training step
+    fit: Fit | None = None  # of a training step on a machine that is not here
     schedule: Mapping[str, Any] = field(default_factory=dict)  # what a training step keeps: for applying the plan; the compiler checks it
 
     #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.

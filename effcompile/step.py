@@ -38,6 +38,8 @@ class Step:
             structure, a shape or a dtype is not what was captured.
         rebuild: (loss, shown outputs) → what the model would have returned, in its own type.
         dropped: names of the output's fields that are not returned, with their bytes: only kept when asked for.
+        consumed: qualified names of the parameters whose gradients the backward itself hands to the optimizer
+            (ops/consume.py): they are no results.
         mends: known fixes applied at capture, in the user's words.
         args, kwargs: the example inputs.
     """
@@ -59,6 +61,7 @@ class Step:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
     more_tangents: tuple[fx.Node, ...] = ()
+    consumed: tuple[str, ...] = ()
 
     @property
     def tangents(self) -> tuple[fx.Node, ...]:

@@ -182,6 +182,10 @@ def _log_distance(a: Dims, b: Dims) -> float:
 Probe = Callable[[str, KernelCall], float | None]
 
 
+#: Assumed where a target does not say: half of what one socket with 8 channels of DDR4-3200 (204.8 GB/s) moves at the most.
+HOST_BANDWIDTH = 100e9
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """A machine. All rates in FLOP/s and bytes/s, sizes in bytes, times in seconds.
@@ -191,6 +195,7 @@ class Target:
         memory_bandwidth: device memory, read. `link_bandwidth`: device to host, one direction.
         efficiency: share of the peak that good kernels reach; scales the roofline.
         launch_seconds: fixed cost of one kernel.
+        host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
         probe: measures what `laws` lacks, on this machine only.
@@ -206,6 +211,8 @@ class Target:
     peak_flops: Mapping[str, float]
     efficiency: float = 0.75
     launch_seconds: float = 5e-6
+    host_bandwidth: float = HOST_BANDWIDTH
+    host_memory_bytes: int | None = None
     calibrated: str | None = None
     laws: Mapping[str, Mapping[str, Law]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)

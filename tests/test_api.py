@@ -140,7 +140,7 @@ def test_decorated_forward_is_one_per_instance(x: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("request_", "error", "says"),
     [
-        ({"optimizer": torch.optim.SGD}, UsageError, "next release"),
+        ({"optimizer": torch.optim.SGD}, UsageError, "optimizer is for a training step"),
         ({"max_eror": 0.1}, UnknownNameError, "Did you mean 'max_error'"),
         ({"max_error": -1}, UsageError, "max_error = -1"),
         ({"target": "h10"}, UnknownNameError, "h100-sxm"),

@@ -205,7 +205,7 @@ def test_deferred_looks_like_the_model_to_trainers(calls: list[dict[str, Any]]) 
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        ({"optimizer": torch.optim.SGD, "mode": "training"}, "optimizer states are planned from the next release on"),
+        ({"optimizer": torch.optim.SGD}, "optimizer is for a training step"),
         ({"mode": "training", "dynamic": True}, "one batch shape"),
         ({"mode": "training", "calibration": [torch.ones(1)]}, "calibration measures errors"),
         ({"mode": "training", "loss": 3}, "loss is a int"),

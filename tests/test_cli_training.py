@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_cli import Outcome
 
 from effcompile import compiler
@@ -178,11 +179,10 @@ def test_a_model_in_eval_mode_is_put_in_training_mode_and_said_so(
     assert "eval mode" not in Outcome(capsys, "plan", write(), "--mode", "training").words
 
 
-def test_an_optimizer_in_the_file_is_not_silently_left_out(
-    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]
-) -> None:
+def test_an_optimizer_in_the_file_is_planned_too(capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]) -> None:
     text = TRAIN + "def optimizer(parameters):\n    return torch.optim.SGD(parameters)\n"
-    assert "not planned in this release" in Outcome(capsys, "plan", write(text), "--mode", "training").words
+    assert Outcome(capsys, "plan", write(text), "--mode", "training").status == 0
+    assert isinstance(fake.calls[0]["optimizer"]([torch.nn.Parameter(torch.ones(2))]), torch.optim.SGD)
 
 
 def test_frontier_plots_and_writes_the_picture(

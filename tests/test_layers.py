@@ -16,7 +16,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("goal", "target"),
     ("plan", "machines", "sparsity", "torch_compat", "torch_compat_aot"),
     ("tiles",),
-    ("program", "step", "ops"),
+    ("program", "step", "ops", "optimizers"),
     ("attention", "sparse"),
     ("sites",),
     ("export",),

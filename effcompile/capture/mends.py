@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -38,6 +39,7 @@ def mended(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, .
     """The model as it is captured: `as_reference` and what only tracing needs. Yields the mends in the user's words."""
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(as_reference(model))
+        said += _apply(stack, _merged_adapters(model))
         yield said + _apply(stack, _loss_type(model, kwargs)) + _apply(stack, _batched_experts(model))
 
 
@@ -86,6 +88,40 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in flags:
             module.training = training
+
+
+def _merged_adapters(model: nn.Module) -> Mend:
+    """peft's adapters (LoRA and those like it) merged into the weights that they change: no operators of theirs are left.
+
+    Each layer is replaced, for the time of the capture, by a copy of its base layer with the merged weight.
+    """
+    undos: list[Callable[[], object]] = []
+    for parent in list(model.modules()):
+        for name, layer in list(parent._modules.items()):
+            merged = _merged(layer)
+            if merged is not None:
+                parent._modules[name] = merged
+                undos.append(partial(parent._modules.__setitem__, name, layer))
+    if not undos:
+        return _NOTHING
+    return f"adapters merged into the weights of {len(undos)} layers: the graph has the base model's operators", undos
+
+
+def _merged(layer: nn.Module | None) -> nn.Module | None:
+    """A copy of a tuner layer's base layer with its active adapters in the weight; None for another layer, or where peft cannot."""
+    if layer is None or not all(hasattr(layer, name) for name in ("merge", "get_base_layer", "active_adapters", "disable_adapters")):
+        return None
+    if layer.disable_adapters:
+        return None
+    twin: Any = copy.deepcopy(layer)
+    try:
+        with torch.no_grad():
+            if not twin.merged:
+                twin.merge(safe_merge=True)
+    except Exception:  # quantised or otherwise special bases: captured as they are
+        return None
+    base = twin.get_base_layer()
+    return base if twin.merged and isinstance(base, nn.Module) else None
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -64,7 +64,7 @@ def graph_storages(graph: fx.Graph, given: Callable[[fx.Node], Any]) -> Storages
     return _Tracer(graph, given).run()
 
 
-class _Allocations(TorchDispatchMode):
+class Allocations(TorchDispatchMode):
     """Follows the storages that the ops of one node allocate and free. `peak` is the most bytes alive at once."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class _Tracer:
         self.numbers: dict[int, Storage] = {}
         self.alive: list[Any] = []  # keeps every storage alive, so that no address is given out twice
         self.nbytes: dict[Storage, int] = {}
-        self.inside = _Allocations()
+        self.inside = Allocations()
 
     def run(self) -> Storages:
         of: dict[fx.Node, tuple[Storage, ...]] = {}
@@ -131,7 +131,7 @@ class _Tracer:
         fixed: set[Storage] = set()
         for node in self.graph.nodes:
             before = len(self.nbytes)
-            self.inside = _Allocations()
+            self.inside = Allocations()
             self.values[node] = self._value(node)
             of[node] = self._number(self.values[node])
             made[node] = tuple(s for s in of[node] if s >= before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from effcompile.ops import attention_workspace, block_sparse, compress, embedding, loss_head
+from effcompile.ops import attention_workspace, block_sparse, compress, consume, embedding, loss_head
 
 
 def workspace_bytes(target: object, args: Sequence[object], kwargs: Mapping[str, object] = MappingProxyType({})) -> int | None:
@@ -19,6 +19,8 @@ def workspace_bytes(target: object, args: Sequence[object], kwargs: Mapping[str,
     Returns:
         None when the operator is not one of ours: nothing is known here about its workspace.
     """
+    if target is consume.consume:
+        return int(args[1])  # type: ignore[call-overload]
     name = getattr(target, "name", lambda: "")()
     known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding, block_sparse, compress))
     if (of_attention := attention_workspace.workspace_bytes(name.removesuffix(".default"), args, kwargs)) is not None:

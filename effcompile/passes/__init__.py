@@ -24,6 +24,7 @@ from effcompile.passes.predict import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 from effcompile.passes.sparsify import Sparsify
+from effcompile.passes.states import States
 
 __all__ = [
     "OPTIONAL",
@@ -59,6 +60,7 @@ TRAINING_PASSES: dict[str, type[Any]] = {
     "loss_head": LossHeads,
     "pointwise": Pointwise,
     "checkpoint": Checkpoint,
+    "states": States,
     "offload": Offload,
     "compress": Compress,
 }
@@ -101,8 +103,8 @@ def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
     return tuple(cls(**settings) for cls, settings in selected.values())
 
 
-def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint, LossHeads | None, Pointwise | None]:
-    """The passes of a training step, described as in `load_passes`. Without `checkpoint` everything is kept.
+def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint, LossHeads | None, Pointwise | None, States]:
+    """The passes of a training step, described as in `load_passes`. Optimizer states are planned wherever an optimizer is given.
 
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or `no-checkpoint`.
@@ -111,7 +113,8 @@ def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint,
     if "checkpoint" not in selected:
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
-    return made["checkpoint"], made.get("loss_head"), made.get("pointwise")
+    states = made.get("states", States(offload=False))  # left out: held as given
+    return made["checkpoint"], made.get("loss_head"), made.get("pointwise"), states
 
 
 def load_attention(spec: Sequence[str] | None = None) -> FusedAttention | None:

@@ -26,6 +26,7 @@ class Variant:
         in_place: whether gradients of tied parameters are summed in place.
         declined: why a loss head cannot be changed, one line each.
         fused_attention: whether attentions that the model writes as several operators, or with a dense mask, are one operator each.
+        consumed: how gradients are consumed in the backward (passes/states.py); "" where they are returned.
         unfused: element-wise chains that were measured to be as fast apart, by their nodes' names (passes/pointwise.py).
     """
 
@@ -37,6 +38,7 @@ class Variant:
     in_place: bool = False
     declined: tuple[str, ...] = ()
     fused_attention: bool = False
+    consumed: str = ""
     unfused: tuple[tuple[str, ...], ...] = ()
 
     @property

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from effcompile.estimate.storages import Storage
+from effcompile.ops.consume import consume
 from effcompile.ops.replay import random_state, replay
 from effcompile.planner.remat.problem import Group
 from effcompile.remat.away import Away, Move, begun, ended, on_host, putting_away, restoring
@@ -98,6 +99,7 @@ class _Emitter:
         for i in reversed(range(len(self.cut.blocks))):
             self._backward_of(i)
         self._finish_backward()
+        self._consume_late()
         self._emit_forward()
         return Emitted(
             forward=self.forward,
@@ -223,6 +225,19 @@ class _Emitter:
                 value = self._value(node)
             results.append(value)
         self.backward.output(tuple(results))
+
+    def _consume_late(self) -> None:
+        """A gradient is consumed, which writes the parameter, after all that reads the parameter: remade values too."""
+        last: dict[Storage, fx.Node] = {}
+        for node in self.backward.nodes:
+            if node.op == "call_function" and node.target is not consume:
+                last.update({s: node for arg in node.all_input_nodes if arg in self.origin for s in self.cut.held.of[self.origin[arg]]})
+        order = {node: at for at, node in enumerate(self.backward.nodes)}
+        for node in [n for n in order if n.target is consume]:
+            reader = max((last[s] for s in self.cut.held.of[self.origin[node.args[3]]] if s in last), key=order.__getitem__, default=node)
+            if order[reader] > order[node]:
+                reader.append(node)
+                self.stage[node] = self.stage[reader]
 
     # ------------------------------------------------------------------ the forward
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from effcompile.plan import Certificate, Plan, Totals
+from effcompile.plan import Certificate, Fit, Plan, Totals
 from effcompile.units import format_bytes, format_error, format_seconds
 
 NONE = "–"
@@ -83,6 +83,12 @@ def verdict(plan: Plan) -> Verdict:
     if plan.measured is None:
         return Verdict.PREDICTED
     return Verdict.MET if plan.checks or plan.measured.error is not None else Verdict.UNVERIFIED
+
+
+def fit_line(fit: Fit) -> str:
+    """`FITS in 22.4 GiB: 17.1 GiB to 20.9 GiB, highest in the backward model.layers.3`."""
+    interval = f"{format_bytes(fit.low_bytes)} to {format_bytes(fit.high_bytes)}"
+    return f"{fit.verdict} in {format_bytes(fit.limit_bytes)}: peak {interval}, highest at {fit.instant}"
 
 
 def shortfalls(plan: Plan) -> list[str]:

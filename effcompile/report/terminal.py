@@ -70,6 +70,8 @@ def _goal(page: Page, plan: Plan) -> None:
     headline = f.headline(plan)
     if headline:
         page.field("", headline)
+    if plan.fit is not None:
+        page.field("", Text(f.fit_line(plan.fit), style=STRONG))
     page.fields("", [Text(line, style=BAD) for line in f.shortfalls(plan)])
     page.blank()
 

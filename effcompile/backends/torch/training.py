@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.errors import InputsError
+from effcompile.ops.consume import Sink, consuming
 from effcompile.remat.emit import Emitted
 from effcompile.remat.simulate import overwritten
 from effcompile.step import Step
@@ -37,7 +38,8 @@ class StepRunner:
         handed = {node: i for i, node in enumerate((*emitted.handed, *self._overwritten))}
         self._backward_inputs = [handed.get(n, emitted.origin.get(n)) for n in emitted.backward.nodes if n.op == "placeholder"]
         self._read_again = [n for n in self._backward_inputs if isinstance(n, fx.Node) and n is not step.tangent]
-        self._differentiated = tuple(step.gradients)
+        self._differentiated = (*step.gradients, *step.consumed)
+        self.sink: Sink | None = None  # where gradients go that the backward hands on by itself
         self._frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
         self._modes = {name: module.training for name, module in model.named_modules()}
         self._devices = sorted({node.meta["val"].device.type for node in self._forward_inputs})
@@ -46,7 +48,7 @@ class StepRunner:
     def bound_to(self, model: nn.Module) -> StepRunner:
         """The same step for another instance of the model: a copy of it."""
         other = copy.copy(self)
-        other.model = model
+        other.model, other.sink = model, None
         return other
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -110,13 +112,15 @@ class StepRunner:
         return results[:first], [*results[last:], *old]
 
     def run_backward(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
-        """The gradients, in the order of `Step.gradients`. Empties `saved`."""
+        """The gradients, in the order of `Step.gradients`, then None for those that were handed to `sink`. Empties `saved`."""
         inputs = [
             saved[source] if isinstance(source, int) else tangent if source is None or source is self.step.tangent else values[source]
             for source in self._backward_inputs
         ]
         saved.clear()
-        return self._without_autocast(self.backward_graph, inputs)
+        with consuming(self.sink):
+            gradients = self._without_autocast(self.backward_graph, inputs)
+        return (*gradients, *[None] * len(self.step.consumed))
 
     def versions(self, values: Mapping[fx.Node, Any]) -> list[tuple[str, int]]:
         """(placeholder, autograd's count of changes in place) of what the backward reads again."""

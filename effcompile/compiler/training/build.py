@@ -12,8 +12,10 @@ from torch import fx
 
 from effcompile.compiler.search import versions
 from effcompile.compiler.training import attend, moved
+from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
+from effcompile.compiler.training.states import Joint, decisions, saved_states, state_notes, update_bytes
 from effcompile.cost import Cost, Provenance
 from effcompile.errors import FormatError
 from effcompile.goal import Goal
@@ -26,15 +28,15 @@ from effcompile.remat.simulate import Trace
 from effcompile.step import Step
 from effcompile.units import format_bytes, format_seconds
 
-_POINTS = MOST_POINTS - 2  # forward and backward are divided apart
+_POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
 KEEP = "keep everything"
 
 
-def build_plan(
-    best: Schedule, others: Sequence[Schedule], found: Preparation, figures: Figures, goal: Goal, notes: Sequence[str] = ()
-) -> Plan:
-    """The plan of a schedule. `others`: the best schedules of all variants that have one. `found`: what was chosen from."""
+def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, notes: Sequence[str] = ()) -> Plan:
+    """The plan of a schedule and its optimizer states. `found`: what was chosen from."""
+    best, others = joint.schedule, joint.others
     prepared = best.prepared
+    timeline = _timeline(joint)
     solution = best.solution
     return Plan(
         model=prepared.step.name,
@@ -51,27 +53,44 @@ def build_plan(
             *_head(best, found),
             *_gradients(best),
             *_chains(best),
+            *decisions(joint),
         ),
-        declined=(*_not_taken(best), *_other_heads(best, others), *_refused_heads(prepared), *attend.refusals(found.attended)),
+        declined=(
+            *_not_taken(best),
+            *_other_heads(best, others),
+            *_refused_heads(prepared),
+            *attend.refusals(found.attended),
+            *joint.declined,
+        ),
         certificate=Certificate(
             status=solution.status,
-            objective=best.seconds,
-            bound=prepared.seconds + solution.bound,
-            gap=solution.gap,
-            sites=len(prepared.cut.blocks),
-            alternatives=sum(len(prepared.options[stage.kind]) for stage in prepared.stages),
+            objective=joint.seconds,
+            bound=joint.bound,
+            gap=max(solution.gap, 1 - joint.bound / joint.seconds if joint.seconds else 0.0) if joint.states else solution.gap,
+            sites=len(prepared.cut.blocks) + bool(joint.states),
+            alternatives=sum(len(prepared.options[stage.kind]) for stage in prepared.stages) + joint.ways,
             seconds=sum(s.solution.solve_seconds for s in others) or solution.solve_seconds,
             solver=solution.solver,
             rounds=best.rounds,
         ),
-        baseline=Totals(seconds=found.seconds, peak_bytes=found.peak_bytes, error=0.0),
-        predicted=Totals(seconds=best.seconds, peak_bytes=best.trace.peak_bytes, error=0.0),
+        baseline=_baseline(joint, found),
+        predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=0.0),
         inputs=describe_inputs(prepared.step),
-        notes=(*prepared.step.mends, *_dropped(prepared.step), *_times(figures), *moved.notes(best), *notes),
+        notes=(*prepared.step.mends, *_dropped(prepared.step), *_times(figures), *moved.notes(best), *state_notes(joint), *notes),
         versions=versions(),
-        memory_timeline=_timeline(best.trace, prepared),
-        schedule=saved_schedule(best),
+        memory_timeline=timeline,
+        fit=None if figures.here else fit(joint.peak_bytes, figures.target, timeline, goal.memory),
+        schedule={**saved_schedule(best), **saved_states(joint.states)},
     )
+
+
+def _baseline(joint: Joint, found: Preparation) -> Totals:
+    """The unplanned step, with the optimizer as it was given."""
+    given = joint.given
+    if given is None:
+        return Totals(seconds=found.seconds, peak_bytes=found.peak_bytes, error=0.0)
+    peak = max(found.peak_bytes + given.resident_bytes, update_bytes(found.end_bytes, given))
+    return Totals(seconds=found.seconds + given.seconds, peak_bytes=peak, error=0.0)
 
 
 def fingerprint(step: Step) -> str:
@@ -325,21 +344,37 @@ def _times(figures: Figures) -> list[str]:
     return [f"{'some ' if figures.here else ''}operator times are modelled from the target's peaks{rest}"]
 
 
-def _timeline(trace: Trace, prepared: Prepared) -> MemoryTimeline:
-    live = [instant.live for instant in trace.instants]
+def _timeline(joint: Joint) -> MemoryTimeline:
+    trace, blocks = joint.schedule.trace, joint.schedule.prepared.cut.blocks
+    resident = joint.states.resident_bytes if joint.states else 0
+    live = [instant.live + resident for instant in trace.instants]
     forward = sum(instant.phase == "forward" for instant in trace.instants)
     size = max(1, -(-len(live) // _POINTS))
     first = [max(live[i : min(i + size, forward)]) for i in range(0, forward, size)]
     second = [max(live[i : i + size]) for i in range(forward, len(live), size)]
+    updating = joint.states is not None and joint.update_bytes > trace.peak_bytes + resident
+    states = {"optimizer states": resident} if resident else {}
     return MemoryTimeline(
-        points=(*first, *second),
+        points=(*first, *second, *([joint.update_bytes] if joint.states else [])),
         forward_points=len(first),
-        parameter_bytes=prepared.cut.base_bytes,
-        peak_phase=trace.peak.phase,
-        peak_site=prepared.cut.blocks[trace.peak.stage].name,
-        peak_node=trace.peak.node,
-        parts=trace.parts,
+        parameter_bytes=joint.schedule.prepared.cut.base_bytes + resident,
+        peak_phase="optimizer's step" if updating else trace.peak.phase,
+        peak_site="" if updating else blocks[trace.peak.stage].name,
+        peak_node="" if updating else trace.peak.node,
+        parts=_update_parts(joint) if updating else {**trace.parts, **states},
     )
+
+
+def _update_parts(joint: Joint) -> dict[str, int]:
+    """What is alive at the highest instant of the optimizer's step."""
+    assert joint.states is not None
+    base, end = joint.schedule.prepared.cut.base_bytes, joint.schedule.trace.end_bytes
+    return {
+        "parameters, buffers, inputs": base,
+        "gradients": end - base,
+        "optimizer states": joint.states.resident_bytes,
+        "working memory": joint.states.working_bytes,
+    }
 
 
 def _numel(node: fx.Node) -> int:

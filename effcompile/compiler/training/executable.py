@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.errors import UsageError
@@ -25,17 +26,18 @@ class TrainingExecutable(nn.Module):
 
     It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's Trainer and
     save_pretrained see the model. In training mode with gradients enabled the planned step runs; in eval mode, or
-    without gradients, the model's own forward.
+    without gradients, the model's own forward. `optimizer` is the planned one, where one was given.
     """
 
     plan: Plan
     runner: StepRunner
+    optimizer: Optimizer | None
 
     def __copy__(self) -> TrainingExecutable:
-        return planned(self.runner.model, self.runner, self.plan)._in_mode_of(self)
+        return planned(self.runner.model, self.runner, self.plan, self.optimizer)._in_mode_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingExecutable:
-        """A copy of the model with the same plan."""
+        """A copy of the model with the same plan; without an optimizer, whose states are the original's."""
         model = copy.deepcopy(self.runner.model, memo)
         return planned(model, self.runner.bound_to(model), self.plan)._in_mode_of(self)
 
@@ -64,7 +66,7 @@ class TrainingExecutable(nn.Module):
         return folder
 
 
-def planned(model: nn.Module, runner: StepRunner, plan: Plan) -> TrainingExecutable:
+def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimizer | None = None) -> TrainingExecutable:
     """The model with the planned step as its forward; the given model stays as it is."""
     kind = type(model)
     if isinstance(model, TrainingExecutable):
@@ -79,7 +81,7 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan) -> TrainingExecuta
 
     result = copy.copy(model)
     result.__class__ = type(kind.__name__, (TrainingExecutable, kind), {"forward": forward, "__module__": kind.__module__})
-    _set(result, {"runner": runner, "plan": plan})
+    _set(result, {"runner": runner, "plan": plan, "optimizer": optimizer})
     if hasattr(model, "config"):  # HF's Trainer: the loss's own normalisation was captured, no further argument is taken
         _set(result, {"accepts_loss_kwargs": False})
     assert isinstance(result, TrainingExecutable)

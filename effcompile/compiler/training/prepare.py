@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -17,6 +18,7 @@ from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.consume import with_consumed_gradients
 from effcompile.passes.fused_attention import Attended
 from effcompile.passes.heads import LossHeads, Variant
 from effcompile.passes.levers import Levers
@@ -34,6 +36,7 @@ ALONE = Levers()
 
 #: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor.
 _CLEARLY_FASTER = 0.97
+_NOT_CONSUMED: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,18 +118,21 @@ class Preparation:
         variants: ready to be planned, the one with the loss head as captured first.
         attended: what can be said of its attentions.
         captured: the step. seconds, peak_bytes: predicted of it, with all kept that its backward reads.
+        end_bytes: alive when its backward is over.
     """
 
     variants: list[Prepared]
     captured: Step
     seconds: float
     peak_bytes: int
+    end_bytes: int
     attended: Attended = field(default_factory=Attended)
 
 
 def prepare(
     step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures,
     progress: Progress = QUIET, *, forms: Forms = AS_WRITTEN, unfused: Collection[frozenset[str]] | None = None, levers: Levers = ALONE,
+    consumed: Mapping[str, Mapping[str, int]] = _NOT_CONSUMED,
 ) -> Preparation:  # fmt: skip
     """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants.
 
@@ -141,6 +147,7 @@ def prepare(
             no variant, else both are.
         unfused: chains to leave apart, decided earlier; None decides by measuring.
         levers: what may be done with values beside keeping and recomputing them.
+        consumed: ways in which gradients may be consumed in the backward, each with what the update of a parameter allocates.
     """
     steps = _steps(step, forms, figures, progress)
     with progress.step("find loss head"):
@@ -149,6 +156,7 @@ def prepare(
     if pointwise is not None:
         with progress.step("fuse element-wise operators"):
             variants = tuple(_fused(variant, pointwise, figures, progress, unfused) for variant in variants)
+    variants = (*variants, *(_consuming(v, key, pieces) for key, pieces in consumed.items() for v in variants))
     with progress.step("trace storages"):
         traced = [(variant, _storages(variant.step)) for variant in variants]
         plain = traced[0][1] if variants[0].step is step else _storages(step)
@@ -161,8 +169,11 @@ def prepare(
         with progress.step("find the options of every block"):
             whole = Prepared(variant=variant, cut=cut, options={}, seconds=_seconds(variant.step, held, figures), plain=cut)
             prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
-    peak = simulate_unplanned(_cut(step, plain, figures)).peak_bytes
-    return Preparation(variants=prepared, captured=step, seconds=_seconds(step, plain, figures), peak_bytes=peak)
+    unplanned = simulate_unplanned(_cut(step, plain, figures))
+    return Preparation(
+        variants=prepared, captured=step, seconds=_seconds(step, plain, figures), peak_bytes=unplanned.peak_bytes,
+        end_bytes=unplanned.end_bytes,
+    )  # fmt: skip
 
 
 def _steps(step: Step, forms: Forms, figures: Figures, progress: Progress) -> list[Step]:
@@ -202,6 +213,10 @@ def _fused(
     price = (lambda nodes: figures.priced(nodes, progress)) if figures.here and unfused is None else None
     changed, apart = pointwise.apply(variant.step, price, unfused or ())
     return replace(variant, step=changed, unfused=apart)
+
+
+def _consuming(variant: Variant, key: str, pieces: Mapping[str, int]) -> Variant:
+    return replace(variant, step=with_consumed_gradients(variant.step, pieces.keys(), pieces), consumed=key)
 
 
 def _storages(step: Step) -> Storages:

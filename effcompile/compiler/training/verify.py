@@ -42,7 +42,7 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module) -> Result:
         step: runs the forward and returns the loss.
         model: whose gradients it makes.
     """
-    with _restored(model):
+    with restored(model):
         torch.manual_seed(_SEED)
         with torch_compat.memory_profile() as profile:
             loss = step()
@@ -52,9 +52,18 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module) -> Result:
         return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak)
 
 
+def into_gradients(model: nn.Module) -> Callable[[str, torch.Tensor], None]:
+    """A sink of gradients that the backward consumes: into the parameters, as an unplanned backward leaves them."""
+
+    def keep(name: str, gradient: torch.Tensor) -> None:
+        model.get_parameter(name).grad = gradient
+
+    return keep
+
+
 def seconds(step: Callable[[], torch.Tensor], model: nn.Module) -> float:
     """Time of one step (forward and backward), with everything put back as in `run`."""
-    with _restored(model):
+    with restored(model):
         start = perf_counter()
         step().backward()
         return perf_counter() - start
@@ -161,7 +170,8 @@ def _autocast_dtypes() -> list[torch.dtype]:
 
 
 @contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
+    """Gradients, buffers and random generators are put back; within, there are no gradients yet."""
     gradients = {name: p.grad for name, p in model.named_parameters()}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     for p in model.parameters():

@@ -1,0 +1,189 @@
+"""The optimizer as planned: the user's parameter groups, with states in another form, on the host, or updated in the backward.
+
+A plain loop works: `loss.backward(); optimizer.step(); optimizer.zero_grad()`. Learning rates are read from `param_groups`
+at every step. Each parameter has an inner optimizer of its own, so that it can be updated as soon as its gradient is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from effcompile.backends.torch.host import host_copies
+from effcompile.errors import FormatError, InputsError
+from effcompile.optimizers import GIVEN, Form, Group, build, pieces, update_options
+
+
+class PlannedOptimizer(Optimizer):
+    """An optimizer of the given one's groups. Its state_dict is the given one's where states are in its form.
+
+    Attributes:
+        form: of the inner optimizers. on_host: whether states lie in the host's memory.
+    """
+
+    def __init__(self, given: Optimizer, form: Form, *, on_host: bool, consumes: frozenset[str] = frozenset(), names: Mapping[int, str]):
+        """Args: `consumes`: parameters that the backward updates, by qualified name. `names`: id of a parameter → that name."""
+        self._given, self.form, self.on_host = given, form, on_host
+        super().__init__([dict(group) for group in given.param_groups], dict(given.defaults))
+        self._workers: dict[int, Worker] = {}
+        self._by_name = {names[id(p)]: (p, group) for group in self.param_groups for p in group["params"] if id(p) in names}
+        self._consumes = consumes
+        self._consumed: set[str] = set()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; those that the backward has updated have none."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, parameter.grad)
+        self._consumed.clear()
+        return loss
+
+    @torch.no_grad()
+    def consume(self, name: str, gradient: torch.Tensor) -> None:
+        """Update one parameter within the backward.
+
+        Raises:
+            InputsError: it was updated already since the last step.
+        """
+        if name in self._consumed:
+            raise InputsError(
+                f"A second backward came before optimizer.step(): {name} was updated by the first one already, as this plan consumes "
+                "gradients in the backward. Call step() after every backward, or plan with --pass states.in_backward=false to accumulate."
+            )
+        self._consumed.add(name)
+        parameter, group = self._by_name[name]
+        self._update(parameter, group, gradient)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned.
+
+        Raises:
+            FormatError: states of another form, or of other parameters.
+        """
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [(p, group) for group in self.param_groups for p in group["params"]]
+        if len(numbers) != len(parameters):
+            raise FormatError(f"The state has {len(numbers)} parameters, this optimizer {len(parameters)}.")
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._workers.clear()
+        for number, (parameter, group) in zip(numbers, parameters, strict=True):
+            if number in state_dict["state"]:
+                self.state[parameter] = self._worker(parameter, group).load(state_dict["state"][number])
+
+    def _update(self, parameter: torch.Tensor, group: Group, gradient: torch.Tensor) -> None:
+        worker = self._worker(parameter, group)
+        worker.step(gradient, group)
+        self.state[parameter] = worker.state
+
+    def _worker(self, parameter: torch.Tensor, group: Group) -> Worker:
+        if id(parameter) not in self._workers:
+            self._workers[id(parameter)] = Worker(parameter, group, self._given, self.form, self.on_host)
+        return self._workers[id(parameter)]
+
+
+class Worker:
+    """Updates one parameter: as it is, in pieces, or by a copy on the host where the parameter is on another device."""
+
+    def __init__(self, parameter: torch.Tensor, group: Group, given: Optimizer, form: Form, on_host: bool) -> None:
+        self.parameter, self.form, self.on_host = parameter, form, on_host
+        self.apart = on_host and parameter.device.type != "cpu"
+        self.master = host_copies([parameter.detach()])[0] if self.apart else None
+        self.version = parameter._version
+        self.leaves = [nn.Parameter(piece) for piece in pieces(form, self._values())]
+        self.inner = build(form, given, group, self.leaves)
+        self.adopted = False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The parameter's states; those of pieces by number."""
+        found = [self.inner.state[leaf] for leaf in self.leaves]
+        return found[0] if len(found) == 1 else {f"piece {i}": state for i, state in enumerate(found)}
+
+    def step(self, gradient: torch.Tensor, group: Group) -> None:
+        update_options(self.inner, self.form, group)
+        if self.master is not None and self.parameter._version != self.version:  # loaded, or otherwise changed, since
+            self.master.copy_(self.parameter)
+        gradients = pieces(self.form, gradient.contiguous() if self.form.piece else gradient)
+        moved = [host_copies([g])[0] for g in gradients] if self.apart else gradients
+        for leaf, piece, g in zip(self.leaves, pieces(self.form, self._values()), moved, strict=True):
+            leaf.data, leaf.grad = piece, g
+        stance = "default" if self.parameter.is_cuda and not self.apart else "force_eager"  # torchao compiles its update
+        with torch.compiler.set_stance(stance):
+            self.inner.step()
+        for leaf in self.leaves:
+            leaf.grad = None
+        if self.master is not None:
+            self.parameter.copy_(self.master, non_blocking=False)
+            self.version = self.parameter._version
+        if self.on_host and not self.adopted:
+            self._to_host()
+
+    def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """States from a state_dict. Returns them as they are held.
+
+        Raises:
+            FormatError: they are of another form.
+        """
+        found = [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
+        if None in found or (len(self.leaves) == 1 and "piece 0" in state):
+            raise FormatError(
+                f"The saved states are not of the form {self.form.name!r} that is planned here: plan as when they were saved."
+            )
+        device = self.leaves[0].device
+        for leaf, values in zip(self.leaves, found, strict=True):
+            held = {k: _placed(v, device) if isinstance(v, torch.Tensor) else copy.deepcopy(v) for k, v in (values or {}).items()}
+            self.inner.state[leaf] = held
+        if self.on_host:
+            self._to_host()
+        return self.state
+
+    def _values(self) -> torch.Tensor:
+        return self.master if self.master is not None else self.parameter.detach()
+
+    def _to_host(self) -> None:
+        """Move the states out of torch's allocator: all of a parameter's in one region."""
+        self.adopted = True
+        for leaf in self.leaves:
+            state = self.inner.state[leaf]
+            plain = [key for key, value in state.items() if type(value) is torch.Tensor]
+            state.update(zip(plain, host_copies([state[key] for key in plain]), strict=True))
+            for key in state.keys() - set(plain):
+                if isinstance(state[key], torch.Tensor):
+                    state[key] = _mapped(state[key], host_copies)
+
+
+def _placed(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on the parameter's device; counters, which have no dimensions, stay where they are."""
+    return _mapped(value, lambda parts: [p.detach().clone() if p.dim() == 0 else p.detach().to(device, copy=True) for p in parts])
+
+
+def _mapped(value: torch.Tensor, change: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]) -> torch.Tensor:
+    """A tensor with its memory changed; of a quantised one (torchao's), the tensors that it is made of."""
+    if type(value) in (torch.Tensor, nn.Parameter):
+        return change([value])[0]
+    quantised: Any = value
+    names, context = quantised.__tensor_flatten__()
+    parts = dict(zip(names, change([getattr(value, name) for name in names]), strict=True))
+    made: torch.Tensor = type(quantised).__tensor_unflatten__(parts, context, value.shape, value.stride())
+    return made
+
+
+def planned_optimizer(given: Optimizer, form: Form, *, on_host: bool, consumes: frozenset[str], model: nn.Module) -> Optimizer:
+    """The optimizer that carries out a plan: the given one itself where only its kernels change."""
+    if form.name == GIVEN and not on_host and not consumes:
+        for group in given.param_groups if form.fused else ():
+            group["fused"] = True
+        return given
+    names = {id(p): name for name, p in model.named_parameters()}
+    return PlannedOptimizer(given, form, on_host=on_host, consumes=consumes, names=names)

@@ -1,0 +1,300 @@
+"""Activations and optimizer states in one solve: for every way to hold the states, the best schedule in the bytes that they leave.
+
+States are alive at every instant of the step, so a way that keeps R bytes of them leaves budget − R to forward and backward;
+its own update needs gradients, states and working memory at once. The fastest of all is taken. Ways whose update alone takes
+as long as the best found need no solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training.prepare import Preparation, Prepared
+from effcompile.compiler.training.solve import Schedule, best_schedule, leanest
+from effcompile.cost import Cost, Provenance
+from effcompile.errors import FormatError, InfeasibleError, UsageError
+from effcompile.optimizers import CHANGES, EIGHT_BIT, check
+from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.states import KIND, SITE, States, StatesOption
+from effcompile.plan import Decision, Declined
+from effcompile.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joint:
+    """A schedule with the way to hold the states that it was made for.
+
+    Attributes:
+        schedule: the best; others: those of all loss heads that have one, with these states.
+        states: None where no optimizer was given. given: the way of the optimizer as it is. ways: how many there were.
+        bound: no plan takes less in all: proven.
+        declined: ways not taken, with the reason.
+    """
+
+    schedule: Schedule
+    others: tuple[Schedule, ...]
+    bound: float
+    states: StatesOption | None = None
+    given: StatesOption | None = None
+    ways: int = 0
+    declined: tuple[Declined, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of forward, backward and update."""
+        return self.schedule.seconds + (self.states.seconds if self.states else 0.0)
+
+    @property
+    def update_bytes(self) -> int:
+        """At the highest instant of the optimizer's step."""
+        return update_bytes(self.schedule.trace.end_bytes, self.states)
+
+    @property
+    def peak_bytes(self) -> int:
+        resident = self.states.resident_bytes if self.states else 0
+        return max(self.schedule.trace.peak_bytes + resident, self.update_bytes)
+
+
+def as_optimizer(given: Any, model: nn.Module) -> Optimizer | None:
+    """The optimizer that was given, or that the given function makes of the model's trainable parameters.
+
+    Raises:
+        UsageError: no optimizer, one that cannot be planned, or the function raises.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Optimizer) and callable(given):
+        try:
+            given = given([p for p in model.parameters() if p.requires_grad])
+        except Exception as error:
+            raise UsageError(f"optimizer(parameters) raises: {type(error).__name__}: {error}") from error
+    return check(given)
+
+
+def update_bytes(end_bytes: int, states: StatesOption | None) -> int:
+    """Alive at the highest instant of the optimizer's step: what forward and backward leave, the states, its working memory."""
+    return end_bytes + (states.resident_bytes + states.working_bytes if states else 0)
+
+
+def best_joint(
+    found: Preparation, options: Sequence[StatesOption], refused: Sequence[Declined], checkpoint: Checkpoint, budget: int | None,
+    *, progress: Progress = QUIET, solve: Callable[..., tuple[Schedule, list[Schedule]]] = best_schedule,
+) -> Joint:  # fmt: skip
+    """The fastest schedule with the fastest states that are within the budget together. No options: no optimizer was given.
+
+    Raises:
+        InfeasibleError: nothing fits; the way that comes nearest explains why.
+    """
+    if not options:
+        best, others = solve(found.variants, checkpoint, budget, progress=progress)
+        return Joint(schedule=best, others=tuple(others), bound=_bound(others, 0.0))
+    tried: dict[int, Joint] = {}
+    reasons: dict[int, str] = {}
+    errors: list[InfeasibleError] = []
+    for number, option in sorted(enumerate(options), key=lambda item: item[1].seconds):
+        variants = [p for p in found.variants if p.variant.consumed == consumed_key(option)]
+        least = option.seconds + min(p.seconds for p in variants)
+        fastest = min((joint.seconds for joint in tried.values()), default=float("inf"))
+        if least >= fastest:
+            reasons[number] = f"takes at least {format_seconds(least - fastest)} more a step"
+            continue
+        try:
+            tried[number] = _with(option, variants, checkpoint, budget, progress, solve)
+        except InfeasibleError as error:
+            errors.append(error)
+            reasons[number] = f"at least {format_bytes(int(error.nearest.get('memory', 0)))} with it"
+    if not tried:
+        raise _with_refused(min(errors, key=lambda e: e.nearest.get("memory", float("inf"))), refused)
+    taken = min(tried, key=lambda number: tried[number].seconds)
+    best_found = tried[taken]
+    for number, joint in tried.items():
+        if number != taken:
+            reasons[number] = f"the fastest plan with it takes {format_seconds(joint.seconds - best_found.seconds)} more a step"
+    return Joint(
+        schedule=best_found.schedule, others=best_found.others, states=options[taken], given=options[0], ways=len(options),
+        bound=min(joint.bound for joint in tried.values()),
+        declined=(*(_declined(options[n], reason) for n, reason in sorted(reasons.items())), *refused),
+    )  # fmt: skip
+
+
+def _with_refused(error: InfeasibleError, refused: Sequence[Declined]) -> InfeasibleError:
+    """The error, which also tells of ways that were not tried."""
+    left = "; ".join(f"{r.option}: {r.reason}" for r in refused)
+    return InfeasibleError(f"{error} Not tried: {left}." if left else str(error), binding=error.binding, nearest=error.nearest)
+
+
+def _with(
+    option: StatesOption, variants: Sequence[Prepared], checkpoint: Checkpoint, budget: int | None, progress: Progress,
+    solve: Callable[..., tuple[Schedule, list[Schedule]]],
+) -> Joint:  # fmt: skip
+    """The best schedule with one way to hold the states.
+
+    Raises:
+        InfeasibleError: forward and backward, or the update, do not fit beside the states.
+    """
+    beside = option.resident_bytes
+    end = min(end_bytes(p) for p in variants)
+    needed = update_bytes(end, option)
+    if budget is not None and needed > budget:
+        raise InfeasibleError(
+            f"With optimizer states {option.label} the optimizer's step needs {format_bytes(needed)}: parameters and gradients "
+            f"{format_bytes(end)}, states {format_bytes(beside)}, working memory {format_bytes(option.working_bytes)}. "
+            f"The smallest budget that it fits in is {format_bytes(needed)} ({needed} bytes).",
+            nearest={"memory": float(max(needed, beside + min(leanest(p, checkpoint) for p in variants)))},
+        )
+    try:
+        best, others = solve(variants, checkpoint, None if budget is None else max(budget - beside, 1), progress=progress)
+    except InfeasibleError as error:
+        nearest = max(int(error.nearest.get("memory", 0)) + beside, needed)
+        raise InfeasibleError(
+            f"With optimizer states {option.label} ({format_bytes(beside)} on the device) there is no room left for forward and backward. "
+            f"{str(error).partition(' The smallest feasible budget')[0]} The smallest feasible budget with these states is "
+            f"{format_bytes(nearest)} ({nearest} bytes).",
+            binding=error.binding, nearest={"memory": float(nearest)},
+        ) from error  # fmt: skip
+    return Joint(schedule=best, others=tuple(others), states=option, bound=_bound(others, option.seconds))
+
+
+def end_bytes(prepared: Prepared) -> int:
+    """Alive when a variant's backward is over: what is there throughout, the loss and shown outputs, gradients."""
+    step, held = prepared.step, prepared.cut.held
+    lasting = (*step.results[: 1 + step.shown], *step.gradients.values())
+    left = {s for node in lasting if node is not None for s in held.of[node]} - held.fixed
+    return prepared.cut.base_bytes + sum(held.nbytes[s] for s in left)
+
+
+def _bound(solved: Sequence[Schedule], seconds: float) -> float:
+    return min(s.prepared.seconds + s.solution.bound for s in solved) + seconds
+
+
+def consumed_key(option: StatesOption) -> str:
+    """Which variants of the step belong to a way: those that consume gradients know what each update allocates."""
+    return option.label if option.consumed else ""
+
+
+def _declined(option: StatesOption, reason: str) -> Declined:
+    return Declined(site=SITE, kind=KIND, option=full_label(option), by="states", reason=reason)
+
+
+def full_label(option: StatesOption) -> str:
+    """States and gradients: "8-bit, on the host; gradients consumed in the backward"."""
+    return option.label + ("; gradients consumed in the backward" if option.consumed else "")
+
+
+def saved_states(states: StatesOption | None) -> dict[str, Any]:
+    """What `restored_states` needs, as JSON-ready data."""
+    return {} if states is None else {"states": {"form": states.form.name, "on_host": states.on_host, "consumed": states.consumed}}
+
+
+def restored_states(options: Sequence[StatesOption], data: Mapping[str, Any]) -> StatesOption | None:
+    """The way that a plan was saved with.
+
+    Raises:
+        FormatError: the plan has an optimizer and none was given, or the other way round, or it does not allow that way.
+    """
+    saved = data.get("states")
+    if saved is None and not options:
+        return None
+    if saved is None:
+        raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
+    if not options:
+        raise FormatError("The plan holds optimizer states: give the optimizer, too, when it is applied.")
+    for option in options:
+        if {"form": option.form.name, "on_host": option.on_host, "consumed": option.consumed} == saved:
+            return option
+    raise FormatError(f"The plan's optimizer states {saved} are not possible with this optimizer and these passes. Plan again.")
+
+
+def allowing(states: States, data: Mapping[str, Any]) -> States:
+    """The pass with what a saved plan has already allowed."""
+    saved = data.get("states")
+    if not isinstance(saved, Mapping):
+        return states
+    form = saved.get("form")
+    return replace(
+        states, offload=states.offload or saved.get("on_host") is True, eight_bit=states.eight_bit or form == EIGHT_BIT,
+        in_backward=states.in_backward or saved.get("consumed") is True, change=(str(form),) if form in CHANGES else states.change,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ what the plan says
+
+
+def decisions(joint: Joint) -> list[Decision]:
+    """One for the states, and one for the gradients where they are consumed."""
+    taken, given = joint.states, joint.given
+    if taken is None or given is None:
+        return []
+    found = [
+        Decision(
+            site=SITE, kind=KIND, option=taken.label, baseline=given.label, by="states", cost=_cost(taken), baseline_cost=_cost(given),
+            why=_why(taken, given),
+        )
+    ]  # fmt: skip
+    if taken.consumed:
+        step = joint.schedule.prepared.step
+        size = sum(n.meta["val"].numel() * n.meta["val"].element_size() for n, name in step.parameters.items() if name in step.consumed)
+        found.append(
+            Decision(
+                site=f"{SITE}.gradients", kind="gradient", option="consumed in the backward", baseline="kept until the step", by="states",
+                cost=Cost(), baseline_cost=Cost(bytes_transient=size), why="each is freed as soon as its parameter is updated",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _cost(option: StatesOption) -> Cost:
+    provenance = Provenance.MEASURED if option.measured else Provenance.MODELLED
+    return Cost(
+        seconds=option.seconds, bytes_kept=option.resident_bytes, bytes_transient=option.working_bytes, bytes_link=option.link_bytes,
+        provenance=provenance,
+    )  # fmt: skip
+
+
+def _why(taken: StatesOption, given: StatesOption) -> str:
+    if taken.label == given.label:
+        return f"{format_bytes(taken.resident_bytes)} are there at every instant, and fit"
+    moved = f", {format_bytes(taken.link_bytes)} over the link in every step" if taken.link_bytes else ""
+    host = f"; {format_bytes(taken.host_bytes)} on the host{moved}" if taken.on_host else ""
+    return f"frees {format_bytes(given.resident_bytes - taken.resident_bytes)} at every instant for {_more(taken, given)}{host}"
+
+
+def _more(taken: StatesOption, given: StatesOption) -> str:
+    extra = taken.seconds - given.seconds
+    return format_seconds(extra) if extra > 0 else "no more time"
+
+
+def state_notes(joint: Joint) -> list[str]:
+    """What the user must know of a changed optimizer."""
+    if joint.states is None:
+        return []
+    notes = []
+    name = joint.states.form.name
+    if name in CHANGES:
+        kind, rate, decay = CHANGES[name]
+        notes.append(
+            f"another optimizer, as allowed by states.change: {kind}, with the given learning rate × {rate:.3g} and "
+            f"weight decay × {decay:.3g}"
+        )
+    if joint.states.consumed:
+        notes.append("gradients are consumed in the backward: nothing may clip, accumulate or read them; call step() after every backward")
+    return notes
+
+
+def with_states(made: Schedule, consumed: str, options: Sequence[StatesOption], refused: Sequence[Declined]) -> list[Joint]:
+    """A schedule with every way to hold the states that it was made for: points of a frontier."""
+    if not options:
+        return [Joint(schedule=made, others=(), bound=_bound([made], 0.0))]
+    return [
+        Joint(
+            schedule=made, others=(), bound=_bound([made], option.seconds), states=option, given=options[0], ways=len(options),
+            declined=tuple(refused),
+        )
+        for option in options if consumed_key(option) == consumed
+    ]  # fmt: skip

@@ -1,0 +1,130 @@
+"""The optimizer's part of verification: a whole step's peak with its update, and the planned update against the given one's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from effcompile import torch_compat
+from effcompile.backends.torch.optimizer import PlannedOptimizer, Worker
+from effcompile.backends.torch.training import StepRunner
+from effcompile.compiler.training import verify
+from effcompile.goal import EXACT_TOLERANCE
+from effcompile.optimizers import Form, one_by_one
+from effcompile.passes.states import StatesOption
+from effcompile.plan import Check
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Whole steps: bytes allocated at the highest instant of the first two (None where not known), seconds of the third's updates."""
+
+    peak_bytes: int | None
+    update_seconds: float
+
+
+def run(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer, runner: StepRunner | None) -> Steps:
+    """Forward, backward and update, three times; parameters, buffers and random generators are put back, the optimizer is not.
+
+    runner: of a planned step, whose backward may update parameters itself.
+    """
+    clock = _Clock()
+    update = optimizer.step
+    with verify.restored(model), _parameters_restored(model):
+        _bind(runner, optimizer, lambda consume: consume)
+        with torch_compat.memory_profile() as profile:
+            cuda = _step(step, update, optimizer)
+            _step(step, update, optimizer)
+        _bind(runner, optimizer, clock.around)
+        _step(step, clock.around(update), optimizer)
+    return Steps(peak_bytes=None if cuda else torch_compat.peak_of_memory_events(profile), update_seconds=clock.seconds)
+
+
+def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer) -> bool:
+    """One step; whether it ran on a GPU."""
+    loss = step()
+    loss.backward()
+    update()
+    optimizer.zero_grad()
+    return loss.is_cuda
+
+
+def _bind(runner: StepRunner | None, optimizer: Optimizer, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    if runner is not None and isinstance(optimizer, PlannedOptimizer):
+        runner.sink = around(optimizer.consume)
+
+
+class _Clock:
+    """Adds up what calls take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> None:
+            start = perf_counter()
+            function(*args)
+            self.seconds += perf_counter() - start
+
+        return timed
+
+
+class _parameters_restored:  # noqa: N801  a context manager, named like one
+    """Parameters get their values back; the copies are made before any profile begins."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.values = {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for name, value in self.values.items():
+                self.model.get_parameter(name).copy_(value)
+
+
+def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]) -> Check | str:
+    """Parameters after two planned updates with the same gradients against the given optimizer's: a check, or a note.
+
+    The note stands for updates that the user allowed to differ.
+    """
+    name = type(given).__name__
+    if one_by_one(given) is not None:
+        return f"the update of {name} is run as it is"
+    groups = {id(p): group for group in given.param_groups for p in group["params"]}
+    parameter_error = moved = apart = 0.0
+    for key, parameter in model.named_parameters():
+        gradient = gradients.get(key)
+        if gradient is None or id(parameter) not in groups:
+            continue
+        before = parameter.detach()
+        ours, theirs = (
+            _updated(parameter, groups[id(parameter)], given, form, host, gradient)
+            for form, host in ((states.form, states.on_host), (Form(), False))
+        )
+        difference = float((ours.double() - theirs.double()).norm())
+        parameter_error = max(parameter_error, difference / max(float(theirs.double().norm()), 1e-12) if difference else 0.0)
+        moved += float((theirs.double() - before.double()).square().sum())
+        apart += difference**2
+    if states.changes_numbers:
+        relative = (apart / moved) ** 0.5 if moved else 0.0
+        return f"{states.form.name}: two updates differ from those of {name} by {relative:.1%} of them, at the example inputs' gradients"
+    return Check(name=f"parameters after two updates, as {name}'s", error=parameter_error, limit=EXACT_TOLERANCE)
+
+
+def _updated(
+    parameter: torch.Tensor, group: Mapping[str, object], given: Optimizer, form: Form, on_host: bool, gradient: torch.Tensor
+) -> torch.Tensor:
+    copy = nn.Parameter(parameter.detach().clone())
+    worker = Worker(copy, group, given, form, on_host)
+    with torch.no_grad():
+        for _ in range(2):
+            worker.step(gradient, group)
+    return copy.detach()

@@ -1,0 +1,121 @@
+"""One request for a training plan, and what is found out on its way: the step, its variants, the ways to hold the optimizer's states."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from effcompile.compiler.machine import resolve
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training import verify
+from effcompile.compiler.training.attend import Captured, captured
+from effcompile.compiler.training.figures import keep_figures, known_figures
+from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
+from effcompile.compiler.training.states import Joint, as_optimizer, best_joint, consumed_key
+from effcompile.goal import Goal
+from effcompile.passes import Levers, load_attention, load_levers, load_training_passes
+from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.fused_attention import FusedAttention
+from effcompile.passes.heads import LossHeads
+from effcompile.passes.pointwise import Pointwise
+from effcompile.passes.states import States, StatesOption
+from effcompile.plan import Declined
+from effcompile.step import Step
+from effcompile.target import Target
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One request, and what has been found out on the way."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    goal: Goal
+    loss: Loss | None
+    checkpoint: Checkpoint
+    heads: LossHeads | None
+    pointwise: Pointwise | None
+    attention: FusedAttention | None
+    states: States
+    optimizer: Optimizer | None
+    parameters: Sequence[tuple[str, torch.Tensor]]
+    figures: Figures
+    levers: Levers = ALONE
+    progress: Progress = QUIET
+    notes: list[str] = field(default_factory=list)
+    known_ways: list[tuple[tuple[StatesOption, ...], tuple[Declined, ...]]] = field(default_factory=list)
+
+    def capture(self, keep_outputs: bool) -> Captured:
+        """The joint graph of the step, in one or two forms."""
+        with self.progress.step("capture the step"):
+            return captured(self.model, self.args, self.kwargs, self.loss, keep_outputs, self.attention)
+
+    def prepare(self, step: Captured, unfused: Collection[frozenset[str]] | None = None) -> Preparation:
+        """Its variants with their options; what was measured for them is kept for the next plan."""
+        ways, _ = self.ways(step.step)
+        consumed = {consumed_key(way): way.pieces for way in ways if way.consumed}
+        found = prepare(
+            step.step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress,
+            forms=step.forms(self.attention), unfused=unfused, levers=self.levers, consumed=consumed,
+        )  # fmt: skip
+        found = replace(found, attended=step.attended)
+        if self.figures.here and (note := keep_figures(self.figures.known)):
+            self.notes.append(note)
+        return found
+
+    def ways(self, step: Step) -> tuple[tuple[StatesOption, ...], tuple[Declined, ...]]:
+        """The ways to hold the optimizer's states, priced; none without an optimizer."""
+        if self.optimizer is None:
+            return (), ()
+        if not self.known_ways:
+            with self.progress.step("price the optimizer"):
+                figures = self.figures
+                found = self.states.options(step, self.optimizer, self.parameters, self.goal, figures.target, figures.here)
+                self.known_ways.append(found)
+        return self.known_ways[0]
+
+    def solve(self, found: Preparation, budget: int | None) -> Joint:
+        """The best schedule with the best way to hold the states."""
+        options, refused = self.ways(found.captured)
+        return best_joint(found, options, refused, self.checkpoint, budget, progress=self.progress)
+
+    def eager_loss(self) -> torch.Tensor:
+        """The original's loss at the example inputs."""
+        args, kwargs = self.args, dict(self.kwargs)
+        if self.loss is not None:
+            taken = inspect.signature(self.model.forward).parameters
+            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+                kwargs = {name: value for name, value in kwargs.items() if name in taken}
+        outputs = self.model(*args, **kwargs)
+        whole = (self.args, dict(self.kwargs)) if self.args and self.kwargs else self.args or dict(self.kwargs)
+        return verify.loss_of(outputs, whole, self.loss)
+
+
+def make_work(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], goal: Goal, target: str | Target,
+    passes: Sequence[str] | None, loss: Loss | None, progress: Progress, optimizer: Any,
+) -> Work:  # fmt: skip
+    """The request, with its passes, target and optimizer looked up."""
+    checkpoint, heads, pointwise, states = load_training_passes(passes)
+    machine = resolve(target, [])
+    notes = list(machine.keep_timings())
+    # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
+    levers = load_levers(passes, linked=not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0)
+    if levers.compress is not None and goal.exact:
+        notes.append("compress is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02.")
+        levers = replace(levers, compress=None)
+    figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
+    return Work(
+        model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
+        attention=load_attention(passes), states=states, optimizer=as_optimizer(optimizer, model),
+        parameters=tuple(model.named_parameters()), figures=figures, levers=levers, progress=progress, notes=notes,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""What an optimizer takes: bytes of its states, bytes that its step needs beside them, and seconds.
+
+Bytes are found by running it on tensors without data, one for each different shape. Seconds are measured on this machine, or
+modelled: an update reads and writes parameter and states and reads the gradient once (28 B per parameter for AdamW in fp32).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch.optim import Optimizer
+
+from effcompile.estimate.storages import Allocations
+from effcompile.optimizers import GIVEN, Form, Group, build, one_by_one, pieces
+from effcompile.target import Target
+
+#: Bytes that torch may take on the CPU for a step's numbers: counters and factors become tensors for a moment.
+_SCALARS = 64
+#: Elements of the tensor whose update is timed here.
+_TIMED = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """An optimizer's bytes for some parameters.
+
+    Attributes:
+        state_bytes: kept between steps.
+        working_bytes: most bytes alive at an instant of a step (the first or a later one) beside states, gradients, parameters.
+        largest: the same, where states are made elsewhere than on the device: with those of one parameter in its first step.
+        moved_bytes: read and written by an update that fuses it.
+    """
+
+    state_bytes: int
+    working_bytes: int
+    largest: int
+    moved_bytes: int
+
+
+def footprint(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Group, torch.Tensor]], device: str) -> Footprint:
+    """What a form of an optimizer takes for its parameters, run on tensors without data."""
+    groups = {id(group): group for group, _ in parameters}
+    count = Counter((id(group), tuple(p.shape), p.dtype) for group, p in parameters)
+    alone = {key: _traced(form, optimizer, groups[key[0]], [_meta(key[1], key[2])], device) for key in count}
+    states = sum(alone[key][0] * n for key, n in count.items())
+    largest = max((first for _, _, first in alone.values()), default=0)
+    working = max((beside for _, beside, _ in alone.values()), default=0)
+    if form.name == GIVEN and not form.fused and (_together(optimizer, device) or one_by_one(optimizer)):
+        working = _whole(optimizer, parameters, device)
+    tensors = sum(p.numel() * p.element_size() for _, p in parameters)
+    return Footprint(state_bytes=states, working_bytes=working, largest=largest, moved_bytes=2 * states + 3 * tensors)
+
+
+def measured_seconds(form: Form, optimizer: Optimizer, group: Group, dtype: torch.dtype, elements: int) -> float:
+    """Seconds of one step for so many elements: a smaller tensor's update, run here."""
+    size = min(max(elements, 1), _TIMED)
+    given = torch.zeros(size, dtype=dtype)
+    makers = [torch.nn.Parameter(piece) for piece in pieces(form, given)]
+    inner = build(form, optimizer, group, makers)
+    for piece in makers:
+        piece.grad = torch.full_like(piece, 1e-3)
+    best = float("inf")
+    with torch.compiler.set_stance("force_eager"):
+        inner.step()
+        for _ in range(2):
+            start = perf_counter()
+            inner.step()
+            best = min(best, perf_counter() - start)
+    return best * elements / size
+
+
+def modelled_seconds(found: Footprint, target: Target, count: int) -> float:
+    """Memory-bound on the device, with one launch for each parameter."""
+    return found.moved_bytes / (target.memory_bandwidth * target.efficiency) + count * target.launch_seconds
+
+
+def modelled_host_seconds(found: Footprint, target: Target, link_bytes: int) -> float:
+    """Gradients to the host, the update there, parameters back; one after the other (ZeRO-Offload, arXiv 2101.06840, §4)."""
+    return link_bytes / target.link_bandwidth + found.moved_bytes / target.host_bandwidth
+
+
+def _together(optimizer: Optimizer, device: str) -> bool:
+    """Whether torch updates all parameters at once (foreach), which makes temporaries of all their bytes."""
+    asked = [group.get("foreach") for group in optimizer.param_groups if "foreach" in group]
+    return bool(asked) and (any(asked) or (device == "cuda" and all(a is None for a in asked)))
+
+
+def _whole(optimizer: Optimizer, parameters: Sequence[tuple[Group, torch.Tensor]], device: str) -> int:
+    """Working bytes of a step of all parameters, group by group as the optimizer runs them."""
+    most = 0
+    for group in optimizer.param_groups:
+        mine = [p for g, p in parameters if g is group]
+        together = {**group, "foreach": True} if _together(optimizer, device) else group
+        most = max(most, _traced(Form(), optimizer, together, [_meta(tuple(p.shape), p.dtype) for p in mine], device)[1])
+    return most
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _traced(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor], device: str) -> tuple[int, int, int]:
+    """(bytes of states, working bytes of a step, bytes made by the first step of one piece) of these tensors."""
+    parameters = [torch.nn.Parameter(piece) for tensor in tensors for piece in pieces(form, tensor)]
+    for p in parameters:
+        p.grad = torch.empty_like(p)
+    unfused = Form(form.name, False, form.piece)  # the fused kernels do not run without data; they make the same states
+    inner = build(unfused, optimizer, group, parameters)
+    states, working, first = _run(inner)
+    counters = _counters(inner) if device == "cpu" else 0
+    states, first = states + counters, first + counters
+    scalars = _SCALARS if device == "cpu" else 0
+    return states, scalars + (0 if form.fused else working), scalars + (states if form.fused else first)
+
+
+def _counters(inner: Optimizer) -> int:
+    """Bytes of step counters and learning rates, which torch makes on the CPU, past what is traced."""
+    kept = [*inner.state.values(), *inner.param_groups]
+    return sum(v.nbytes for values in kept for v in values.values() if isinstance(v, torch.Tensor) and v.device.type == "cpu")
+
+
+def _run(inner: Optimizer) -> tuple[int, int, int]:
+    """(states, working bytes, peak of the first step) of one step that makes the states and one that has them."""
+    with Allocations() as seen, torch.compiler.set_stance("force_eager"):
+        inner.step()
+        first, states = seen.peak, seen.live
+        seen.peak = states
+        inner.step()
+    return states, max(first, seen.peak) - states, first

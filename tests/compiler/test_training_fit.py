@@ -1,0 +1,61 @@
+"""The verdict for machines that are not here: FITS, MARGINAL, DOES NOT FIT, on models without data."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from train_helpers import Batch, gpt2
+
+import effcompile
+from effcompile.compiler.training.fit import model_error
+from effcompile.errors import InfeasibleError
+from effcompile.machines import load_target
+from effcompile.plan import Plan
+from effcompile.target import Target
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+PASSES = ["no-pointwise", "no-loss_head", "states.offload=false"]
+
+
+def shape() -> tuple[nn.Module, Batch]:
+    with torch.device("meta"):
+        return gpt2()
+
+
+def machine(memory: float) -> Target:
+    return replace(load_target("rtx4090"), name="small", memory_bytes=int(memory))
+
+
+def planned(memory: float) -> Plan:
+    model, batch = shape()
+    return effcompile.plan(model, batch, mode="training", target=machine(memory), optimizer=torch.optim.AdamW, passes=PASSES)
+
+
+def test_verdicts_follow_from_the_interval_and_name_the_instant() -> None:
+    roomy = planned(1e9)
+    assert roomy.fit is not None and roomy.fit.verdict == "FITS" and roomy.fit.instant.startswith(("forward", "backward", "optimizer"))
+    error = model_error(machine(1))
+    assert roomy.fit.low_bytes < (roomy.peak_bytes or 0) < roomy.fit.high_bytes <= roomy.fit.limit_bytes
+    with pytest.raises(InfeasibleError, match=r"DOES NOT FIT: small has") as caught:
+        planned(1000)
+    least = caught.value.nearest["memory"]
+    tight = planned(least * (1 + error) + 2)
+    assert tight.fit is not None and tight.fit.verdict == "FITS" and tight.fit.high_bytes <= tight.fit.limit_bytes
+    marginal = planned(least)
+    assert marginal.fit is not None and marginal.fit.verdict == "MARGINAL" and (marginal.peak_bytes or 0) <= least
+    with pytest.raises(InfeasibleError, match="MARGINAL: small has"):
+        planned(least * (1 - error / 2))
+
+
+def test_the_verdict_is_saved_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(1e9)
+    assert Plan.from_dict(plan.to_dict()).fit == plan.fit
+    plan.report()
+    assert "FITS in" in capsys.readouterr().out
+
+
+def test_a_users_limit_counts_where_it_is_less() -> None:
+    model, batch = shape()
+    plan = effcompile.plan(model, batch, mode="training", target=machine(1e9), memory=10**8, passes=PASSES)
+    assert plan.fit is not None and plan.fit.limit_bytes == 10**8

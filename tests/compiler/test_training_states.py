@@ -1,0 +1,287 @@
+"""Optimizer states in the plan: bytes as the allocator has them, updates as the given optimizer's, and what is declined."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from train_helpers import MODELS, Batch, gpt2, twin
+
+import effcompile
+from effcompile.backends.torch.optimizer import PlannedOptimizer
+from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
+from effcompile.compiler.training.compile import frontier_training
+from effcompile.errors import FormatError, InfeasibleError, InputsError, UsageError
+from effcompile.goal import Goal
+from effcompile.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+EXACT = ["no-pointwise", "checkpoint.groups=false"]  # pointwise: its kernels round as they please
+BACKWARD = [*EXACT, "states.in_backward=true"]
+
+
+def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, **{"lr": 1e-3, **options})
+
+
+def optimize(model: nn.Module, batch: Batch, passes: list[str] = EXACT, memory: int | None = None, **given: Any) -> TrainingExecutable:
+    optimizer = given.pop("optimizer", adamw)
+    return optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory, **given), passes=passes, optimizer=optimizer)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of all tensors in the state_dict; of quantised ones, of what they are made of."""
+
+    def size(value: Any) -> int:
+        if isinstance(value, dict):
+            return sum(map(size, value.values()))
+        if hasattr(value, "__tensor_flatten__"):
+            return sum(getattr(value, name).nbytes for name in value.__tensor_flatten__()[0])
+        return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+    return size(optimizer.state_dict()["state"])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, steps: int = 4) -> list[float]:
+    torch.manual_seed(5)
+    losses = []
+    for _ in range(steps):
+        outputs = model(**batch)
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def least(model: nn.Module, batch: Batch, passes: list[str], optimizer: Any = adamw) -> int:
+    """The smallest budget that planning names as feasible."""
+    with pytest.raises(InfeasibleError) as caught:
+        plan_training(model, (), batch, goal=Goal(mode="training", memory=1), passes=passes, optimizer=optimizer)
+    return int(caught.value.nearest["memory"])
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [("t5", EXACT), ("albert", [*BACKWARD, "no-loss_head"]), ("gpt2", [*BACKWARD, "loss_head.chunks=2", "states.offload=false"])],
+)
+def test_the_peak_with_the_optimizers_step_is_the_allocators(name: str, passes: list[str]) -> None:
+    model, batch = MODELS[name]()
+    memory = least(model, batch, passes)
+    plan = optimize(model, batch, passes, memory).plan
+    assert plan.measured is not None and plan.met, plan.over_memory
+    assert plan.measured.peak_bytes <= memory
+    assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.02)
+
+
+def test_consuming_gradients_reaches_budgets_that_nothing_else_does() -> None:
+    model, batch = MODELS["skips"]()
+    lower = least(model, batch, BACKWARD)
+    assert lower < least(model, batch, EXACT)
+    assert optimize(model, batch, BACKWARD, lower).plan.decision("optimizer.gradients").option == "consumed in the backward"
+    with pytest.raises(InfeasibleError, match=r"in_backward=true"):
+        optimize(model, batch, EXACT, lower)
+
+
+def test_a_frontier_holds_ways_to_keep_the_states() -> None:
+    model, batch = MODELS["skips"]()
+    front = frontier_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw, points=4)
+    assert {plan.decision("optimizer").option for plan in front} >= {"as given, on the host"}
+    assert [plan.peak_bytes for plan in front] == sorted(plan.peak_bytes or 0 for plan in front)
+
+
+@pytest.mark.parametrize("kind", [adamw, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), lambda p: torch.optim.RMSprop(p, lr=1e-3)])
+def test_training_is_the_given_optimizers(kind: Any) -> None:
+    """States on the host, gradients consumed in the backward: the losses of eager."""
+    model, batch = MODELS["skips"]()
+    eager = twin(model)
+    planned = optimize(model, batch, BACKWARD, least(model, batch, BACKWARD, kind), optimizer=kind)
+    states = planned.plan.decision("optimizer")
+    assert states.option == "as given, on the host" and planned.plan.decision("optimizer.gradients")
+    reference = kind(eager.parameters())
+    for group in reference.param_groups:
+        group.update({"fused": True} if "fused" in group else {})
+    assert planned.optimizer is not None
+    assert train(planned, planned.optimizer, batch) == train(eager, reference, batch)
+    assert all(torch.equal(p, eager.get_parameter(name)) for name, p in planned.named_parameters())
+
+
+def test_bytes_of_the_states_are_as_planned_and_on_the_host_when_planned() -> None:
+    model, batch = gpt2(n_embd=64)
+    whole = optimize(model, batch)
+    train(whole, whole.optimizer, batch)
+    assert state_bytes(whole.optimizer) == whole.plan.decision("optimizer").cost.bytes_kept
+    assert isinstance(whole.optimizer, torch.optim.AdamW)
+    host = optimize(twin(model), batch, memory=int(0.7 * whole.plan.peak_bytes))
+    train(host, host.optimizer, batch)
+    decision = host.plan.decision("optimizer")
+    assert decision.option == "as given, on the host" and decision.cost.bytes_kept == 0
+    assert state_bytes(host.optimizer) == state_bytes(whole.optimizer)
+    pages = {state["exp_avg"].untyped_storage().resizable() for state in host.optimizer.state.values()}
+    assert pages == {False}  # memory that torch's allocator does not own
+
+
+def test_8_bit_states_take_the_planned_bytes_and_train_alike() -> None:
+    pytest.importorskip("torchao")
+    model, batch = gpt2(n_embd=64)
+    passes = [*EXACT, "states.eight_bit=true", "states.offload=false"]
+    whole = optimize(twin(model), batch, EXACT)
+    eight = optimize(model, batch, passes, int(0.92 * whole.plan.peak_bytes))
+    assert eight.plan.decision("optimizer").option == "8-bit"
+    assert any("two updates differ from those of AdamW" in note for note in eight.plan.notes)
+    losses, wanted = train(eight, eight.optimizer, batch, 8), train(whole, whole.optimizer, batch, 8)
+    assert losses == pytest.approx(wanted, rel=5e-3) and losses[-1] < losses[0]
+    kept = eight.plan.decision("optimizer").cost.bytes_kept
+    rates = 4 * sum(1 for _ in eight.optimizer.state)  # torchao keeps the learning rate in a tensor, which is no state
+    assert state_bytes(eight.optimizer) == kept - rates
+    assert kept < 0.6 * whole.plan.decision("optimizer").cost.bytes_kept
+
+
+def test_another_optimizer_only_where_the_user_allows_it() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    model, batch = MODELS["skips"]()
+    whole = optimize(model, batch)
+    assert not any(d.option == "Lion" for d in whole.plan.declined)
+    allowed = optimize(model, batch, [*EXACT, "states.change=lion", "states.offload=false"], int(0.85 * whole.plan.peak_bytes))
+    assert allowed.plan.decision("optimizer").option == "Lion"
+    assert any("another optimizer, as allowed" in note for note in allowed.plan.notes)
+    losses = train(allowed, allowed.optimizer, batch, 6)
+    assert losses[-1] < losses[0]
+    with pytest.raises(UsageError, match=r"lion, lamb, lars"):
+        optimize(model, batch, ["states.change=nadam"])
+
+
+def test_8_bit_is_declined_unless_an_error_is_allowed() -> None:
+    model, batch = MODELS["skips"]()
+    plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
+    reasons = {d.option: d.reason for d in plan.declined if d.by == "states"}
+    assert "max_error" in reasons["8-bit"] and "in_backward=true" in reasons["gradients consumed in the backward"]
+    granted = plan_training(model, (), batch, goal=Goal(mode="training", max_error=0.05), passes=EXACT, optimizer=adamw)
+    assert not any("max_error" in d.reason for d in granted.declined)
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes", "reason"),
+    [
+        (lambda p: torch.optim.AdamW(p, maximize=True), ["states.eight_bit=true"], "maximize"),
+        (lambda p: torch.optim.SGD(p), ["states.eight_bit=true"], "no 8-bit SGD"),
+    ],
+)
+def test_options_that_cannot_be_changed_are_declined_with_the_reason(kind: Any, passes: list[str], reason: str) -> None:
+    model, batch = MODELS["skips"]()
+    plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, *passes], optimizer=kind)
+    assert any(reason in d.reason for d in plan.declined if d.by == "states")
+
+
+def test_an_optimizer_of_unknown_kind_is_left_as_it_is() -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    Own.__module__ = "mine"
+    model, batch = MODELS["skips"]()
+    plan = optimize(model, batch, BACKWARD, optimizer=lambda p: Own(p)).plan
+    assert plan.decision("optimizer").option == "as given" and plan.met
+    assert {d.option for d in plan.declined if "by itself" in d.reason} == {"on the host", "gradients consumed in the backward"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.optim.LBFGS, "closure"),
+        (3, "int"),
+        (lambda p: None, "NoneType"),
+        (lambda p: adamw([torch.nn.Parameter(torch.ones(3))]), "none of"),
+    ],
+)
+def test_what_is_no_optimizer_of_the_model_is_refused(given: Any, said: str) -> None:
+    model, batch = MODELS["skips"]()
+    with pytest.raises(UsageError, match=said):
+        optimize(model, batch, optimizer=given)
+
+
+def consuming(model: nn.Module, batch: Batch, **given: Any) -> TrainingExecutable:
+    return optimize(model, batch, BACKWARD, least(model, batch, BACKWARD), **given)
+
+
+def test_a_second_backward_before_the_step_is_refused_not_applied_twice() -> None:
+    model, batch = MODELS["skips"]()
+    planned = consuming(model, batch)
+    planned(**batch).backward()
+    with pytest.raises(InputsError, match=r"in_backward=false"):
+        planned(**batch).backward()
+    planned.optimizer.step()
+    planned(**batch).backward()
+
+
+def test_schedules_of_the_learning_rate_reach_every_form() -> None:
+    model, batch = MODELS["skips"]()
+    planned, eager = consuming(model, batch), twin(model)
+    runs = []
+    for trained, optimizer in ((planned, planned.optimizer), (eager, adamw(eager.parameters(), fused=True))):
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+        losses = []
+        for _ in range(3):
+            losses += train(trained, optimizer, batch, 1)
+            schedule.step()
+        runs.append(losses)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("passes", [[*EXACT], [*EXACT, "states.eight_bit=true", "states.offload=false"]], ids=["host", "8-bit"])
+def test_a_state_dict_takes_training_up_again(passes: list[str]) -> None:
+    model, batch = gpt2(n_embd=64, dropout=0.0)
+    memory = int(0.92 * optimize(model, batch).plan.peak_bytes)
+    first = optimize(model, batch, passes, memory)
+    assert isinstance(first.optimizer, PlannedOptimizer)
+    train(first, first.optimizer, batch, 2)
+    second = optimize(twin(model), batch, passes, memory)
+    file = io.BytesIO()
+    torch.save(first.optimizer.state_dict(), file)
+    file.seek(0)
+    second.optimizer.load_state_dict(torch.load(file, weights_only=True))
+    assert train(second, second.optimizer, batch, 3) == train(first, first.optimizer, batch, 3)
+    with pytest.raises(FormatError):
+        second.optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0, 1]}]})
+
+
+def test_a_saved_plan_holds_the_states_again(tmp_path: Path) -> None:
+    model, batch = MODELS["skips"]()
+    planned = consuming(model, batch)
+    planned.save(tmp_path)
+    plan = Plan.load(tmp_path / "plan.json")
+    again = optimize_training(model, (), batch, goal=plan.goal, plan=plan, passes=EXACT, optimizer=adamw)
+    assert again.plan.options() == planned.plan.options() and isinstance(again.optimizer, PlannedOptimizer)
+    with pytest.raises(FormatError, match=r"give the optimizer"):
+        optimize_training(model, (), batch, goal=plan.goal, plan=plan, passes=EXACT)
+
+
+def test_planning_leaves_model_and_optimizer_as_they_were() -> None:
+    model, batch = MODELS["skips"]()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    given = adamw(model.parameters())
+    planned = optimize(model, batch, optimizer=given)
+    assert planned.optimizer is given and not given.state
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+def test_states_count_without_data() -> None:
+    with torch.device("meta"):
+        model, batch = gpt2()
+    plan = effcompile.plan(model, batch, mode="training", target="h100-sxm", optimizer=torch.optim.AdamW)
+    numel = sum(p.numel() for p in model.parameters())
+    assert plan.decision("optimizer").cost.bytes_kept == 8 * numel
+    assert plan.predicted.peak_bytes >= 16 * numel
+
+
+def test_an_optimizer_that_has_states_already_is_left_alone_and_counted() -> None:
+    model, batch = MODELS["skips"]()
+    given = adamw(model.parameters())
+    train(model, given, batch, 1)
+    before = {p: state["exp_avg"].clone() for p, state in given.state.items()}
+    plan = optimize(model, batch, optimizer=given).plan
+    assert all(torch.equal(state["exp_avg"], before[p]) for p, state in given.state.items())
+    assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.1)
+    assert any("has states already" in d.reason for d in plan.declined)
