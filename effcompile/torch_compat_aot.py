@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 #: What a placeholder or a result of the joint graph is, and the index of the flat input or output that it belongs to.
 Kind = Literal["input", "tangent", "output", "updated", "gradient", "other"]
@@ -21,7 +22,8 @@ def joint_graph(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> tupl
 
     Args:
         module: flat: one placeholder per tensor, one flat tuple out. Only its differentiable outputs get a tangent.
-        tensors: its inputs; gradients are taken for those that require them.
+        tensors: its inputs; gradients are taken for those that require them. Where any is on the meta device, the module is
+            changed to be traced as on a CPU.
 
     Returns:
         The graph, the role of each placeholder and that of each result, both in graph order. An "input" is the index in
@@ -30,6 +32,8 @@ def joint_graph(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> tupl
     import torch._inductor.config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+    if any(tensor.is_meta for tensor in tensors):
+        tensors = _as_on_cpu(module, tensors)
     with contextlib.ExitStack() as stack:  # fallback_random: or else fx removes random operators whose result is not used
         stack.enter_context(torch._inductor.config.patch(fallback_random=True))
         joint = aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module
@@ -37,6 +41,32 @@ def joint_graph(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> tupl
     inputs = [_role(node.meta["desc"]) for node in joint.graph.find_nodes(op="placeholder")]
     results = [_role(descriptor) for descriptor in joint.graph.output_node().meta["desc"]]
     return joint, inputs, results
+
+
+def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake CPU tensors in the place of those on the meta device, which is changed to the CPU in the graph, too.
+
+    On the meta device autograd loses gradients (that of cross_entropy), and attention is not the operator that machines run.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            node.args, node.kwargs = pytree.tree_map(_off_meta, (node.args, node.kwargs))
+        if isinstance(part, fx.GraphModule):
+            part.recompile()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    fakes = []
+    for tensor in tensors:
+        with mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
+        fakes.append(fake.requires_grad_(tensor.requires_grad))
+    return fakes
+
+
+def _off_meta(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 
 def _role(descriptor: Any) -> Role:

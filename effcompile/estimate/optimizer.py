@@ -78,9 +78,12 @@ def modelled_seconds(found: Footprint, target: Target, count: int) -> float:
     return found.moved_bytes / (target.memory_bandwidth * target.efficiency) + count * target.launch_seconds
 
 
-def modelled_host_seconds(found: Footprint, target: Target, link_bytes: int) -> float:
-    """Gradients to the host, the update there, parameters back; one after the other (ZeRO-Offload, arXiv 2101.06840, §4)."""
-    return link_bytes / target.link_bandwidth + found.moved_bytes / target.host_bandwidth
+def modelled_host_seconds(found: Footprint, target: Target, link_bytes: int, count: int) -> float:
+    """Gradients to the host, the update there, parameters back; one after the other (ZeRO-Offload, arXiv 2101.06840, §4).
+
+    Each parameter takes three calls, two copies and an update, which cost a launch each.
+    """
+    return link_bytes / target.link_bandwidth + found.moved_bytes / target.host_bandwidth + 3 * count * target.launch_seconds
 
 
 def _together(optimizer: Optimizer, device: str) -> bool:
@@ -111,10 +114,15 @@ def _traced(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[to
     unfused = Form(form.name, False, form.piece)  # the fused kernels do not run without data; they make the same states
     inner = build(unfused, optimizer, group, parameters)
     states, working, first = _run(inner)
-    counters = _counters(inner) if device == "cpu" else 0
-    states, first = states + counters, first + counters
+    untraced = _tables(inner) + (_counters(inner) if device == "cpu" else 0)
+    states, first = states + untraced, first + untraced
     scalars = _SCALARS if device == "cpu" else 0
     return states, scalars + (0 if form.fused else working), scalars + (states if form.fused else first)
+
+
+def _tables(inner: Optimizer) -> int:
+    """Bytes of the codes' tables in torchao's 8-bit states, one each; torch.tensor makes them, which tracing does not see."""
+    return sum(value.qmap.nbytes for values in inner.state.values() for value in values.values() if hasattr(value, "qmap"))
 
 
 def _counters(inner: Optimizer) -> int:

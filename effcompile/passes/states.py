@@ -195,7 +195,8 @@ class _Pricer:
     def _seconds(self, form: Form, taken: Footprint, copies: bool) -> float:
         if not self.here:
             link = 2 * self.bytes if copies else 0
-            return modelled_host_seconds(taken, self.target, link) if copies else modelled_seconds(taken, self.target, len(self.mine))
+            count = len(self.mine)
+            return modelled_host_seconds(taken, self.target, link, count) if copies else modelled_seconds(taken, self.target, count)
         if form not in self.times:
             _, group, p = max(self.mine, key=lambda item: item[2].numel())
             self.times[form] = measured_seconds(form, self.optimizer, group, p.dtype, self.count)

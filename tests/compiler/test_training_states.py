@@ -126,7 +126,7 @@ def test_bytes_of_the_states_are_as_planned_and_on_the_host_when_planned() -> No
 
 def test_8_bit_states_take_the_planned_bytes_and_train_alike() -> None:
     pytest.importorskip("torchao")
-    model, batch = gpt2(n_embd=64)
+    model, batch = gpt2(layers=4, n_embd=64)  # the working memory of an update is that of the largest weight: small beside all states
     passes = [*EXACT, "states.eight_bit=true", "states.offload=false"]
     whole = optimize(twin(model), batch, EXACT)
     eight = optimize(model, batch, passes, int(0.92 * whole.plan.peak_bytes))
@@ -232,7 +232,7 @@ def test_schedules_of_the_learning_rate_reach_every_form() -> None:
 
 @pytest.mark.parametrize("passes", [[*EXACT], [*EXACT, "states.eight_bit=true", "states.offload=false"]], ids=["host", "8-bit"])
 def test_a_state_dict_takes_training_up_again(passes: list[str]) -> None:
-    model, batch = gpt2(n_embd=64, dropout=0.0)
+    model, batch = gpt2(layers=4, n_embd=64, dropout=0.0)
     memory = int(0.92 * optimize(model, batch).plan.peak_bytes)
     first = optimize(model, batch, passes, memory)
     assert isinstance(first.optimizer, PlannedOptimizer)

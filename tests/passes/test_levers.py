@@ -16,6 +16,7 @@ from effcompile.passes.heads import LossHeads
 from effcompile.passes.levers import Levers, Rates
 from effcompile.passes.offload import Offload
 from effcompile.passes.pointwise import Pointwise
+from effcompile.passes.states import States
 from effcompile.planner.remat import smallest_budget
 from effcompile.remat.blocks import Blocks
 
@@ -28,17 +29,17 @@ def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks
 
 
 def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
-    plain = (Checkpoint(), LossHeads(), Pointwise())
+    plain = (Checkpoint(), LossHeads(), Pointwise(), States())
     assert load_training_passes(None) == load_training_passes(["offload", "compress"]) == plain
-    assert load_training_passes(["offload.host=1GiB", "no-pointwise"]) == (*plain[:2], None)
-    assert load_training_passes(["checkpoint", "offload"]) == (Checkpoint(), None, None)
+    assert load_training_passes(["offload.host=1GiB", "no-pointwise"]) == (*plain[:2], None, States())
+    assert load_training_passes(["checkpoint", "offload"]) == (Checkpoint(), None, None, States(offload=False))
     assert load_levers(None) == load_levers(["checkpoint", "no-offload"]) == Levers()
     assert load_levers(["offload"]) == Levers(offload=Offload())
     assert load_levers(["offload.host=2GiB", "compress"]) == Levers(offload=Offload(host="2GiB"), compress=Compress())
     assert load_levers(["compress.share=0.1", "no-compress"]) == Levers()
     assert load_levers(None, linked=True) == load_levers(["no-pointwise"], linked=True) == Levers(offload=Offload())
     assert load_levers(["no-offload"], linked=True) == load_levers(["checkpoint"], linked=True) == Levers()
-    assert [cls.exact for cls in TRAINING_PASSES.values()] == [True, True, True, True, False]
+    assert [cls.exact for cls in TRAINING_PASSES.values()] == [True, True, True, True, True, False]
 
 
 @pytest.mark.parametrize(

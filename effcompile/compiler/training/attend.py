@@ -17,6 +17,7 @@ from effcompile.cost import Cost
 from effcompile.passes.fused_attention import Attended, FusedAttention
 from effcompile.plan import Decision, Declined
 from effcompile.step import Step
+from effcompile.torch_compat import is_fake
 from effcompile.units import format_bytes
 
 WRITTEN, FUSED = "as written", "fused"
@@ -51,7 +52,10 @@ def captured(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[[Any, Any], torch.Tensor] | None,
     keep_outputs: bool, attention: FusedAttention | None,
 ) -> Captured:  # fmt: skip
-    """Capture a step, twice where that may pay. Arguments and what is raised as in `capture_training`."""
+    """Capture a step, twice where that may pay. Arguments and what is raised as in `capture_training`.
+
+    Masks are understood by their values, so that a model without data (on the meta device) stays as it is written.
+    """
     promises: list[bool] = []
     made: list[Attended] = []
 
@@ -65,9 +69,16 @@ def captured(
     step = capture_training(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=look)
     if not any(promises):
         return Captured(step=step)
+    if _without_data(model, step):
+        return Captured(step=step, attended=Attended(left={"attention": "its mask has no values to look at: this is the meta device"}))
     fused = capture_training(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=fuse)
     attended = _in_the_users_names(made[-1], step) if made else Attended()
     return Captured(step=step, fused=fused if attended.fused else None, attended=attended)
+
+
+def _without_data(model: nn.Module, step: Step) -> bool:
+    given = [leaf for leaf in step.leaves(step.args, step.kwargs or {}) if isinstance(leaf, torch.Tensor)]
+    return any(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers(), *given))
 
 
 def decisions(attended: Attended, *, fused: bool) -> list[Decision]:
