@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from attention_reference import Problem, run
 from functorch.compile import make_boxed_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from effcompile.errors import UsageError
 from effcompile.ops import attention_flash, attention_kernel
 from effcompile.ops.attention import attention, attention_backward
-from tests.ops.attention_reference import Problem, run
 
 INPUTS = ("q", "k", "v", "bias", "sink")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from attention_reference import Problem
+from test_attention import LAYOUTS, laid_out, listed, problem
 from torch import Tensor
 
 from effcompile import torch_compat
 from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.workspace import workspace_bytes
-from tests.ops.attention_reference import Problem
-from tests.ops.test_attention import LAYOUTS, laid_out, listed, problem
 
 S = 1024
 ids = (torch.arange(S) // 200)[None]
