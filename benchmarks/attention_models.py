@@ -31,9 +31,8 @@ def main() -> None:
     for name in given.families.split(","):
         with common.told(name):
             rows.append(_in_process(name, given))
-    lines += _table(rows, given)
-    print("\n".join(lines))
-    common.write_out(given.out, lines, {"rows": rows})
+        common.write_out(given.out, lines + _table(rows, given), {"rows": rows})  # a long run that is cut off has its rows
+    print("\n".join(lines + _table(rows, given)))
 
 
 def _arguments() -> argparse.Namespace:
