@@ -44,9 +44,9 @@ def main() -> int:
 
 def _model(name: str, options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     from effcompile.capture import capture_training
-    from effcompile.compiler.training.levers import solve_with, subsets
+    from effcompile.compiler.training.levers import Subsets, subsets_of
     from effcompile.compiler.training.prepare import Figures, prepare
-    from effcompile.compiler.training.solve import Schedule, best_schedule, leanest
+    from effcompile.compiler.training.solve import best_schedule, leanest
     from effcompile.machines import load_target
     from effcompile.passes import Levers, load_training_passes
     from effcompile.passes.compress import Compress
@@ -56,28 +56,38 @@ def _model(name: str, options: argparse.Namespace) -> tuple[list[str], list[str]
     levers = Levers(offload=Offload(bandwidth=options.bandwidth), compress=Compress())
     checkpoint, heads, pointwise = load_training_passes(None)[:3]
     figures = Figures(target=load_target("cpu-generic"), here=True)
-    variants = prepare(capture_training(model, (), batch), checkpoint, heads, pointwise, figures, levers=levers).variants
+    prepared = prepare(capture_training(model, (), batch), checkpoint, heads, pointwise, figures, levers=levers)
+    subsets, variants = Subsets(found=prepared, ways=(), levers=levers, checkpoint=checkpoint, figures=figures), prepared.variants
     low = min(leanest(v, checkpoint) for v in variants)
     high = best_schedule(variants, checkpoint, None)[0].trace.peak_bytes
     budgets = [low + round((high - low) * k / max(1, options.budgets - 1)) for k in range(options.budgets)]
-    every = subsets(levers)
-    found = {names: solve_with(variants, levers, names, checkpoint, figures, budgets) for names in every}
+    every = subsets_of(subsets.names)
     faults: list[str] = []
     table, rows, least = [], [], min(v.seconds for v in variants)
     for budget in budgets:
-        solved = {names: found[names][budget] for names in every}
-        joint = solved[levers.names]
-        assert isinstance(joint, Schedule), "the smallest budget is feasible with all levers"
+        solved = {names: _solved(subsets, names, budget) for names in every}
+        joint = solved[subsets.names]
+        assert joint is not None, "the smallest budget is feasible with all levers"
         ran = _run(model, batch, joint)
-        slower = [n for n, s in solved.items() if isinstance(s, Schedule) and joint.seconds > s.seconds + GAP * joint.prepared.seconds]
+        slower = [n for n, s in solved.items() if s is not None and joint.seconds > s.seconds + GAP * joint.prepared.seconds]
         if ran["peak"] > budget or ran["host"] != joint.trace.host_bytes or slower:
             faults.append(f"{name} at {budget}: {ran}, slower than {slower}")
-        extra = [f"{100 * (s.seconds / least - 1):+.1f} %" if isinstance(s, Schedule) else "-" for s in solved.values()]
+        extra = [f"{100 * (s.seconds / least - 1):+.1f} %" if s is not None else "-" for s in solved.values()]
         checked = [f"{ran['peak'] / budget:.3f}", str(ran["host"]), f"{ran['cosine']:.6f}"]
         table.append([f"{budget / 1e6:.2f}", *extra, *checked])
         rows.append({"model": name, "budget": budget, "extra": dict(zip(map("+".join, every), extra, strict=True)), **ran})
     head = ["budget MB", *map(" + ".join, every), "peak / budget", "pool bytes, as planned", "cosine"]
     return [f"\n{name}", *_common.markdown(head, table), *faults], faults, rows
+
+
+def _solved(subsets: Any, names: tuple[str, ...], budget: int) -> Any:
+    """The best schedule with these levers alone; None where nothing fits."""
+    from effcompile.errors import InfeasibleError
+
+    try:
+        return subsets.solve(names, budget).schedule
+    except InfeasibleError:
+        return None
 
 
 def _run(model: Any, batch: dict[str, Any], joint: Any) -> dict[str, Any]:

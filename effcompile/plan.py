@@ -180,6 +180,21 @@ class Fit:
     instant: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverRow:
+    """What some of a training step's memory levers reach by themselves, within the plan's budget. Predicted.
+
+    Attributes:
+        levers: their names; none: everything is kept.
+        seconds: of the fastest step with them that fits; None where none does.
+        peak_bytes: its peak; where none fits, the least that these levers reach.
+    """
+
+    levers: tuple[str, ...]
+    seconds: float | None
+    peak_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """See the module's docstring. `rows` of equal decisions are grouped by the report, not here."""
@@ -207,6 +222,7 @@ class Plan:
     versions: Mapping[str, str] = field(default_factory=dict)
     artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
     memory_timeline: MemoryTimeline | None = None  # of a training step
+    levers: tuple[LeverRow, ...] = ()  # of a training step with a budget: none, each lever alone, the best pair, all
     fit: Fit | None = None  # of a training step on a machine that is not here
     schedule: Mapping[str, Any] = field(default_factory=dict)  # what a training step keeps: for applying the plan; the compiler checks it
 

@@ -28,10 +28,17 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """`points`: options of a block at the most. `groups`: also drop the inputs of runs of blocks and remake them."""
+    """Which options blocks have.
+
+    Attributes:
+        points: options of a block at the most.
+        groups: also drop the inputs of runs of blocks and remake them.
+        patience: times SECONDS_PER_BLOCK for a search among many forms; 0: MORE_FOR_FORMS.
+    """
 
     points: int = 32
     groups: bool = True
+    patience: int = 0
 
     name: ClassVar[str] = "checkpoint"
     exact: ClassVar[bool] = True
@@ -42,7 +49,7 @@ class Checkpoint:
 
     def front(self, block: Block) -> BlockFront:
         """The same, with how many options there were and whether they are all."""
-        seconds = SECONDS_PER_BLOCK * (MORE_FOR_FORMS if block.problem.forms else 1)
+        seconds = SECONDS_PER_BLOCK * ((self.patience or MORE_FOR_FORMS) if block.problem.forms else 1)
         found = joint_front(block.problem, timeout=seconds, points=self.points)
         return replace(found, options=tuple(replace(option, label=label(block, option)) for option in found.options))
 

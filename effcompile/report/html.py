@@ -7,6 +7,7 @@ from html import escape
 
 from effcompile.plan import Decision, MemoryTimeline, Plan
 from effcompile.report import figures as f
+from effcompile.report import levers as lever_table
 from effcompile.report.chart import dots_of, letter
 from effcompile.report.frontier import TITLES, Other, inference_row, other_row, title, training_row
 from effcompile.report.groups import Group, groups, refusals, share
@@ -48,6 +49,7 @@ def _plan_sections(plan: Plan) -> Iterable[str]:
         _head(plan),
         _totals(plan),
         _charts(plan),
+        _levers(plan),
         _proof(plan),
         _backends(plan),
         _decisions(plan),
@@ -107,6 +109,15 @@ def _charts(plan: Plan) -> str:
         ("Error budget, predicted", _error_chart(plan)),
     ]
     return "\n".join(_section(title, chart) for title, chart in charts if chart)
+
+
+def _levers(plan: Plan) -> str:
+    """What each memory lever reaches alone, and together."""
+    if not plan.levers:
+        return ""
+    names = [lever_table.TITLES[0], *(f"#{name}" for name in lever_table.TITLES[1:])]
+    rows = [[escape(cell) for cell in lever_table.lever_cells(plan, row)] for row in plan.levers]
+    return _section(f"Levers within {format_bytes(plan.goal.memory or 0)}, predicted", _table(names, rows))
 
 
 def _time_chart(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from effcompile.plan import Candidate, Check, Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import Group, Refusal, groups, refusals
 from effcompile.report.ledger import Figure, Ledger, choice, ledger_of
+from effcompile.report.levers import print_levers
 from effcompile.report.names import Template, collapse, printed
 from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
 from effcompile.report.step import print_memory
@@ -37,6 +38,7 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
     _goal(page, plan)
     print_totals(page, plan)
     print_memory(page, plan)
+    print_levers(page, plan)
     page.blank()
     page.fields("proof", f.proof(plan.certificate, plan.goal.minimize))
     _backends(page, plan)

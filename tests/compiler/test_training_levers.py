@@ -14,7 +14,7 @@ from train_helpers import Batch, differing, eager, gpt2, measured
 from effcompile.capture import capture_training
 from effcompile.compiler import optimize_training, plan_training
 from effcompile.compiler.training import work
-from effcompile.compiler.training.levers import solve_with, subsets
+from effcompile.compiler.training.levers import Subsets, subsets_of
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.compiler.training.rates import rates_of
 from effcompile.compiler.training.solve import Schedule
@@ -191,26 +191,33 @@ def test_compression_is_not_proposed_for_an_exact_goal(made: Any) -> None:
     assert not any(d.kind == "compress" for d in plan.decisions)
 
 
+def solve(subsets: Subsets, names: tuple[str, ...], budget: int) -> Schedule | None:
+    try:
+        return subsets.solve(names, budget).schedule
+    except InfeasibleError:
+        return None
+
+
 def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
     model, batch = made["gpt2"]
     figures = Figures(target=load_target("cpu-generic"), here=False)
     levers = Levers(offload=Offload(bandwidth="40GB", share=0.05), compress=Compress(share=0.05))
     checkpoint = Checkpoint()
-    variants = prepare(capture_training(model, (), batch), checkpoint, None, None, figures, levers=levers).variants
-    every = subsets(levers)
+    prepared = prepare(capture_training(model, (), batch), checkpoint, None, None, figures, levers=levers)
+    subsets = Subsets(found=prepared, ways=(), levers=levers, checkpoint=checkpoint, figures=figures)
+    every = subsets_of(subsets.names)
     assert every[-1] == levers.names
     assert len(every) == 7
     low, high = least(model, batch, OFFLOAD), whole(model, batch)
     budgets = [low + (high - low) * i // 4 for i in range(1, 5)]
-    found = {names: solve_with(variants, levers, names, checkpoint, figures, budgets) for names in every}
     solved = 0
     for budget in budgets:
-        joint = found[levers.names][budget]
+        joint = solve(subsets, levers.names, budget)
         for names in every:
-            other = found[names][budget]
-            if isinstance(other, Schedule):
+            other = solve(subsets, names, budget)
+            if other is not None:
                 solved += 1
-                assert isinstance(joint, Schedule)
+                assert joint is not None
                 assert joint.seconds <= other.seconds + 0.0101 * joint.prepared.seconds
                 assert other.trace.peak_bytes <= budget
                 used = {form for o in other.chosen for form in o.forms.values()}

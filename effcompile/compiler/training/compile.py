@@ -16,6 +16,7 @@ from effcompile.compiler.training.build import build_plan, fingerprint, restored
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.fit import within_machine
+from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.moved import TooCoarseError
 from effcompile.compiler.training.prepare import Preparation, with_levers
 from effcompile.compiler.training.solve import frontier
@@ -51,7 +52,7 @@ def plan_training(
         joint = within_machine(work.figures.target, lambda budget: work.solve(found, budget))
     else:
         joint = work.solve(found, goal.memory)
-    return build_plan(joint, found, work.figures, goal, work.notes)
+    return _with_levers(work, found, joint, build_plan(joint, found, work.figures, goal, work.notes))
 
 
 def optimize_training(
@@ -91,7 +92,7 @@ def optimize_training(
     for _ in range(_REMEASURED):
         joint = work.solve(found, budget)
         best = joint.schedule
-        made = build_plan(joint, found, work.figures, goal, work.notes)
+        made = _with_levers(work, found, joint, build_plan(joint, found, work.figures, goal, work.notes))
         try:
             result, excess = verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), made, joint.states)
         except TooCoarseError as error:
@@ -102,6 +103,17 @@ def optimize_training(
         work.notes.append(f"the allocator's peak was {format_bytes(excess)} above the budget: solved again with so much less")
         budget -= excess
     return result
+
+
+def _with_levers(work: Work, found: Preparation, joint: Joint, plan: Plan) -> Plan:
+    """The plan with what each lever reaches alone within its budget, where that budget binds."""
+    budget, captured = plan.goal.memory, plan.baseline.peak_bytes
+    if budget is None or captured is None or captured <= budget:
+        return plan
+    subsets = Subsets(
+        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures
+    )  # fmt: skip
+    return replace(plan, levers=lever_rows(subsets, joint, budget, work.progress))
 
 
 def _without_compression(work: Work, found: Preparation, error: TooCoarseError, budget: int | None) -> tuple[Work, Preparation]:

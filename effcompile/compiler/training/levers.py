@@ -1,53 +1,121 @@
-"""Each lever alone, pairs of them, and all: the same step solved with subsets of {recompute, offload, compress}."""
+"""What each memory lever reaches alone, in pairs, and with all others: the same step solved with subsets of them.
+
+A lever is a way to need less memory that the planner may take or leave. Some are forms of blocks (recompute, offload,
+compress: passes/levers.py); some are forms of the whole step, so variants of it (STEP_LEVERS); one is how the optimizer's
+states are held. A subset keeps the variants that use no other step lever, the block forms of its own, and the given
+optimizer's states unless it has STATES. A subset's search is not given the patience of the whole: what is shown of it can be
+reached, and a longer search may reach a little more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 
-from effcompile.compiler.training.prepare import Figures, Prepared, with_levers
-from effcompile.compiler.training.solve import Schedule, best_schedule
-from effcompile.errors import InfeasibleError
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
+from effcompile.compiler.training.solve import best_schedule
+from effcompile.compiler.training.states import Joint, best_joint
+from effcompile.errors import InfeasibleError, UnknownNameError
 from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.levers import RECOMPUTE, Levers
+from effcompile.passes.heads import Variant
+from effcompile.passes.levers import LEVERS, RECOMPUTE, Levers
+from effcompile.passes.states import StatesOption
+from effcompile.plan import LeverRow
 from effcompile.planner.remat import BlockFront
 
+#: Levers that are forms of the whole step → whether a variant uses it.
+STEP_LEVERS: Mapping[str, Callable[[Variant], bool]] = {
+    "loss head": lambda variant: variant.option != "whole" or variant.in_place,
+    "attention": lambda variant: variant.fused_attention,
+}
+STATES = "optimizer states"
 
-def subsets(levers: Levers) -> tuple[tuple[str, ...], ...]:
-    """Each lever alone, then pairs, up to all of them."""
-    return tuple(subset for count in range(1, len(levers.names) + 1) for subset in combinations(levers.names, count))
 
+@dataclass(frozen=True, kw_only=True)
+class Subsets:
+    """A step, its levers, and what subsets of them reach.
 
-def solve_with(
-    variants: Iterable[Prepared],
-    levers: Levers,
-    names: Collection[str],
-    checkpoint: Checkpoint,
-    figures: Figures,
-    budgets: Iterable[int | None],
-) -> dict[int | None, Schedule | InfeasibleError]:  # fmt: skip
-    """The best schedule at each budget with these levers alone, or why there is none.
-
-    Args:
-        variants: of the step, as `prepare` made them.
-        levers: all that there are, with their options.
-        names: which of them to use, of LEVERS.
-        checkpoint: as in `prepare`; without recomputation there are no groups either.
-        figures: times of operators.
-        budgets: bytes of the whole step; None: no limit.
-
-    Raises:
-        UnknownNameError: a name that is no lever.
+    Attributes:
+        found: the step's variants. ways: to hold the optimizer's states, the given one first.
+        levers: of its blocks. checkpoint, figures: as the step was prepared with.
+        known: block levers → variants with these; filled as subsets are asked for.
     """
-    some = levers.only(names)
-    alone = replace(checkpoint, groups=checkpoint.groups and RECOMPUTE in names)
-    solved: dict[str, BlockFront] = {}
-    prepared = [with_levers(variant, some, alone, figures, solved) for variant in variants]
-    found: dict[int | None, Schedule | InfeasibleError] = {}
-    for budget in budgets:
+
+    found: Preparation
+    ways: Sequence[StatesOption]
+    levers: Levers
+    checkpoint: Checkpoint
+    figures: Figures
+    known: MutableMapping[tuple[str, ...], list[Prepared]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The levers that can be taken or left: a form that every variant has is none."""
+        uses = {name: [used(p.variant) for p in self.found.variants] for name, used in STEP_LEVERS.items()}
+        forms = tuple(name for name, used in uses.items() if any(used) and not all(used))
+        return (*self.levers.names, *forms, *([STATES] if len(self.ways) > 1 else []))
+
+    def solve(self, names: Collection[str], budget: int | None) -> Joint:
+        """The fastest step with these levers alone.
+
+        Raises:
+            InfeasibleError: nothing fits. UnknownNameError: a name that is no lever here.
+        """
+        for name in names:
+            if name not in self.names:
+                raise UnknownNameError("lever", name, self.names)
+        found = replace(self.found, variants=self._variants(names))
+        ways = self.ways if STATES in names else self.ways[:1]
+        return best_joint(found, ways, (), self._checkpoint(names), budget, solve=partial(best_schedule, every=False))
+
+    def reach(self, names: Collection[str], budget: int) -> LeverRow:
+        """The same as a row."""
         try:
-            found[budget] = best_schedule(prepared, alone, budget)[0]
+            joint = self.solve(names, budget)
         except InfeasibleError as error:
-            found[budget] = error
-    return found
+            return LeverRow(levers=tuple(names), seconds=None, peak_bytes=int(error.nearest.get("memory", 0)))
+        return LeverRow(levers=tuple(names), seconds=joint.seconds, peak_bytes=joint.peak_bytes)
+
+    def _variants(self, names: Collection[str]) -> list[Prepared]:
+        blocks = tuple(name for name in LEVERS if name in names)
+        if blocks not in self.known:
+            some, checkpoint = self.levers.only(blocks), self._checkpoint(blocks)
+            solved: dict[str, BlockFront] = {}
+            same = some == self.levers
+            self.known[blocks] = self.found.variants if same else [
+                with_levers(p, some, checkpoint, self.figures, solved) for p in self.found.variants
+            ]  # fmt: skip
+        others = [used for name, used in STEP_LEVERS.items() if name in self.names and name not in names]
+        return [p for p in self.known[blocks] if not any(used(p.variant) for used in others)]
+
+    def _checkpoint(self, names: Collection[str]) -> Checkpoint:
+        """Without recomputation there are no groups either."""
+        return replace(self.checkpoint, groups=self.checkpoint.groups and RECOMPUTE in names, patience=1)
+
+
+def lever_rows(subsets: Subsets, joint: Joint, budget: int, progress: Progress = QUIET) -> tuple[LeverRow, ...]:
+    """None of the levers, each alone, the best pair, and all (the plan); nothing where there are not two to choose from."""
+    names = subsets.names
+    if len(names) < 2:
+        return ()
+    tried = [(), *((name,) for name in names), *(combinations(names, 2) if len(names) > 2 else ())]
+    rows = []
+    for number, subset in enumerate(tried):
+        progress.update("hold the levers against each other", number, len(tried))
+        rows.append(subsets.reach(subset, budget))
+    alone, pairs = rows[: 1 + len(names)], rows[1 + len(names) :]
+    whole = LeverRow(levers=names, seconds=joint.seconds, peak_bytes=joint.peak_bytes)
+    return (*alone, *([min(pairs, key=_rank)] if pairs else []), whole)
+
+
+def _rank(row: LeverRow) -> tuple[bool, float]:
+    """Fitting before not fitting, then faster, or nearer to the budget, first."""
+    return (row.seconds is None, row.peak_bytes if row.seconds is None else row.seconds)
+
+
+def subsets_of(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Each lever alone, then pairs, up to all of them."""
+    return tuple(subset for count in range(1, len(names) + 1) for subset in combinations(names, count))

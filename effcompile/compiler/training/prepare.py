@@ -50,6 +50,7 @@ class Prepared:
         seconds: predicted time of the step without recomputation.
         plain: the step in blocks before offload and compress were proposed in them.
         fronts: kind of block → its front, where values may be held in other forms.
+        least: peak of its leanest schedule, once that is known (solve.leanest).
     """
 
     variant: Variant
@@ -58,6 +59,7 @@ class Prepared:
     seconds: float
     plain: Blocks
     fronts: Mapping[str, BlockFront] = field(default_factory=dict)
+    least: MutableMapping[Checkpoint, int] = field(default_factory=dict, compare=False)
 
     @property
     def step(self) -> Step:
@@ -199,7 +201,7 @@ def with_levers(
             fronts[block.stage.kind] = checkpoint.front(block)
     kinds = {block.stage.kind: block for block in cut.blocks}
     moved = {kind: fronts[kind] for kind, block in kinds.items() if block.problem.forms}
-    return replace(prepared, cut=cut, options={kind: fronts[kind].options for kind in kinds}, fronts=moved)
+    return replace(prepared, cut=cut, options={kind: fronts[kind].options for kind in kinds}, fronts=moved, least={})
 
 
 def simulate_unplanned(cut: Blocks) -> Trace:

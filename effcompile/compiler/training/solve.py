@@ -45,16 +45,21 @@ class Schedule:
 
 
 def best_schedule(
-    variants: Sequence[Prepared], checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01, progress: Progress = QUIET
-) -> tuple[Schedule, list[Schedule]]:
+    variants: Sequence[Prepared], checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01, progress: Progress = QUIET,
+    every: bool = True,
+) -> tuple[Schedule, list[Schedule]]:  # fmt: skip
     """The fastest schedule within the budget, and the best of every variant that has one.
+
+    `every`: solve variants too that would be slower with nothing recomputed than the best that was found.
 
     Raises:
         InfeasibleError: no variant fits; the one that comes nearest explains why.
     """
     found: list[Schedule] = []
     refused: list[InfeasibleError] = []
-    for prepared in variants:
+    for prepared in variants if every else sorted(variants, key=lambda p: p.seconds):
+        if not every and any(s.seconds <= prepared.seconds for s in found):
+            continue
         with progress.step(f"solve ({prepared.variant.label})"):
             try:
                 found.append(schedule(prepared, checkpoint, budget, gap=gap))
@@ -105,13 +110,15 @@ def _solved(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, gap:
 
 def leanest(prepared: Prepared, checkpoint: Checkpoint) -> int:
     """The simulated peak of a variant's leanest schedule: a budget that is known to be feasible."""
-    return _lean(prepared, checkpoint).trace.peak_bytes
+    if checkpoint not in prepared.least:
+        prepared.least[checkpoint] = _lean(prepared, checkpoint).trace.peak_bytes
+    return prepared.least[checkpoint]
 
 
 def _lean(prepared: Prepared, checkpoint: Checkpoint) -> Schedule:
     problem = checkpoint.chain(prepared.cut, prepared.options, None)
     problem = replace(problem, budget=smallest_budget(problem))
-    return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds), 1)
+    return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=1.0), 1)  # no proof is wanted
 
 
 def _without_nearest(message: str, nearest: int) -> str:

@@ -1,0 +1,82 @@
+"""The table of levers: each alone, the best pair, and the plan, at one budget; true, and none better than the plan."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from train_helpers import gpt2
+
+from effcompile.compiler import plan_training
+from effcompile.errors import InfeasibleError
+from effcompile.goal import Goal
+from effcompile.plan import LeverRow, Plan
+from effcompile.report import print_plan
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+PASSES = ["no-pointwise", "states.in_backward=true"]
+BUDGET = 520_000  # about three times the parameters: with Adam's states on the device alone they take four
+
+
+def planned(memory: int, *more: str, passes: list[str] = PASSES) -> Plan:
+    model, batch = gpt2(layers=2, n_positions=64, vocab_size=512)
+    goal, optimizer = Goal(mode="training", memory=memory), torch.optim.AdamW
+    return plan_training(model, (), batch, goal=goal, target="cpu-generic", optimizer=optimizer, passes=[*passes, *more])
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    """Filled by the first test that asks."""
+    return {}
+
+
+@pytest.fixture
+def plan(plans: dict[str, Plan]) -> Plan:
+    if not plans:
+        plans["all"] = planned(BUDGET)
+    return plans["all"]
+
+
+def rows(plan: Plan) -> dict[tuple[str, ...], LeverRow]:
+    return {row.levers: row for row in plan.levers}
+
+
+def test_each_lever_alone_is_told_and_none_is_better_than_all(plan: Plan) -> None:
+    none, *alone, pair, joint = plan.levers
+    assert none.levers == ()
+    assert none.seconds is None  # the budget binds
+    assert {row.levers for row in alone} == {(name,) for name in joint.levers}
+    assert {"recompute", "loss head", "optimizer states"} <= set(joint.levers)
+    assert len(pair.levers) == 2
+    assert (joint.seconds, joint.peak_bytes) == (plan.predicted.seconds, plan.predicted.peak_bytes)
+    limit: Any = plan.goal.memory
+    for row in (none, *alone, pair):
+        assert row.seconds is not None or row.peak_bytes > limit
+        assert row.seconds is None or (row.peak_bytes <= limit and joint.seconds <= row.seconds + 0.0101 * joint.seconds)
+    assert rows(plan)[("optimizer states",)].peak_bytes < none.peak_bytes
+
+
+def test_a_lever_alone_is_what_a_plan_with_it_alone_reaches(plan: Plan) -> None:
+    limit: Any = plan.goal.memory
+    alone = rows(plan)[("recompute",)]
+    assert alone.seconds is None
+    with pytest.raises(InfeasibleError) as refused:
+        planned(limit, passes=["no-pointwise", "no-loss_head", "no-attention", "states.offload=false"])
+    assert alone.peak_bytes == refused.value.nearest["memory"]
+
+
+def test_the_table_is_printed_and_saved(plan: Plan) -> None:
+    stream = io.StringIO()
+    print_plan(plan, Console(file=stream, width=80))
+    text = stream.getvalue()
+    for words in ("none: everything kept", "recompute alone", "best pair: ", "all of them: this plan"):
+        assert words in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert Plan.from_dict(plan.to_dict()).levers == plan.levers
+
+
+def test_a_budget_that_does_not_bind_has_no_table() -> None:
+    assert planned(1 << 40, passes=["no-pointwise", "no-loss_head"]).levers == ()
