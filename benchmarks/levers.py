@@ -1,20 +1,21 @@
-"""Every memory lever at one budget: recompute, offload and compress each alone, in pairs, and all, predicted and run.
+"""Every memory lever at one budget: each alone, the best pair, and all together, predicted; the joint plan is run and checked.
 
-    python benchmarks/levers.py [--models gpt2,llama] [--budgets 6] [--bandwidth 12GB] [--out FILE]
+    python benchmarks/levers.py [--models gpt2,llama,bert,t5,vit] [--budgets 20] [--table 5] [--bandwidth 12GB] [--out FILE]
 
-Per model and budget: the predicted time of the best plan with each subset over that of the fastest form of the step with
-everything kept ("-": none fits). Budgets go evenly from the smallest
-feasible with all levers to the unconstrained peak. The joint plan is run: allocator's peak against the budget, pool bytes
-against the plan, and the gradient's cosine against the unplanned graph's. Exit 1 on a violation, or a joint plan that is
-slower than a subset's by more than the proof's gap.
+Whole steps with AdamW, dropout 0.1. Budgets go evenly from the smallest that all levers reach to the peak of the step with
+everything kept. At each the joint plan is run: the allocator's peak against the budget and the prediction, the pool's bytes
+against the plan's, the gradient's error against eager's. At `--table` of them the subsets are solved too: the step's predicted
+time over that of the joint plan ("-": does not fit). Last, the smallest budgets: checkpoints alone against all levers.
+Exit 1 on a violation, a peak more than 2 % off, or a joint plan slower than a subset's by more than the proof's gap.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import math
+import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,20 @@ import _common
 from _common import told
 from _step_models import build
 
+MODELS = ("gpt2", "llama", "bert", "t5", "vit")
 GAP = 0.0101  # the proof's, of the step's time; with rounding
+PASSES = ("offload.share=0.01", "compress.share=0.01", "states.eight_bit=true", "states.in_backward=true", "states.offload=true")
+POOL = re.compile(r"host memory.*?\((\d+) bytes\) at its highest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A model's step with all its levers, captured and cut."""
+
+    name: str
+    work: Any
+    found: Any
+    subsets: Any
 
 
 def main() -> int:
@@ -32,86 +46,122 @@ def main() -> int:
     logging.disable(logging.WARNING)
     lines = _common.header("Levers", options.threads)
     print("\n".join(lines), flush=True)
-    text, bad, rows = [], False, []
+    faults: list[str] = []
+    rows: list[dict[str, Any]] = []
     for name in options.models:
         with told(name):
-            table, faults, found = _model(name, options)
-        print("\n".join(table), flush=True)
-        text, bad, rows = text + table, bad or bool(faults), rows + found
-    _common.write_out(options.out, lines + text, {"rows": rows})
-    return int(bad)
+            text, found = _swept(_request(name, options.bandwidth), options.budgets, options.table)
+        print("\n".join(text), flush=True)
+        lines, rows = lines + text, rows + found
+        faults += [f"{name}, {row['budget']} bytes: {fault}" for row in found for fault in row["faults"]]
+        _common.write_out(options.out, [*lines, "", *faults], {"rows": rows})
+    print("\n".join(["", *faults] if faults else ["", "no violation, and no subset is faster than all levers"]))
+    return int(bool(faults))
 
 
-def _model(name: str, options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    from effcompile.capture import capture_training
-    from effcompile.compiler.training.levers import Subsets, subsets_of
-    from effcompile.compiler.training.prepare import Figures, prepare
-    from effcompile.compiler.training.solve import best_schedule, leanest
-    from effcompile.machines import load_target
-    from effcompile.passes import Levers, load_training_passes
-    from effcompile.passes.compress import Compress
-    from effcompile.passes.offload import Offload
+def _request(name: str, bandwidth: str) -> Request:
+    import torch
+
+    from effcompile.compiler.training.levers import Subsets
+    from effcompile.compiler.training.work import make_work
+    from effcompile.goal import Goal
 
     model, batch = build(name)
-    levers = Levers(offload=Offload(bandwidth=options.bandwidth), compress=Compress())
-    checkpoint, heads, pointwise = load_training_passes(None)[:3]
-    figures = Figures(target=load_target("cpu-generic"), here=True)
-    prepared = prepare(capture_training(model, (), batch), checkpoint, heads, pointwise, figures, levers=levers)
-    subsets, variants = Subsets(found=prepared, ways=(), levers=levers, checkpoint=checkpoint, figures=figures), prepared.variants
-    low = min(leanest(v, checkpoint) for v in variants)
-    high = best_schedule(variants, checkpoint, None)[0].trace.peak_bytes
-    budgets = [low + round((high - low) * k / max(1, options.budgets - 1)) for k in range(options.budgets)]
-    every = subsets_of(subsets.names)
-    faults: list[str] = []
-    table, rows, least = [], [], min(v.seconds for v in variants)
-    for budget in budgets:
-        solved = {names: _solved(subsets, names, budget) for names in every}
-        joint = solved[subsets.names]
-        assert joint is not None, "the smallest budget is feasible with all levers"
-        ran = _run(model, batch, joint)
-        slower = [n for n, s in solved.items() if s is not None and joint.seconds > s.seconds + GAP * joint.prepared.seconds]
-        if ran["peak"] > budget or ran["host"] != joint.trace.host_bytes or slower:
-            faults.append(f"{name} at {budget}: {ran}, slower than {slower}")
-        extra = [f"{100 * (s.seconds / least - 1):+.1f} %" if s is not None else "-" for s in solved.values()]
-        checked = [f"{ran['peak'] / budget:.3f}", str(ran["host"]), f"{ran['cosine']:.6f}"]
-        table.append([f"{budget / 1e6:.2f}", *extra, *checked])
-        rows.append({"model": name, "budget": budget, "extra": dict(zip(map("+".join, every), extra, strict=True)), **ran})
-    head = ["budget MB", *map(" + ".join, every), "peak / budget", "pool bytes, as planned", "cosine"]
-    return [f"\n{name}", *_common.markdown(head, table), *faults], faults, rows
+    goal = Goal(mode="training", max_error=0.05)
+    passes = [f"offload.bandwidth={bandwidth}", *PASSES]
+    adam = lambda parameters: torch.optim.AdamW(parameters, foreach=False)  # noqa: E731
+    work = make_work(model, (), batch, goal, "auto", passes, None, progress=_quiet(), optimizer=adam)
+    found = work.prepare(work.capture(False))
+    subsets = Subsets(
+        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures
+    )  # fmt: skip
+    return Request(name=name, work=work, found=found, subsets=subsets)
 
 
-def _solved(subsets: Any, names: tuple[str, ...], budget: int) -> Any:
-    """The best schedule with these levers alone; None where nothing fits."""
-    from effcompile.errors import InfeasibleError
+def _quiet() -> Any:
+    from effcompile.compiler.progress import QUIET
 
-    try:
-        return subsets.solve(names, budget).schedule
-    except InfeasibleError:
-        return None
+    return QUIET
 
 
-def _run(model: Any, batch: dict[str, Any], joint: Any) -> dict[str, Any]:
-    """One step of the joint plan: allocator's peak, pool's peak, cosine of its gradient with the unplanned graph's."""
+def _swept(request: Request, budgets: int, table: int) -> tuple[list[str], list[dict[str, Any]]]:
+    """The table of a model, and its rows."""
+    subsets = request.subsets
+    low = subsets.reach(subsets.names, 1).peak_bytes
+    plain = subsets.reach(("recompute",), 1).peak_bytes
+    high = subsets.solve((), None).peak_bytes
+    shown = {round(i * (budgets - 1) / max(1, table - 1)) for i in range(table)}
+    rows = []
+    for number in range(budgets):
+        budget = low + round((high - low) * number / max(1, budgets - 1))
+        rows.append(_row(request, budget, whole=number in shown))
+    names = [name for name in rows[-1]["extra"] if name != "best pair"]
+    cells = [[f"{r['budget'] / 1e6:.2f}", *(r["extra"].get(n, "-") for n in (*names, "best pair")), r["pair"], *_checked(r)]
+             for r in rows if r["extra"]]  # fmt: skip
+    head = ["budget MB", *(n or "none" for n in names), "best pair", "which", "peak / budget", "predicted / real", "pool B", "error"]
+    worst = max(abs(r["predicted"] / r["peak"] - 1) for r in rows)
+    said = f"{request.name}: {len(rows)} budgets, {sum(r['peak'] > r['budget'] for r in rows)} above theirs, largest |predicted − real| "
+    said += f"{100 * worst:.3f} %; smallest budget {plain / 1e6:.2f} MB with checkpoints alone, {low / 1e6:.2f} with all: {low / plain:.2f}"
+    return ["", said, "", *_common.markdown(head, cells)], rows
+
+
+def _row(request: Request, budget: int, *, whole: bool) -> dict[str, Any]:
+    """One budget: what the subsets reach, and what the joint plan does when it is run."""
+    from effcompile.compiler.training.levers import lever_rows
+
+    joint = request.subsets.solve(request.subsets.names, budget)
+    row = _run(request, joint, budget)
+    row |= {"budget": budget, "model": request.name, "seconds": joint.seconds, "extra": {}, "pair": "-", "faults": _faults(row, budget)}
+    for other in lever_rows(request.subsets, joint, budget)[:-1] if whole else ():
+        name = "best pair" if len(other.levers) == 2 else "".join(other.levers)
+        row["extra"][name] = "-" if other.seconds is None else f"{other.seconds / joint.seconds:.3f}"
+        if name == "best pair":
+            row["pair"] = " + ".join(other.levers)
+        if other.seconds is not None and joint.seconds > other.seconds + GAP * joint.schedule.prepared.seconds:
+            row["faults"].append(f"{other.levers} is faster: {other.seconds} s against {joint.seconds}")
+    return row
+
+
+def _run(request: Request, joint: Any, budget: int) -> dict[str, Any]:
+    """The joint plan verified and measured once."""
+    from dataclasses import replace
+
     from effcompile.backends.torch.training import StepRunner
-    from effcompile.compiler.training import verify
-    from effcompile.ops.offload import host_pool
-    from effcompile.remat.emit import emit
+    from effcompile.compiler.training import confirm
+    from effcompile.compiler.training.build import build_plan
 
-    pool = host_pool()
-    pool.reset_peak()
-    runner = StepRunner(model, joint.prepared.step, joint.emitted)
-    found = verify.run(lambda: runner.loss((), batch), model)
-    plain = StepRunner(model, joint.prepared.step, emit(joint.prepared.cut, joint.prepared.cut.decidable))
-    wanted = verify.run(lambda: plain.loss((), batch), model)
-    pairs = [(found.gradients[n].double(), g.double()) for n, g in wanted.gradients.items() if g is not None]
-    dot, a, b = (math.fsum(float((x * y).sum()) for x, y in of) for of in (pairs, [(x, x) for x, _ in pairs], [(y, y) for _, y in pairs]))
-    return {"peak": joint.prepared.cut.given_bytes + (found.peak_bytes or 0), "host": pool.peak, "cosine": dot / math.sqrt(a * b)}
+    confirm._TIMING_SECONDS = 0.0
+    work, best = request.work, joint.schedule
+    plan = build_plan(joint, request.found, work.figures, replace(work.goal, memory=budget))
+    runner = StepRunner(work.model, best.prepared.step, best.emitted)
+    made = confirm.verified(work, best.prepared, runner, plan, joint.states)[0].plan
+    pool = [int(found) for note in made.notes for found in POOL.findall(note)]
+    return {
+        "peak": made.measured.peak_bytes, "predicted": made.predicted.peak_bytes, "error": made.checks[0].error,
+        "pool": pool[-1] if pool else 0, "pool_planned": best.trace.host_bytes,
+    }  # fmt: skip
+
+
+def _faults(row: dict[str, Any], budget: int) -> list[str]:
+    faults = []
+    if row["peak"] > budget:
+        faults.append(f"peak {row['peak']} is above it")
+    if abs(row["predicted"] / row["peak"] - 1) > 0.02:
+        faults.append(f"peak {row['peak']}, predicted {row['predicted']}")
+    if row["pool"] != row["pool_planned"]:
+        faults.append(f"pool {row['pool']} bytes, planned {row['pool_planned']}")
+    return faults
+
+
+def _checked(row: dict[str, Any]) -> list[str]:
+    return [f"{row['peak'] / row['budget']:.3f}", f"{row['predicted'] / row['peak']:.4f}", str(row["pool"]), f"{row['error']:.1e}"]
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=lambda text: text.split(","), default=["gpt2", "llama", "vit"])
-    parser.add_argument("--budgets", type=int, default=6)
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--budgets", type=int, default=20)
+    parser.add_argument("--table", type=int, default=5, help="budgets at which subsets are solved too")
     parser.add_argument("--bandwidth", default="12GB")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None)
