@@ -93,3 +93,26 @@ class Step:
         """Parameter name → the node of its gradient; parameters without one are left out."""
         nodes = self.results[1 + self.shown + len(self.updated) :]
         return {name: node for name, node in zip(self.differentiated, nodes, strict=True) if node is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedStep:
+    """A step over a batch as `count` equal micro-batches: whole = Σ wᵢ · part(i), for the loss and for every gradient.
+
+    Attributes:
+        whole: the step over the batch. part: the same over one micro-batch.
+        count: of micro-batches. examples: in each.
+        batched: for each of the step's inputs whether it is divided along its first axis; the others are given whole.
+        factor: wᵢ where it is the same for all (1 / count for a mean over all elements, 1 for a sum).
+        counts: where it is not: `part`'s inputs → what its mean is over (its labels, say): wᵢ is nᵢ / Σ n.
+        random: whether random numbers are drawn in the forward.
+    """
+
+    whole: Step
+    part: Step
+    count: int
+    examples: int
+    batched: tuple[bool, ...]
+    factor: float = 1.0
+    counts: fx.Graph | None = None
+    random: bool = False

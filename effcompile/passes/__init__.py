@@ -18,6 +18,7 @@ from effcompile.passes.heads import LossHeads
 from effcompile.passes.levers import Levers
 from effcompile.passes.logits import Logits
 from effcompile.passes.merge import Merge
+from effcompile.passes.microbatch import Microbatch
 from effcompile.passes.offload import Offload
 from effcompile.passes.pointwise import Pointwise
 from effcompile.passes.predict import Predict
@@ -63,10 +64,11 @@ TRAINING_PASSES: dict[str, type[Any]] = {
     "states": States,
     "offload": Offload,
     "compress": Compress,
+    "microbatch": Microbatch,
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
-OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict"})
+OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict", "microbatch"})
 
 _GROUP = "effcompile.passes"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -125,6 +127,12 @@ def load_attention(spec: Sequence[str] | None = None) -> FusedAttention | None:
     cls, settings = selected["attention"]
     made: FusedAttention = cls(**settings)
     return made if made.enabled else None
+
+
+def load_microbatch(spec: Sequence[str] | None = None) -> Microbatch | None:
+    """The pass that divides the batch of a training step, described as in `load_passes`; None unless it is named or set."""
+    selected = _selected(TRAINING_PASSES, spec, OPTIONAL)
+    return Microbatch(**selected["microbatch"][1]) if "microbatch" in selected else None
 
 
 def load_levers(spec: Sequence[str] | None = None, *, linked: bool = False) -> Levers:

@@ -16,15 +16,16 @@ from effcompile.passes.step_edit import copied, viewed
 from effcompile.step import Step
 
 
-def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: Mapping[str, int]) -> Step:
+def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: Mapping[str, int], *, updates: bool = True) -> Step:
     """A copy of the step that returns no gradient of these parameters: each is consumed as soon as it is complete.
 
-    That is after the last operator that adds to it, and the last that reads the parameter: the update writes it.
+    That is after the last operator that adds to it, and, where it updates the parameter, the last that reads that.
 
     Args:
         step: with or without gradients that are summed in place.
         names: parameters whose gradients are consumed.
         working_bytes: what the update of each allocates while it runs.
+        updates: whether whoever consumes a gradient writes the parameter.
     """
     step, _ = copied(step)
     graph = step.graph
@@ -33,9 +34,11 @@ def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: M
     views = _views(graph)
     taken = [name for name in step.gradients if name in names]
     for name in taken:
-        gradient, parameter = step.gradients[name], holders[name]
+        gradient = step.gradients[name]
+        parameter = holders[name] if updates else gradient
         parts = [n for n in views.get(_made(gradient), []) if _writes(n)]
         readers = [user for node in views.get(parameter, []) for user in node.users if user in order and user.op == "call_function"]
+        readers = readers if updates else []
         last = max([gradient, *parts, *readers], key=order.__getitem__)
         with graph.inserting_after(last):
             node = graph.call_function(consume, (name, working_bytes.get(name, 0), gradient, parameter, *parts))

@@ -51,6 +51,11 @@ class StepRunner:
         other.model, other.sink = model, None
         return other
 
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """Parameters whose gradients go to the optimizer within the backward."""
+        return self.step.consumed
+
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Loss and shown outputs, as the model returns them.
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from effcompile.compiler.search import versions
-from effcompile.compiler.training import attend, moved
+from effcompile.compiler.training import attend, microbatch, moved
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
@@ -36,6 +36,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
     """The plan of a schedule and its optimizer states. `found`: what was chosen from."""
     best, others = joint.schedule, joint.others
     prepared = best.prepared
+    given = prepared.step if joint.parts is None else joint.parts.step.whole
     timeline = _timeline(joint)
     solution = best.solution
     return Plan(
@@ -50,6 +51,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *_checkpoints(best, figures),
             *moved.decisions(best),
             *attend.decisions(found.attended, fused=prepared.variant.fused_attention),
+            *microbatch.decisions(joint),
             *_head(best, found),
             *_gradients(best),
             *_chains(best),
@@ -66,7 +68,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             status=solution.status,
             objective=joint.seconds,
             bound=joint.bound,
-            gap=max(solution.gap, 1 - joint.bound / joint.seconds if joint.seconds else 0.0) if joint.states else solution.gap,
+            gap=max(solution.gap, 1 - joint.bound / joint.seconds) if joint.seconds and (joint.states or joint.parts) else solution.gap,
             sites=len(prepared.cut.blocks) + bool(joint.states),
             alternatives=sum(len(prepared.options[stage.kind]) for stage in prepared.stages) + joint.ways,
             seconds=sum(s.solution.solve_seconds for s in others) or solution.solve_seconds,
@@ -75,12 +77,12 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         ),
         baseline=_baseline(joint, found),
         predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=0.0),
-        inputs=describe_inputs(prepared.step),
-        notes=(*prepared.step.mends, *_dropped(prepared.step), *_times(figures), *moved.notes(best), *state_notes(joint), *notes),
+        inputs=describe_inputs(given),
+        notes=(*given.mends, *_dropped(given), *_times(figures), *moved.notes(best), *state_notes(joint), *microbatch.notes(joint), *notes),
         versions=versions(),
         memory_timeline=timeline,
         fit=None if figures.here else fit(joint.peak_bytes, figures.target, timeline, goal.memory),
-        schedule={**saved_schedule(best), **saved_states(joint.states)},
+        schedule={**saved_schedule(best), **saved_states(joint.states), **microbatch.saved(joint)},
     )
 
 
@@ -347,28 +349,34 @@ def _times(figures: Figures) -> list[str]:
 def _timeline(joint: Joint) -> MemoryTimeline:
     trace, blocks = joint.schedule.trace, joint.schedule.prepared.cut.blocks
     resident = joint.states.resident_bytes if joint.states else 0
-    live = [instant.live + resident for instant in trace.instants]
+    beside = resident + joint.extra_bytes
+    live = [instant.live + beside for instant in trace.instants]
     forward = sum(instant.phase == "forward" for instant in trace.instants)
     size = max(1, -(-len(live) // _POINTS))
     first = [max(live[i : min(i + size, forward)]) for i in range(0, forward, size)]
     second = [max(live[i : i + size]) for i in range(forward, len(live), size)]
-    updating = joint.states is not None and joint.update_bytes > trace.peak_bytes + resident
+    updating = joint.states is not None and joint.update_bytes > trace.peak_bytes + beside
     states = {"optimizer states": resident} if resident else {}
+    parts = dict(trace.parts)
+    if joint.parts is not None:
+        parts["parameters, buffers, inputs"] += joint.extra_bytes - joint.parts.gradient_bytes
+        parts["gradients"] += joint.parts.gradient_bytes
     return MemoryTimeline(
         points=(*first, *second, *([joint.update_bytes] if joint.states else [])),
         forward_points=len(first),
-        parameter_bytes=joint.schedule.prepared.cut.base_bytes + resident,
+        parameter_bytes=joint.schedule.prepared.cut.base_bytes + beside,
         peak_phase="optimizer's step" if updating else trace.peak.phase,
         peak_site="" if updating else blocks[trace.peak.stage].name,
         peak_node="" if updating else trace.peak.node,
-        parts=_update_parts(joint) if updating else {**trace.parts, **states},
+        parts=_update_parts(joint) if updating else {**parts, **states},
     )
 
 
 def _update_parts(joint: Joint) -> dict[str, int]:
     """What is alive at the highest instant of the optimizer's step."""
     assert joint.states is not None
-    base, end = joint.schedule.prepared.cut.base_bytes, joint.schedule.trace.end_bytes
+    base, end = joint.schedule.prepared.cut.base_bytes, joint.schedule.trace.end_bytes + joint.extra_bytes
+    base += joint.extra_bytes - joint.parts.gradient_bytes if joint.parts else 0
     return {
         "parameters, buffers, inputs": base,
         "gradients": end - base,

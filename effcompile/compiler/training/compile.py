@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.machine import AUTO
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.attend import FUSED, WRITTEN
@@ -17,6 +16,7 @@ from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.fit import within_machine
 from effcompile.compiler.training.levers import Subsets, lever_rows
+from effcompile.compiler.training.microbatch import Divisions, InseparableError, restored_parts, runner_of
 from effcompile.compiler.training.moved import TooCoarseError
 from effcompile.compiler.training.prepare import Preparation, with_levers
 from effcompile.compiler.training.solve import frontier
@@ -32,6 +32,8 @@ from effcompile.units import format_bytes
 
 #: Solves again at the most when the allocator's peak is above the budget though the simulated one is not.
 _REMEASURED = 3
+#: Levers that are left out when running shows that they must be: compression, micro-batches.
+_DROPPED = 2
 
 
 def plan_training(
@@ -48,11 +50,13 @@ def plan_training(
     """
     work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
     found = work.prepare(work.capture(keep_outputs))
+    divisions = Divisions(work=work)
     if goal.memory is None and not work.figures.here:
-        joint = within_machine(work.figures.target, lambda budget: work.solve(found, budget))
+        joint = within_machine(work.figures.target, lambda budget: divisions.solve(found, budget))
     else:
-        joint = work.solve(found, goal.memory)
-    return _with_levers(work, found, joint, build_plan(joint, found, work.figures, goal, work.notes))
+        joint = divisions.solve(found, goal.memory)
+    made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
+    return _with_levers(work, found, joint, made)
 
 
 def optimize_training(
@@ -89,14 +93,20 @@ def optimize_training(
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
     found = work.prepare(work.capture(keep_outputs))
     budget = goal.memory
-    for _ in range(_REMEASURED):
-        joint = work.solve(found, budget)
+    divisions = Divisions(work=work)
+    for _ in range(_REMEASURED + _DROPPED):
+        joint = divisions.solve(found, budget)
         best = joint.schedule
-        made = _with_levers(work, found, joint, build_plan(joint, found, work.figures, goal, work.notes))
+        made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
+        made = _with_levers(work, found, joint, made)
+        runner = runner_of(model, best.prepared, best.emitted, joint.parts)
         try:
-            result, excess = verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), made, joint.states)
+            result, excess = verified(work, best.prepared, runner, made, joint.states, joint.parts)
         except TooCoarseError as error:
-            work, found = _without_compression(work, found, error, budget)
+            work, found, divisions = _without_compression(work, found, error, budget, divisions.dropped)
+            continue
+        except InseparableError as error:
+            divisions.drop(error)
             continue
         if excess <= 0 or budget is None:
             return result
@@ -116,7 +126,9 @@ def _with_levers(work: Work, found: Preparation, joint: Joint, plan: Plan) -> Pl
     return replace(plan, levers=lever_rows(subsets, joint, budget, work.progress))
 
 
-def _without_compression(work: Work, found: Preparation, error: TooCoarseError, budget: int | None) -> tuple[Work, Preparation]:
+def _without_compression(
+    work: Work, found: Preparation, error: TooCoarseError, budget: int | None, undivided: str
+) -> tuple[Work, Preparation, Divisions]:
     """The same work with all values exact, as the gradient's error was measured to be above the goal's.
 
     Raises:
@@ -128,11 +140,12 @@ def _without_compression(work: Work, found: Preparation, error: TooCoarseError, 
     solved: dict[str, BlockFront] = {}
     variants = [with_levers(p, work.levers, work.checkpoint, work.figures, solved) for p in found.variants]
     found = replace(found, variants=variants)
+    divisions = Divisions(work=work, dropped=undivided)
     try:
-        work.solve(found, budget)
+        divisions.solve(found, budget)
     except InfeasibleError as refused:
         raise InfeasibleError(f"{refused} Here {note}.", binding=refused.binding, nearest=refused.nearest) from error
-    return work, found
+    return work, found, divisions
 
 
 def frontier_training(
@@ -143,16 +156,19 @@ def frontier_training(
     """Predicted plans for budgets from the least feasible to the unlimited one, none both larger and slower than another."""
     work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
     found = work.prepare(work.capture(keep_outputs))
-    with progress.step("solve for every budget"):
-        solved = [(p.variant.consumed, s) for p in found.variants for s in frontier(p, work.checkpoint, points)]
+    divisions = Divisions(work=work)
     ways, refused = work.ways(found.captured)
-    made = [joint for consumed, s in solved for joint in with_states(s, consumed, ways, refused)]
+    made: list[Joint] = []
+    for variants, parts in divisions.every(found):
+        with progress.step("solve for every budget"):
+            solved = [(p.variant.consumed, s) for p in variants for s in frontier(p, work.checkpoint, points)]
+        made += [joint for consumed, s in solved for joint in with_states(s, consumed, ways, refused, parts)]
     front: list[Joint] = []
     for s in sorted(made, key=lambda s: (s.peak_bytes, s.seconds)):
         if not front or s.seconds < front[-1].seconds:
             front.append(s)
     thinned = front if len(front) <= points else [front[round(i * (len(front) - 1) / (points - 1))] for i in range(points)]
-    return [build_plan(s, found, work.figures, replace(goal, memory=s.peak_bytes), work.notes) for s in thinned]
+    return [build_plan(s, divisions.chosen_from(found, s), work.figures, replace(goal, memory=s.peak_bytes), work.notes) for s in thinned]
 
 
 def _reapply(
@@ -169,11 +185,14 @@ def _reapply(
     if plan.schedule.get("attention", WRITTEN) == WRITTEN:
         step = replace(step, fused=None)
     known = fingerprint(step.step) == plan.fingerprint
-    found = replace(work, heads=heads, checkpoint=lazy).prepare(step, unfused(plan.schedule)) if known else None
+    again = replace(work, heads=heads, checkpoint=lazy)
+    found = again.prepare(step, unfused(plan.schedule)) if known else None
+    divided = restored_parts(Divisions(work=again), found, plan.schedule, unfused(plan.schedule)) if found else None
     ways = work.ways(step.step)[0] if known else ()
     states = restored_states(ways, plan.schedule) if known else None
     fused = plan.schedule.get("attention", WRITTEN) == FUSED
     wanted = (option, plan.schedule.get("in_place"), fused, "" if states is None else consumed_key(states))
+    found, parts = divided or (found, None)
     variants = [(v.variant, v) for v in found.variants] if found else []
     prepared = next((p for v, p in variants if (v.option, v.in_place, v.fused_attention, v.consumed) == wanted), None)
     if prepared is None:
@@ -182,14 +201,15 @@ def _reapply(
             "Plan this one anew, without --plan."
         )
     emitted, trace = restored(prepared, plan.schedule)
-    peak = max(trace.peak_bytes + (states.resident_bytes if states else 0), update_bytes(trace.end_bytes, states))
+    beside = parts.extra_bytes if parts else 0
+    peak = beside + max(trace.peak_bytes + (states.resident_bytes if states else 0), update_bytes(trace.end_bytes, states))
     if plan.goal.memory is not None and peak > plan.goal.memory:
         raise FormatError(
             f"The plan's schedule would peak at {format_bytes(peak)}, above its budget of {format_bytes(plan.goal.memory)}: "
             "it was changed, or made by another version. Plan again."
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
-    return verified(work, prepared, StepRunner(model, prepared.step, emitted), fresh, states)[0]
+    return verified(work, prepared, runner_of(model, prepared, emitted, parts), fresh, states, parts)[0]
 
 
 class _NoOptions(Checkpoint):

@@ -9,12 +9,15 @@ from time import perf_counter
 import torch
 from torch.optim import Optimizer
 
+from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.optimizer import PlannedOptimizer, planned_optimizer
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.executable import TrainingExecutable, planned
+from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
 from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, uses_compression
 from effcompile.compiler.training.prepare import Prepared
+from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
 from effcompile.errors import VerificationError
 from effcompile.passes.states import StatesOption
@@ -25,13 +28,14 @@ _TIMING_SECONDS = 20.0
 
 
 def verified(
-    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan, states: StatesOption | None = None
+    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan, states: StatesOption | None = None, parts: Parts | None = None
 ) -> tuple[TrainingExecutable, int]:
     """The planned model with what was verified and measured in its plan; bytes that the allocator was above the budget.
 
     Raises:
         VerificationError: loss, gradients or updates differ from the model's own by more than rounding.
         TooCoarseError: values in 8 bits change the gradient by more than the goal allows.
+        InseparableError: the micro-batches' sum is not the whole batch's loss or gradient.
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     runner.sink = verify.into_gradients(work.model)
@@ -39,16 +43,17 @@ def verified(
         found = verify.run(step, work.model)
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
     there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
-    base = prepared.cut.given_bytes + there  # an optimizer that has states already is not run
+    base = prepared.cut.given_bytes + (parts.input_bytes if parts else 0) + there  # an optimizer that has states already is not run
     reason = verify.room_for(plan.baseline.peak_bytes or 0)
     if reason is not None:
         ours = _updated(work, runner, step, states)
         peak = _peak(base, found, ours)
-        notes = (*plan.notes, f"not compared with the unplanned step: {reason}")
+        rest = "; that the micro-batches add up to it is read off the graph" if parts else ""
+        notes = (*plan.notes, f"not compared with the unplanned step: {reason}{rest}")
         return _finished(work, runner, replace(plan, measured=Totals(peak_bytes=peak), notes=notes), states), _excess(plan, peak)
     with work.progress.step("run the original step"):
         wanted = verify.run(work.eager_loss, work.model)
-    checks = [_compared(work, plan, found, wanted)]
+    checks = _checked(work, plan, runner, parts, found, wanted)
     note = _compare_updates(work, states, wanted, checks)
     with work.progress.step("measure"):
         seconds, eager_seconds = _timed(step, work)
@@ -63,6 +68,32 @@ def verified(
         notes=(*plan.notes, *note),
     )
     return _finished(work, runner, plan, states), _excess(plan, peak)
+
+
+def _checked(work: Work, plan: Plan, runner: StepRunner, parts: Parts | None, found: verify.Result, wanted: verify.Result) -> list[Check]:
+    """The checks of loss and gradients.
+
+    Where dropout draws other numbers for micro-batches than for the whole batch: the planned step against the model's own on the
+    same micro-batches, and those against the whole batch without dropout.
+
+    Raises:
+        VerificationError: they differ by more than rounding. TooCoarseError, InseparableError: as in `verified`.
+    """
+    if parts is None or not isinstance(runner, MicrobatchRunner):
+        return [_compared(work, plan, found, wanted)]
+    try:
+        if not parts.step.random:
+            return [_compared(work, plan, found, wanted)]
+        with work.progress.step("run the original step in micro-batches"):
+            apart = verify.run(eager_in_parts(work, runner), work.model)
+            with without_dropout(work.model):
+                each, whole = (verify.run(step, work.model) for step in (eager_in_parts(work, runner), work.eager_loss))
+        same = _passed(verify.compare(each, whole, work.goal.max_error))
+        return [_compared(work, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
+    except TooCoarseError:
+        raise
+    except VerificationError as error:
+        raise InseparableError(str(error)) from error
 
 
 def _compared(work: Work, plan: Plan, found: verify.Result, wanted: verify.Result) -> Check:
@@ -118,7 +149,7 @@ def _updated(work: Work, runner: StepRunner | None, step: Callable[[], torch.Ten
 
 def _made(work: Work, runner: StepRunner, states: StatesOption) -> Optimizer:
     assert work.optimizer is not None
-    consumes = frozenset(runner.step.consumed)
+    consumes = frozenset(runner.consumed)
     return planned_optimizer(work.optimizer, states.form, on_host=states.on_host, consumes=consumes, model=work.model)
 
 

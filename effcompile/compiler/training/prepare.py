@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -134,7 +134,7 @@ class Preparation:
 def prepare(
     step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures,
     progress: Progress = QUIET, *, forms: Forms = AS_WRITTEN, unfused: Collection[frozenset[str]] | None = None, levers: Levers = ALONE,
-    consumed: Mapping[str, Mapping[str, int]] = _NOT_CONSUMED,
+    consumed: Mapping[str, Mapping[str, int]] = _NOT_CONSUMED, changed: Callable[[Step], Step] | None = None,
 ) -> Preparation:  # fmt: skip
     """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants.
 
@@ -150,6 +150,7 @@ def prepare(
         unfused: chains to leave apart, decided earlier; None decides by measuring.
         levers: what may be done with values beside keeping and recomputing them.
         consumed: ways in which gradients may be consumed in the backward, each with what the update of a parameter allocates.
+        changed: a last change of every variant.
     """
     steps = _steps(step, forms, figures, progress)
     with progress.step("find loss head"):
@@ -158,6 +159,8 @@ def prepare(
     if pointwise is not None:
         with progress.step("fuse element-wise operators"):
             variants = tuple(_fused(variant, pointwise, figures, progress, unfused) for variant in variants)
+    if changed is not None:
+        variants = tuple(replace(variant, step=changed(variant.step)) for variant in variants)
     variants = (*variants, *(_consuming(v, key, pieces) for key, pieces in consumed.items() for v in variants))
     with progress.step("trace storages"):
         traced = [(variant, _storages(variant.step)) for variant in variants]

@@ -23,7 +23,33 @@ from effcompile.optimizers import CHANGES, EIGHT_BIT, check
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.states import KIND, SITE, States, StatesOption
 from effcompile.plan import Decision, Declined
+from effcompile.step import DividedStep
 from effcompile.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A batch in micro-batches.
+
+    Attributes:
+        step: divided.
+        gradient_bytes, input_bytes: of the summed gradients and of the inputs of the other micro-batches, there at every instant.
+        add_seconds: of adding all gradients up.
+        whole_seconds, whole_bytes: of the unplanned step over the batch.
+    """
+
+    step: DividedStep
+    gradient_bytes: int
+    input_bytes: int
+    add_seconds: float
+    whole_seconds: float
+    whole_bytes: int
+
+    @property
+    def extra_bytes(self) -> int:
+        """There beside a micro-batch at every instant; the sum of the losses too."""
+        loss = self.step.part.loss.meta["val"]
+        return self.gradient_bytes + self.input_bytes + int(loss.numel() * loss.element_size())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +57,7 @@ class Joint:
     """A schedule with the way to hold the states that it was made for.
 
     Attributes:
-        schedule: the best; others: those of all loss heads that have one, with these states.
+        schedule: the best, of one micro-batch where there are `parts`; others: those of all loss heads that have one, with these states.
         states: None where no optimizer was given. given: the way of the optimizer as it is. ways: how many there were.
         bound: no plan takes less in all: proven.
         declined: ways not taken, with the reason.
@@ -44,21 +70,27 @@ class Joint:
     given: StatesOption | None = None
     ways: int = 0
     declined: tuple[Declined, ...] = ()
+    parts: Parts | None = None
 
     @property
     def seconds(self) -> float:
         """Of forward, backward and update."""
-        return self.schedule.seconds + (self.states.seconds if self.states else 0.0)
+        return _times(self.schedule.seconds, self.parts) + (self.states.seconds if self.states else 0.0)
+
+    @property
+    def extra_bytes(self) -> int:
+        """There at every instant beside what the schedule has: summed gradients, the inputs of other micro-batches."""
+        return self.parts.extra_bytes if self.parts else 0
 
     @property
     def update_bytes(self) -> int:
         """At the highest instant of the optimizer's step."""
-        return update_bytes(self.schedule.trace.end_bytes, self.states)
+        return update_bytes(self.schedule.trace.end_bytes + self.extra_bytes, self.states)
 
     @property
     def peak_bytes(self) -> int:
         resident = self.states.resident_bytes if self.states else 0
-        return max(self.schedule.trace.peak_bytes + resident, self.update_bytes)
+        return max(self.schedule.trace.peak_bytes + self.extra_bytes + resident, self.update_bytes)
 
 
 def as_optimizer(given: Any, model: nn.Module) -> Optimizer | None:
@@ -84,28 +116,29 @@ def update_bytes(end_bytes: int, states: StatesOption | None) -> int:
 
 def best_joint(
     found: Preparation, options: Sequence[StatesOption], refused: Sequence[Declined], checkpoint: Checkpoint, budget: int | None,
-    *, progress: Progress = QUIET, solve: Callable[..., tuple[Schedule, list[Schedule]]] = best_schedule,
+    *, progress: Progress = QUIET, solve: Callable[..., tuple[Schedule, list[Schedule]]] = best_schedule, parts: Parts | None = None,
 ) -> Joint:  # fmt: skip
     """The fastest schedule with the fastest states that are within the budget together. No options: no optimizer was given.
+
+    parts: what `found` is one micro-batch of; None: it is the whole step.
 
     Raises:
         InfeasibleError: nothing fits; the way that comes nearest explains why.
     """
     if not options:
-        best, others = solve(found.variants, checkpoint, budget, progress=progress)
-        return Joint(schedule=best, others=tuple(others), bound=_bound(others, 0.0))
+        return _with(None, found.variants, checkpoint, budget, progress, solve, parts)
     tried: dict[int, Joint] = {}
     reasons: dict[int, str] = {}
     errors: list[InfeasibleError] = []
     for number, option in sorted(enumerate(options), key=lambda item: item[1].seconds):
         variants = [p for p in found.variants if p.variant.consumed == consumed_key(option)]
-        least = option.seconds + min(p.seconds for p in variants)
+        least = option.seconds + _times(min(p.seconds for p in variants), parts)
         fastest = min((joint.seconds for joint in tried.values()), default=float("inf"))
         if least >= fastest:
             reasons[number] = f"takes at least {format_seconds(least - fastest)} more a step"
             continue
         try:
-            tried[number] = _with(option, variants, checkpoint, budget, progress, solve)
+            tried[number] = _with(option, variants, checkpoint, budget, progress, solve, parts)
         except InfeasibleError as error:
             errors.append(error)
             reasons[number] = f"at least {format_bytes(int(error.nearest.get('memory', 0)))} with it"
@@ -117,9 +150,9 @@ def best_joint(
         if number != taken:
             reasons[number] = f"the fastest plan with it takes {format_seconds(joint.seconds - best_found.seconds)} more a step"
     return Joint(
-        schedule=best_found.schedule, others=best_found.others, states=options[taken], given=options[0], ways=len(options),
+        schedule=best_found.schedule, others=best_found.others, states=options[taken], given=options[0], ways=len(options), parts=parts,
         bound=min(joint.bound for joint in tried.values()),
-        declined=(*(_declined(options[n], reason) for n, reason in sorted(reasons.items())), *refused),
+        declined=(*(declined_way(options[n], reason) for n, reason in sorted(reasons.items())), *refused),
     )  # fmt: skip
 
 
@@ -130,35 +163,51 @@ def _with_refused(error: InfeasibleError, refused: Sequence[Declined]) -> Infeas
 
 
 def _with(
-    option: StatesOption, variants: Sequence[Prepared], checkpoint: Checkpoint, budget: int | None, progress: Progress,
-    solve: Callable[..., tuple[Schedule, list[Schedule]]],
+    option: StatesOption | None, variants: Sequence[Prepared], checkpoint: Checkpoint, budget: int | None, progress: Progress,
+    solve: Callable[..., tuple[Schedule, list[Schedule]]], parts: Parts | None,
 ) -> Joint:  # fmt: skip
     """The best schedule with one way to hold the states.
 
     Raises:
         InfeasibleError: forward and backward, or the update, do not fit beside the states.
     """
-    beside = option.resident_bytes
-    end = min(end_bytes(p) for p in variants)
+    extra = parts.extra_bytes if parts else 0
+    beside = extra + (option.resident_bytes if option else 0)
+    end = min(end_bytes(p) for p in variants) + extra
     needed = update_bytes(end, option)
-    if budget is not None and needed > budget:
+    if option is not None and budget is not None and needed > budget:
         raise InfeasibleError(
             f"With optimizer states {option.label} the optimizer's step needs {format_bytes(needed)}: parameters and gradients "
-            f"{format_bytes(end)}, states {format_bytes(beside)}, working memory {format_bytes(option.working_bytes)}. "
+            f"{format_bytes(end)}, states {format_bytes(option.resident_bytes)}, working memory {format_bytes(option.working_bytes)}. "
             f"The smallest budget that it fits in is {format_bytes(needed)} ({needed} bytes).",
             nearest={"memory": float(max(needed, beside + min(leanest(p, checkpoint) for p in variants)))},
         )
     try:
         best, others = solve(variants, checkpoint, None if budget is None else max(budget - beside, 1), progress=progress)
     except InfeasibleError as error:
-        nearest = max(int(error.nearest.get("memory", 0)) + beside, needed)
-        raise InfeasibleError(
-            f"With optimizer states {option.label} ({format_bytes(beside)} on the device) there is no room left for forward and backward. "
-            f"{str(error).partition(' The smallest feasible budget')[0]} The smallest feasible budget with these states is "
-            f"{format_bytes(nearest)} ({nearest} bytes).",
-            binding=error.binding, nearest={"memory": float(nearest)},
-        ) from error  # fmt: skip
-    return Joint(schedule=best, others=tuple(others), states=option, bound=_bound(others, option.seconds))
+        if not beside:
+            raise
+        raise _no_room(error, option, parts, max(int(error.nearest.get("memory", 0)) + beside, needed)) from error
+    bound = _times(_bound(others), parts) + (option.seconds if option else 0.0)
+    return Joint(schedule=best, others=tuple(others), states=option, bound=bound, parts=parts)
+
+
+def _no_room(error: InfeasibleError, option: StatesOption | None, parts: Parts | None, nearest: int) -> InfeasibleError:
+    """The error of a schedule, with what there is beside it."""
+    there = [f"optimizer states {option.label} ({format_bytes(option.resident_bytes)} on the device)"] if option else []
+    there += [f"{parts.step.count} micro-batches, whose gradients are summed ({format_bytes(parts.gradient_bytes)})"] if parts else []
+    these = "these states" if parts is None else "them"
+    return InfeasibleError(
+        f"With {' and '.join(there)} there is no room left for forward and backward. "
+        f"{str(error).partition(' The smallest feasible budget')[0]} The smallest feasible budget with {these} is "
+        f"{format_bytes(nearest)} ({nearest} bytes).",
+        binding=error.binding, nearest={"memory": float(nearest)},
+    )  # fmt: skip
+
+
+def _times(seconds: float, parts: Parts | None) -> float:
+    """Of a whole step, from that of a micro-batch."""
+    return seconds if parts is None else parts.step.count * seconds + parts.add_seconds
 
 
 def end_bytes(prepared: Prepared) -> int:
@@ -169,8 +218,8 @@ def end_bytes(prepared: Prepared) -> int:
     return prepared.cut.base_bytes + sum(held.nbytes[s] for s in left)
 
 
-def _bound(solved: Sequence[Schedule], seconds: float) -> float:
-    return min(s.prepared.seconds + s.solution.bound for s in solved) + seconds
+def _bound(solved: Sequence[Schedule]) -> float:
+    return min(s.prepared.seconds + s.solution.bound for s in solved)
 
 
 def consumed_key(option: StatesOption) -> str:
@@ -178,7 +227,8 @@ def consumed_key(option: StatesOption) -> str:
     return option.label if option.consumed else ""
 
 
-def _declined(option: StatesOption, reason: str) -> Declined:
+def declined_way(option: StatesOption, reason: str) -> Declined:
+    """A way that was not taken."""
     return Declined(site=SITE, kind=KIND, option=full_label(option), by="states", reason=reason)
 
 
@@ -287,14 +337,17 @@ def state_notes(joint: Joint) -> list[str]:
     return notes
 
 
-def with_states(made: Schedule, consumed: str, options: Sequence[StatesOption], refused: Sequence[Declined]) -> list[Joint]:
+def with_states(
+    made: Schedule, consumed: str, options: Sequence[StatesOption], refused: Sequence[Declined], parts: Parts | None = None
+) -> list[Joint]:
     """A schedule with every way to hold the states that it was made for: points of a frontier."""
+    bound = _times(_bound([made]), parts)
     if not options:
-        return [Joint(schedule=made, others=(), bound=_bound([made], 0.0))]
+        return [Joint(schedule=made, others=(), bound=bound, parts=parts)]
     return [
         Joint(
-            schedule=made, others=(), bound=_bound([made], option.seconds), states=option, given=options[0], ways=len(options),
-            declined=tuple(refused),
+            schedule=made, others=(), bound=bound + option.seconds, states=option, given=options[0], ways=len(options),
+            declined=tuple(refused), parts=parts,
         )
         for option in options if consumed_key(option) == consumed
     ]  # fmt: skip

@@ -17,12 +17,13 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.attend import Captured, captured
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
-from effcompile.compiler.training.states import Joint, as_optimizer, best_joint, consumed_key
+from effcompile.compiler.training.states import Joint, Parts, as_optimizer, best_joint, consumed_key, declined_way
 from effcompile.goal import Goal
-from effcompile.passes import Levers, load_attention, load_levers, load_training_passes
+from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_training_passes
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.fused_attention import FusedAttention
 from effcompile.passes.heads import LossHeads
+from effcompile.passes.microbatch import Microbatch
 from effcompile.passes.pointwise import Pointwise
 from effcompile.passes.states import States, StatesOption
 from effcompile.plan import Declined
@@ -50,6 +51,7 @@ class Work:
     parameters: Sequence[tuple[str, torch.Tensor]]
     figures: Figures
     levers: Levers = ALONE
+    microbatch: Microbatch | None = None
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
     known_ways: list[tuple[tuple[StatesOption, ...], tuple[Declined, ...]]] = field(default_factory=list)
@@ -59,13 +61,18 @@ class Work:
         with self.progress.step("capture the step"):
             return captured(self.model, self.args, self.kwargs, self.loss, keep_outputs, self.attention)
 
-    def prepare(self, step: Captured, unfused: Collection[frozenset[str]] | None = None) -> Preparation:
-        """Its variants with their options; what was measured for them is kept for the next plan."""
+    def prepare(
+        self, step: Captured, unfused: Collection[frozenset[str]] | None = None, changed: Callable[[Step], Step] | None = None
+    ) -> Preparation:
+        """Its variants with their options; what was measured for them is kept for the next plan.
+
+        changed: a last change of every variant, after which no gradients are left for an optimizer to consume.
+        """
         ways, _ = self.ways(step.step)
-        consumed = {consumed_key(way): way.pieces for way in ways if way.consumed}
+        consumed = {consumed_key(way): way.pieces for way in ways if way.consumed and changed is None}
         found = prepare(
             step.step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress,
-            forms=step.forms(self.attention), unfused=unfused, levers=self.levers, consumed=consumed,
+            forms=step.forms(self.attention), unfused=unfused, levers=self.levers, consumed=consumed, changed=changed,
         )  # fmt: skip
         found = replace(found, attended=step.attended)
         if self.figures.here and (note := keep_figures(self.figures.known)):
@@ -83,10 +90,14 @@ class Work:
                 self.known_ways.append(found)
         return self.known_ways[0]
 
-    def solve(self, found: Preparation, budget: int | None) -> Joint:
-        """The best schedule with the best way to hold the states."""
+    def solve(self, found: Preparation, budget: int | None, parts: Parts | None = None) -> Joint:
+        """The best schedule with the best way to hold the states. parts: what `found` is one micro-batch of."""
         options, refused = self.ways(found.captured)
-        return best_joint(found, options, refused, self.checkpoint, budget, progress=self.progress)
+        if parts is not None:
+            summed = "gradients that are summed over micro-batches are complete only after the last one"
+            refused = (*refused, *(declined_way(way, summed) for way in options if way.consumed))
+            options = tuple(way for way in options if not way.consumed)
+        return best_joint(found, options, refused, self.checkpoint, budget, progress=self.progress, parts=parts)
 
     def eager_loss(self) -> torch.Tensor:
         """The original's loss at the example inputs."""
@@ -118,4 +129,5 @@ def make_work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
         attention=load_attention(passes), states=states, optimizer=as_optimizer(optimizer, model),
         parameters=tuple(model.named_parameters()), figures=figures, levers=levers, progress=progress, notes=notes,
+        microbatch=load_microbatch(passes),
     )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Runs a step as micro-batches: forward and backward of each in turn, gradients added up; `loss.backward()` hands them out.
+
+Every part's gradients are added as soon as they are made, so that beside one micro-batch only the sums are alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from effcompile.backends.torch.boxed import boxed
+from effcompile.backends.torch.training import StepRunner
+from effcompile.errors import InputsError
+from effcompile.remat.emit import Emitted
+from effcompile.step import DividedStep, Step
+
+
+class MicrobatchRunner(StepRunner):
+    """A divided step bound to a model. `step`: one micro-batch as planned, which hands its gradients on."""
+
+    def __init__(self, model: nn.Module, divided: DividedStep, step: Step, emitted: Emitted) -> None:
+        super().__init__(model, step, emitted)
+        self.divided = divided
+        self._counts = None if divided.counts is None else boxed(divided.counts)
+        self._dtypes = {name: node.meta["val"].dtype for name, node in divided.part.gradients.items()}
+
+    @property
+    def consumed(self) -> tuple[str, ...]:
+        """No parameter's gradient goes to the optimizer before the step is over."""
+        return ()
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        self._check_model()
+        parameters = [self.model.get_parameter(name) for name in self.step.consumed]
+        loss: torch.Tensor = _Accumulated.apply(self, self.parts(args, kwargs), *parameters)
+        return (loss,)
+
+    def parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+        """The tensors of every micro-batch, in the order of the step's inputs; those without a batch in each of them.
+
+        Raises:
+            InputsError: the batch is not the one that was planned for.
+        """
+        leaves, size = self.divided.whole.leaves(args, kwargs), self.divided.examples
+        which = list(zip(leaves, self.divided.batched, strict=True))
+        rows = [leaf.shape[0] // self.divided.count if yes else 0 for leaf, yes in which]
+        assert all(n in (0, size) for n in rows), rows
+        return [[leaf.narrow(0, i * size, size) if yes else leaf for leaf, yes in which] for i in range(self.divided.count)]
+
+    def weights(self, parts: list[list[Any]]) -> list[float]:
+        """What each micro-batch counts in the loss. Where no label counts at all, the loss is not a number, as the model's own."""
+        if self._counts is None:
+            return [self.divided.factor] * len(parts)
+        counts = []
+        for leaves in parts:
+            values = self._values(leaves)
+            counts.append(self._counts([values[node] for node in self._forward_inputs])[0])
+        numbers = [float(n) for n in torch.stack([n.double() for n in counts]).tolist()]
+        whole = sum(numbers)
+        return [n / whole if whole else 1.0 / len(parts) for n in numbers]
+
+    def accumulate(self, parts: list[list[Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(loss, gradients in the order of `step.consumed`) of the whole batch. A micro-batch without weight is not run."""
+        weights = self.weights(parts)
+        names = self.step.consumed
+        sums = {name: torch.zeros_like(self.model.get_parameter(name), dtype=self._dtypes[name], requires_grad=False) for name in names}
+        total: torch.Tensor | None = None
+
+        def add(name: str, gradient: torch.Tensor) -> None:
+            sums[name].add_(gradient)
+
+        self.sink = add
+        try:
+            for leaves, weight in zip(parts, weights, strict=True):
+                if weight == 0.0:
+                    continue
+                total = self._one(leaves, weight) if total is None else total.add_(self._one(leaves, weight))
+        finally:
+            self.sink = None
+        assert total is not None
+        return total, list(sums.values())
+
+    def _one(self, leaves: list[Any], weight: float) -> torch.Tensor:
+        """Forward and backward of one micro-batch; its weighted loss."""
+        values = self._values(leaves)
+        results, saved = self.run_forward(values)
+        loss: torch.Tensor = results[0]
+        self.run_backward(saved, values, torch.full_like(loss, weight))
+        return loss * weight
+
+
+class _Accumulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, runner: MicrobatchRunner, parts: list[list[Any]], *parameters: torch.Tensor) -> torch.Tensor:
+        loss, ctx.sums = runner.accumulate(parts)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.sums is None:
+            raise InputsError(
+                "The backward of this loss has run already, and its gradients were handed out (retain_graph has no effect). "
+                "Call the model again for a new loss."
+            )
+        sums, ctx.sums = ctx.sums, None
+        if float(tangent) != 1.0:
+            for gradient in sums:
+                gradient.mul_(tangent)
+        return (None, None, *sums)

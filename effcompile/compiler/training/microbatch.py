@@ -1,0 +1,341 @@
+"""A batch in micro-batches, in the same solve as all else: for every number of them the best plan, and of those the fastest.
+
+For k micro-batches let X_k be the schedules of one of them (all its loss heads, recomputation, offload, compression, optimizer states),
+t_k(x) and m_k(x) a schedule's predicted time and simulated peak, A_k the time of adding k times all gradients up, and E_k the bytes
+of the summed gradients and of the inputs of the other micro-batches, which are there throughout. The plan is
+
+    min over k of  min over x in X_k, m_k(x) + E_k ≤ budget  of  k · t_k(x) + A_k + update,
+
+each inner problem being the one that is solved for a whole batch, with a certificate of its own; the least of their bounds bounds
+them all. A k whose step without any recomputation takes as long as the best plan so far is not solved: it cannot be faster. When k
+micro-batches fit with nothing recomputed, more of them are not looked at, as they only make smaller operators of the same work.
+
+Times of a micro-batch's operators are measured at its shapes, so that what small batches lose in efficiency is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.backends.torch.microbatch import MicrobatchRunner
+from effcompile.backends.torch.training import StepRunner
+from effcompile.compiler.progress import QUIET
+from effcompile.compiler.training.attend import WRITTEN
+from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
+from effcompile.compiler.training.states import Joint, Parts
+from effcompile.compiler.training.work import Work
+from effcompile.cost import Cost
+from effcompile.errors import CaptureError, FormatError, InfeasibleError, InputsError, UsageError, VerificationError
+from effcompile.passes.loss_head_match import Refusal
+from effcompile.passes.microbatch import KIND, SITE, accumulating, batch_size, first_part, part_of
+from effcompile.passes.separable import divided
+from effcompile.plan import Decision, Declined
+from effcompile.remat.emit import Emitted
+from effcompile.step import DividedStep
+from effcompile.units import format_bytes, format_seconds
+
+_BY = "microbatch"
+_COUNT = "microbatches"  # where a plan's schedule says how many
+
+
+@dataclass(kw_only=True)
+class Divisions:
+    """The ways to divide the batch of one request, each prepared once when it is first asked for.
+
+    Attributes:
+        work: the request. batch: its examples; 1 where no axis of the inputs is one of examples.
+        dropped: why no division is allowed any more: one was run and did not equal the whole batch.
+    """
+
+    work: Work
+    dropped: str = ""
+    known: dict[int, tuple[Preparation, Parts] | str] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        leaves = pytree.tree_leaves((self.work.args, dict(self.work.kwargs)))
+        return batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    def drop(self, error: InseparableError) -> None:
+        """No micro-batches any more."""
+        self.dropped = f"run, and not the whole batch's: {error}"
+        self.work.notes.append(f"no micro-batches: they were {self.dropped}")
+
+    def chosen_from(self, found: Preparation, joint: Joint) -> Preparation:
+        """What a plan was chosen from: with micro-batches the variants of one of them, but the unplanned step of the whole batch."""
+        if joint.parts is None:
+            return found
+        of_part = self.prepared(found, joint.parts.step.count)
+        assert not isinstance(of_part, str)
+        return replace(
+            of_part[0], captured=found.captured, seconds=found.seconds, peak_bytes=found.peak_bytes, end_bytes=found.end_bytes
+        )  # fmt: skip
+
+    def solve(self, found: Preparation, budget: int | None) -> Joint:
+        """The fastest plan within the budget, of the whole batch (`found`) or of micro-batches.
+
+        Raises:
+            InfeasibleError: nothing fits. UsageError: the wanted number does not divide the batch.
+        """
+        if self.work.microbatch is None:
+            return self.work.solve(found, budget)
+        tried = _Tried(self, found, budget)
+        counts = self.work.microbatch.counts(self.batch)
+        if self.work.microbatch.count in (0, 1) or self.dropped or self._refused(found, counts):
+            tried.add(1)
+        for count in counts:
+            if len(counts) == 1 or not tried.enough(count):
+                tried.add(count)
+        return tried.best()
+
+    def every(self, found: Preparation) -> Iterator[tuple[list[Prepared], Parts | None]]:
+        """The variants of the whole batch, and those of all micro-batches there may be."""
+        yield found.variants, None
+        for count in self.work.microbatch.counts(self.batch) if self.work.microbatch else ():
+            made = self.prepared(found, count)
+            if not isinstance(made, str):
+                yield made[0].variants, made[1]
+
+    def _refused(self, found: Preparation, counts: list[int]) -> bool:
+        """Whether the one number that is wanted cannot be: then the whole batch is planned, and the plan says so."""
+        return all(isinstance(self.prepared(found, count), str) for count in counts)
+
+    def prepared(
+        self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None = None, *, fused: bool = True
+    ) -> tuple[Preparation, Parts] | str:
+        """The step of one of `count` micro-batches with its options, or why there is none. `found`: that of the whole batch."""
+        if self.dropped:
+            return self.dropped
+        if count not in self.known:
+            try:
+                self.known[count] = self._prepare(found, count, unfused, fused)
+            except (Refusal, CaptureError, InputsError) as refusal:
+                self.known[count] = str(refusal)
+        return self.known[count]
+
+    def _prepare(
+        self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None, fused: bool
+    ) -> tuple[Preparation, Parts]:
+        args, kwargs = first_part(self.work.args, self.work.kwargs, self.batch, count)
+        work = replace(self.work, args=args, kwargs=kwargs)
+        captured = work.capture(False)
+        captured = captured if fused else replace(captured, fused=None)
+        step = divided(found.captured, captured.step, count, self.batch // count)
+        of_part = work.prepare(captured, unfused, accumulating)
+        return of_part, _parts(found, step, self.work.figures)
+
+
+def _parts(found: Preparation, step: DividedStep, figures: Figures) -> Parts:
+    gradients = step.part.gradients.values()
+    inputs = sum(_nbytes(a) - _nbytes(b) for a, b in zip(step.whole.inputs, step.part.inputs, strict=True))
+    return Parts(
+        step=step, gradient_bytes=sum(map(_nbytes, gradients)), input_bytes=inputs,
+        add_seconds=step.count * _adding(list(gradients), figures), whole_seconds=found.seconds, whole_bytes=found.peak_bytes,
+    )  # fmt: skip
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return int(value.numel() * value.element_size())
+
+
+def _adding(gradients: list[fx.Node], figures: Figures) -> float:
+    """Seconds of adding each gradient to its sum once: measured, or modelled where the machine is another."""
+    graph = fx.Graph()
+    adds = []
+    for gradient in gradients:
+        total, more = graph.placeholder("total"), graph.placeholder("gradient")
+        adds.append(graph.call_function(torch.ops.aten.add_.Tensor, (total, more)))
+        for node in (total, more, adds[-1]):
+            node.meta["val"] = gradient.meta["val"]
+    figures.measure(adds, QUIET)
+    return sum(map(figures.seconds, adds))
+
+
+class _Tried:
+    """What was solved so far, and why the others were not taken."""
+
+    def __init__(self, divisions: Divisions, found: Preparation, budget: int | None) -> None:
+        self.divisions, self.found, self.budget = divisions, found, budget
+        self.solved: dict[int, Joint] = {}
+        self.reasons: dict[int, str] = {}
+        self.errors: list[InfeasibleError] = []
+
+    def add(self, count: int) -> None:
+        """Solve one number of micro-batches."""
+        work, of_part, parts = self.divisions.work, self.found, None
+        if count > 1:
+            made = self.divisions.prepared(self.found, count)
+            if isinstance(made, str):
+                self.reasons[count] = made
+                return
+            of_part, parts = made
+            least = count * min(p.seconds for p in of_part.variants) + parts.add_seconds
+            fastest = min((joint.seconds for joint in self.solved.values()), default=float("inf"))
+            if least >= fastest:
+                self.reasons[count] = f"takes at least {format_seconds(least - fastest)} more a step"
+                return
+        try:
+            self.solved[count] = work.solve(of_part, self.budget, parts)
+        except InfeasibleError as error:
+            self.errors.append(error)
+            self.reasons[count] = f"at least {format_bytes(int(error.nearest.get('memory', 0)))} with it"
+
+    def enough(self, count: int) -> bool:
+        """Whether fewer micro-batches fit already with nothing recomputed."""
+        free = [k for k, joint in self.solved.items() if joint.schedule.solution.seconds == 0]
+        if free:
+            self.reasons[count] = f"not tried: {_label(min(free), self.divisions.batch)} fits with nothing recomputed"
+        return bool(free)
+
+    def best(self) -> Joint:
+        """The fastest.
+
+        Raises:
+            InfeasibleError: none is within the budget; that which comes nearest says why.
+        """
+        declined = self._declined()
+        if not self.solved:
+            nearest = min(self.errors, key=lambda error: error.nearest.get("memory", float("inf")))
+            left = "; ".join(f"{d.option}: {d.reason}" for d in declined)
+            raise InfeasibleError(f"{nearest} Of the ways to divide the batch: {left}.", binding=nearest.binding, nearest=nearest.nearest)
+        taken = min(self.solved, key=lambda count: self.solved[count].seconds)
+        joint = self.solved[taken]
+        more = [
+            self._refusal(count, f"the fastest plan with it takes {format_seconds(other.seconds - joint.seconds)} more a step")
+            for count, other in self.solved.items() if count != taken
+        ]  # fmt: skip
+        bound = min(other.bound for other in self.solved.values())
+        return replace(joint, bound=bound, declined=(*joint.declined, *more, *declined))
+
+    def _declined(self) -> list[Declined]:
+        batch = self.divisions.batch
+        if batch == 1:
+            return [Declined(site=SITE, kind=KIND, option=KIND, by=_BY, reason="no input has an axis of more than one example")]
+        return [self._refusal(count, reason) for count, reason in sorted(self.reasons.items())]
+
+    def _refusal(self, count: int, reason: str) -> Declined:
+        return Declined(site=SITE, kind=KIND, option=_label(count, self.divisions.batch), by=_BY, reason=reason)
+
+
+def _label(count: int, batch: int) -> str:
+    """In the plan's words: "4 micro-batches of 2"."""
+    return f"{count} micro-batches of {batch // count}" if count > 1 else f"whole batch of {batch}"
+
+
+# ------------------------------------------------------------------ what the plan says
+
+
+def decisions(joint: Joint) -> list[Decision]:
+    """How the batch is divided; nothing where it is not."""
+    parts = joint.parts
+    if parts is None:
+        return []
+    step, prepared = parts.step, joint.schedule.prepared
+    batch = step.count * step.examples
+    seconds = step.count * prepared.seconds + parts.add_seconds
+    slower = (joint.seconds - (joint.states.seconds if joint.states else 0.0)) / parts.whole_seconds - 1
+    return [
+        Decision(
+            site=SITE, kind=KIND, option=_label(step.count, batch), baseline=_label(1, batch), by=_BY,
+            cost=Cost(seconds=seconds, bytes_transient=simulate_unplanned(prepared.plain).peak_bytes + parts.extra_bytes),
+            baseline_cost=Cost(seconds=parts.whole_seconds, bytes_transient=parts.whole_bytes),
+            why=f"activations of {step.examples} of {batch} examples at a time, beside {format_bytes(parts.gradient_bytes)} of summed "
+            f"gradients; the step takes {slower:+.1%} against the unplanned one",
+        )
+    ]  # fmt: skip
+
+
+def notes(joint: Joint) -> list[str]:
+    """What the user must know of a divided batch."""
+    if joint.parts is None:
+        return []
+    step = joint.parts.step
+    weights = "as its labels are of all" if step.counts is not None else f"{step.factor:.4g}"
+    lines = [
+        f"{step.count} micro-batches, each with the weight {weights} in the loss: the effective batch, and so the learning rate, stay as "
+        "they are. Times and bytes of blocks are of one micro-batch. Gradients are made with the loss; backward() hands them out"
+    ]
+    if step.random:
+        lines.append("dropout draws other numbers for micro-batches than for the whole batch: the same distribution, not the same numbers")
+    return lines
+
+
+def saved(joint: Joint) -> dict[str, Any]:
+    """For the plan's schedule."""
+    return {} if joint.parts is None else {_COUNT: joint.parts.step.count}
+
+
+def restored_parts(
+    divisions: Divisions, found: Preparation, schedule: Mapping[str, Any], unfused: Collection[frozenset[str]]
+) -> tuple[Preparation, Parts] | None:
+    """The micro-batch that a plan was saved with, and the like; None where the batch is whole.
+
+    Raises:
+        FormatError: no number that divides this batch, or this step cannot be divided.
+    """
+    count = schedule.get(_COUNT)
+    if count is None:
+        return None
+    batch = divisions.batch
+    if not isinstance(count, int) or isinstance(count, bool) or count < 2 or batch % count:
+        raise FormatError(f"The plan's schedule has {count!r} micro-batches: a divisor of the batch of {batch} is wanted. Plan again.")
+    made = divisions.prepared(found, count, unfused, fused=schedule.get("attention", WRITTEN) != WRITTEN)
+    if isinstance(made, str):
+        raise FormatError(f"The plan has {count} micro-batches, which this step cannot be divided into: {made}. Plan again.")
+    return made
+
+
+def runner_of(model: torch.nn.Module, prepared: Prepared, emitted: Emitted, parts: Parts | None) -> StepRunner:
+    """What runs a plan."""
+    if parts is None:
+        return StepRunner(model, prepared.step, emitted)
+    return MicrobatchRunner(model, parts.step, prepared.step, emitted)
+
+
+# ------------------------------------------------------------------ is it the whole batch's?
+
+
+class InseparableError(VerificationError):
+    """Micro-batches were run, and their sum is not the whole batch's loss or gradient."""
+
+
+def eager_in_parts(work: Work, runner: MicrobatchRunner) -> Callable[[], torch.Tensor]:
+    """The model's own loss as the weighted sum of its micro-batches'."""
+    divided_step = runner.divided
+    batch, count = divided_step.count * divided_step.examples, divided_step.count
+    weights = runner.weights(runner.parts(work.args, work.kwargs))
+
+    def loss() -> torch.Tensor:
+        total: Any = 0.0
+        for index, weight in enumerate(weights):
+            if weight:
+                args, kwargs = part_of(work.args, work.kwargs, batch, count, index)
+                total = total + weight * replace(work, args=args, kwargs=kwargs).eager_loss()
+        assert isinstance(total, torch.Tensor)
+        return total
+
+    return loss
+
+
+@contextlib.contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, its modes put back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    except (VerificationError, UsageError):
+        raise
+    except Exception as error:
+        raise InseparableError(f"without dropout, in evaluation mode, the model raises {type(error).__name__}: {error}") from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

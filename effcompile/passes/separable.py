@@ -1,0 +1,319 @@
+"""Is a loss a weighted sum over parts of its batch? Read off the step at two batch sizes, operator by operator.
+
+Both graphs have the same operators. A value whose shape grows with the batch holds rows of examples; one that does not, but is
+made from such rows, looks at the whole batch. Only the loss may: through sums and means over the batch, of which the weights
+follow, and what is linear after them. The denominators of means over labels are recomputed from the inputs alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.passes.loss_head_match import Refusal
+from effcompile.passes.step_edit import operator_name
+from effcompile.program import module_path, shape_of
+from effcompile.remat.blocks import split
+from effcompile.step import DividedStep, Step
+from effcompile.torch_compat_aot import is_random
+
+aten = torch.ops.aten
+
+_SAME = (
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default, aten.alias.default, aten.detach.default,
+    aten.contiguous.default, aten._to_copy.default, aten.neg.default, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default,
+    operator.getitem,
+)  # fmt: skip
+#: What capture leaves out where it does nothing, as it may where a micro-batch is one example.
+_ELIDED = (aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
+_TIMES = (aten.mul.Tensor, aten.mul.Scalar)
+_OVER = (aten.div.Tensor, aten.div.Scalar)
+_ADDED = (aten.add.Tensor, aten.sub.Tensor)
+_JOINED = (aten.stack.default, aten.cat.default)
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_MEANS = (aten.mean.default, aten.mean.dim)
+_NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+#: Operators with an axis over which they mix values, and where it stands among their arguments.
+_MIXES = {aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cumsum.default: 1, aten.sort.default: 1, aten.flip.default: 1}
+_MEAN, _SUM = 1, 2  # of losses' `reduction`
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a value of the whole batch follows from its micro-batches: Σ factor · part, or Σ (nᵢ / Σ n) · part with counts nᵢ.
+
+    `counted`: what is counted: labels, the label that is left out (or None), classes' weights (or None).
+    """
+
+    factor: float = 1.0
+    counted: tuple[fx.Node, int | None, fx.Node | None] | None = None
+
+
+def divided(whole: Step, part: Step, count: int, examples: int) -> DividedStep:
+    """The step as micro-batches.
+
+    Args:
+        whole: the step, captured over the batch.
+        part: the same over one micro-batch.
+        count: of micro-batches.
+        examples: in each of them.
+
+    Raises:
+        Refusal: its loss and gradients are not known to be a weighted sum over micro-batches. Says why.
+    """
+    _refuse_state(whole)
+    pairs = _aligned(whole, part)
+    found = _Separation(pairs, count)
+    rule = found.rule(whole.loss)
+    found.check_rest()
+    rule = Rule(factor=1.0 / count) if rule is None else rule
+    return DividedStep(
+        whole=whole, part=part, count=count, examples=examples, factor=rule.factor,
+        batched=tuple(shape_of(a) != shape_of(b) for a, b in zip(whole.inputs, part.inputs, strict=True)),
+        counts=None if rule.counted is None else found.counts(rule, part),
+        random=any(_draws(node) for node in pairs),
+    )  # fmt: skip
+
+
+def _refuse_state(step: Step) -> None:
+    for node in step.graph.nodes:
+        if node.op == "call_function" and "batch_norm" in str(node.target) and any(arg is True for arg in node.args):
+            raise Refusal(f"{_place(node)} normalises by statistics of the whole batch (BatchNorm in training mode)")
+    if step.updated:
+        raise Refusal(f"the buffer {step.updated[0]} is updated in every forward, by the whole batch")
+    if step.shown:
+        raise Refusal("outputs beside the loss are returned, for the whole batch at once")
+    if any(v.dtype == torch.float16 for n in step.gradients.values() if isinstance(v := n.meta.get("val"), torch.Tensor)):
+        raise Refusal("its gradients are fp16: they would vanish, for the loss's scale comes only after they are summed")
+    ahead = set(split(step)[0])
+    for name, node in step.gradients.items():
+        if node in ahead or node.op == "placeholder":
+            raise Refusal(f"the gradient of {name} does not depend on the gradient that arrives at the loss")
+
+
+def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
+    """Each placeholder and operator that the loss is made from → the same over a micro-batch, in order."""
+    pairs: dict[fx.Node, fx.Node] = {}
+    for all_of, of_part in ((whole.parameters, part.parameters), (whole.buffers, part.buffers)):
+        here = {name: node for node, name in of_part.items()}
+        if set(all_of.values()) != set(here):
+            raise Refusal("a micro-batch reads other parameters or buffers than the batch does")
+        pairs.update({node: here[name] for node, name in all_of.items()})
+    if len(whole.constants) != len(part.constants) or len(whole.inputs) != len(part.inputs):
+        raise Refusal("a micro-batch has other constants or inputs than the batch has")
+    pairs.update(zip(whole.constants, part.constants, strict=True))
+    pairs.update(zip(whole.inputs, part.inputs, strict=True))
+    theirs = _made_from(part.loss)
+    for a in _made_from(whole.loss):
+        if theirs and a.target == theirs[0].target and [pairs[n] for n in a.all_input_nodes] == theirs[0].all_input_nodes:
+            pairs[a] = theirs.pop(0)
+        elif a.target in _ELIDED:
+            pairs[a] = pairs[a.args[0]]  # type: ignore[index]
+        else:
+            other = operator_name(theirs[0]) if theirs else "missing"
+            raise Refusal(f"the model does something else with a micro-batch: {operator_name(a)} at {_place(a)} is {other} then")
+    if theirs:
+        raise Refusal(f"the model does something else with a micro-batch: it also needs {operator_name(theirs[0])}")
+    return pairs
+
+
+def _made_from(loss: fx.Node) -> list[fx.Node]:
+    """The operators that a value is made from, itself included, in graph order."""
+    wanted, todo = {loss}, [loss]
+    while todo:
+        for arg in todo.pop().all_input_nodes:
+            if arg not in wanted:
+                wanted.add(arg)
+                todo.append(arg)
+    return [n for n in loss.graph.nodes if n in wanted and n.op == "call_function"]
+
+
+class _Separation:
+    """Follows the batch through the forward, and the loss back up to where it sums over the batch."""
+
+    def __init__(self, pairs: Mapping[fx.Node, fx.Node], count: int) -> None:
+        self.pairs, self.count = pairs, count
+        self.axes: dict[fx.Node, set[int]] = {}  # of values that grow with the batch: where
+        self.over: set[fx.Node] = set()  # values of the whole batch
+        self.tail: set[fx.Node] = set()  # those of them that the loss is known to be linear in
+        for a, b in pairs.items():
+            if axes := self._grown(a, b):
+                self.axes[a] = axes
+            elif any(arg in self.axes or arg in self.over for arg in a.all_input_nodes):
+                self.over.add(a)
+            if a.target in _MIXES and self._axis(a) in axes:
+                raise Refusal(f"{operator_name(a)} at {_place(a)} goes over the examples of the batch")
+
+    def _axis(self, node: fx.Node) -> int:
+        axis: Any = node.args[_MIXES[node.target]]  # type: ignore[index]
+        axis = axis[0] if isinstance(axis, (list, tuple)) else axis
+        return int(axis) % max(1, len(shape_of(node)))
+
+    def _grown(self, a: fx.Node, b: fx.Node) -> set[int]:
+        axes: set[int] = set()
+        for x, y in zip(_tensors(a), _tensors(b), strict=True):
+            if x.dim() != y.dim():
+                raise Refusal(f"{operator_name(a)} at {_place(a)} has another number of axes for a micro-batch")
+            grown = [i for i, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n]
+            if len(grown) > 1:
+                raise Refusal(f"{operator_name(a)} at {_place(a)} compares examples with each other: its shape is {tuple(x.shape)}")
+            if grown and x.shape[grown[0]] != self.count * y.shape[grown[0]]:
+                raise Refusal(f"{operator_name(a)} at {_place(a)} does not grow with the batch as it does: its shape is {tuple(x.shape)}")
+            axes |= set(grown)
+        return axes
+
+    def rule(self, node: Any) -> Rule | None:
+        """How the value follows from the micro-batches'; None where it has nothing to do with the batch.
+
+        Raises:
+            Refusal: it is not known to be a weighted sum of theirs.
+        """
+        if not isinstance(node, fx.Node) or (node not in self.axes and node not in self.over):
+            return None
+        if node in self.axes:
+            raise Refusal(f"{operator_name(node)} at {_place(node)} is not summed over the batch")
+        self.tail.add(node)
+        target, first = node.target, node.args[0] if node.args else None
+        if target in _NLL or (target is operator.getitem and isinstance(first, fx.Node) and first.target in _NLL):
+            return self._labels(first if target is operator.getitem else node)  # type: ignore[arg-type]
+        if target in (*_SUMS, *_MEANS) and first in self.axes:
+            return Rule(factor=1.0 / self.count if target in _MEANS else 1.0)
+        if target in (*_SAME, *_SUMS, *_MEANS):
+            return self.rule(first)
+        if target in (*_ADDED, *_JOINED):
+            terms: Any = first if target in _JOINED else node.args[:2]
+            return self._merged([self.rule(term) for term in terms], node)
+        if target in (*_TIMES, *_OVER):
+            return self._scaled(node)
+        if (reduction := _reduction(node)) is not None and first in self.axes:
+            return Rule(factor=1.0 / self.count if reduction == _MEAN else 1.0)
+        raise Refusal(f"{operator_name(node)} at {_place(node)} works on values of the whole batch")
+
+    def _labels(self, nll: fx.Node) -> Rule:
+        """A cross entropy: its mean is over the labels that count."""
+        self.tail.add(nll)
+        _, target, weights, reduction, ignored = nll.args
+        return Rule() if reduction == _SUM else Rule(counted=(target, ignored, weights))  # type: ignore[arg-type]
+
+    def _merged(self, rules: list[Rule | None], node: fx.Node) -> Rule | None:
+        """The rule of a sum: one for all its terms. What does not depend on the batch is there in every micro-batch: Σ w must be 1."""
+        found = list(dict.fromkeys(rule for rule in rules if rule is not None))
+        if len(found) > 1:
+            raise Refusal(f"the terms of its loss that {operator_name(node)} adds at {_place(node)} are means over different counts")
+        if None in rules and found and found[0].counted is None and abs(found[0].factor * self.count - 1) > 1e-9:
+            raise Refusal(f"{operator_name(node)} at {_place(node)} adds something that is not summed over the batch to a sum over it")
+        return found[0] if found else None
+
+    def _scaled(self, node: fx.Node) -> Rule | None:
+        """The rule of a product or quotient: with a number, with what has nothing to do with the batch, or over a sum over the inputs."""
+        a, b = node.args[:2]
+        if node.target in _TIMES and self.rule_less(a):
+            a, b = b, a
+        rule = self.rule(a)
+        if rule is None or not isinstance(b, fx.Node):
+            here, there = b, self.pairs[node].args[1]
+            if rule is None or here == there:
+                return rule
+            ratio = float(here) / float(there)  # type: ignore[arg-type]
+            if rule.counted is not None:
+                raise Refusal(f"{operator_name(node)} at {_place(node)} scales a mean over labels by the size of the batch")
+            return Rule(factor=rule.factor * (ratio if node.target in _TIMES else 1.0 / ratio))
+        if self.rule_less(b):
+            return rule
+        if node.target in _TIMES or rule != Rule():
+            raise Refusal(f"{operator_name(node)} at {_place(node)} multiplies values of the whole batch with each other")
+        return Rule(counted=(self._denominator(b), None, None))
+
+    def rule_less(self, node: Any) -> bool:
+        """Whether a value has nothing to do with the batch."""
+        return not isinstance(node, fx.Node) or (node not in self.axes and node not in self.over)
+
+    def _denominator(self, node: fx.Node) -> fx.Node:
+        """A sum over the batch, through casts."""
+        while node.target in _SAME and node.target is not aten.neg.default and node in self.over:
+            self.tail.add(node)
+            node = node.args[0]  # type: ignore[assignment]
+        if node.target not in _SUMS or node.args[0] not in self.axes:
+            raise Refusal(f"its loss is divided by {operator_name(node)} at {_place(node)}, which is no plain sum over the batch")
+        self.tail.add(node)
+        return node
+
+    def check_rest(self) -> None:
+        """Raises Refusal where anything but the loss's own sums looks at the whole batch."""
+        for node in self.pairs:
+            if node in self.over and node not in self.tail:
+                raise Refusal(f"{operator_name(node)} at {_place(node)} looks at the whole batch")
+
+    def counts(self, rule: Rule, part: Step) -> fx.Graph:
+        """A graph of the part's inputs (in the order of its placeholders, tangent left out) → what its mean is over, as one number.
+
+        Raises:
+            Refusal: it depends on more than inputs.
+        """
+        assert rule.counted is not None
+        target, ignored, weights = rule.counted
+        sources = [self.pairs[n] for n in (target, weights) if n is not None]
+        for node in dict.fromkeys(n for source in sources for n in [*_made_from(source), *_placeholders(source)]):
+            if node in part.parameters or is_random(node.target):
+                raise Refusal("what its mean is over depends on parameters or random numbers")
+        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in part.graph.nodes:
+            if node.op == "placeholder" and node not in part.tangents:
+                made[node] = graph.placeholder(node.name)
+        wanted = {n for source in sources for n in _made_from(source)}
+        for node in part.graph.nodes:
+            if node in wanted:
+                made[node] = graph.node_copy(node, made.__getitem__)
+        labels = made[sources[0]]
+        counted = labels if ignored is None else _counted(graph, labels, ignored, made[sources[1]] if weights is not None else None)
+        graph.output((counted,))
+        return graph
+
+
+def _counted(graph: fx.Graph, labels: fx.Node, ignored: int, weights: fx.Node | None) -> fx.Node:
+    """How many labels count, or the sum of their classes' weights."""
+    mask = graph.call_function(aten.ne.Scalar, (labels, ignored))
+    if weights is not None:
+        classes = graph.call_function(aten.mul.Tensor, (labels, mask))  # the one left out may be no class
+        mask = graph.call_function(aten.mul.Tensor, (graph.call_function(aten.take.default, (weights, classes)), mask))
+    return graph.call_function(aten.sum.default, (mask,))
+
+
+def _reduction(node: fx.Node) -> int | None:
+    """What a loss operator does over its elements: 1 mean, 2 sum; None where it is none."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "reduction" not in names:
+        return None
+    at = names.index("reduction")
+    value = node.args[at] if len(node.args) > at else node.kwargs.get("reduction", _MEAN)
+    return value if value in (_MEAN, _SUM) else None  # type: ignore[return-value]
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether its result depends on random numbers: an operator with a probability of 0 is no such, though it may draw some."""
+    if not is_random(node.target):
+        return False
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    chances = [given.get(name, 0.0) for name in ("p", "dropout_p") if name in names]
+    return not chances or any(chance != 0.0 for chance in chances)
+
+
+def _placeholders(node: fx.Node) -> list[fx.Node]:
+    return [a for n in _made_from(node) for a in n.all_input_nodes if a.op == "placeholder"] + [node] * (node.op == "placeholder")
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
+
+
+def _place(node: fx.Node) -> str:
+    return module_path(node) or "the top of the model"

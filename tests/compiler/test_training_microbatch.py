@@ -1,0 +1,226 @@
+"""Micro-batches in the plan: the whole batch's loss and gradients, the bytes that were planned, and what cannot be divided."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from train_helpers import VOCABULARY, Batch, gpt2, measured
+
+import effcompile
+from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
+from effcompile.compiler.training.compile import frontier_training
+from effcompile.errors import FormatError, InfeasibleError, InputsError, UsageError
+from effcompile.goal import Goal
+from effcompile.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+BASE = ["no-pointwise", "no-attention", "checkpoint.groups=false"]
+
+
+def uneven(batch: int = 4, length: int = 16) -> Batch:
+    """Ids with labels of which each example has another number; the first has none."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (batch, length))
+    labels = ids.clone()
+    for i in range(batch):
+        labels[i, i * length // batch :] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length)[None]}
+
+
+def vit() -> tuple[nn.Module, Batch]:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=8, num_labels=5,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return hf.ViTForImageClassification(config).train(), {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 3, 1, 4])}
+
+
+def bert() -> tuple[nn.Module, Batch]:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=32,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    batch = uneven()
+    mask = torch.ones_like(batch["input_ids"])
+    mask[2:, 9:] = 0
+    return hf.BertForMaskedLM(config).train(), {**batch, "attention_mask": mask}
+
+
+def plain_gpt2() -> tuple[nn.Module, Batch]:
+    return gpt2(dropout=0.0)[0], uneven()
+
+
+class Net(nn.Module):
+    """A small network with a loss of one's own."""
+
+    def __init__(self, loss: Any, norm: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.down(torch.relu(self.norm(self.up(x)))), y)
+
+
+def net(loss: Any, norm: bool = False, batch: int = 8) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    return Net(loss, norm).train(), {"x": torch.randn(batch, 6), "y": torch.randn(batch, 3)}
+
+
+def optimize(model: nn.Module, batch: Batch, count: int, memory: int | None = None, passes: list[str] = BASE, **given: Any) -> Any:
+    named = [*passes, f"microbatch.count={count}"]
+    return optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory), passes=named, **given)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    outputs = model(**batch)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
+
+
+def assert_same(planned: TrainingExecutable, model: nn.Module, batch: Batch) -> None:
+    """Loss and gradients, by the model's own calls, with a gradient at the loss that is not 1."""
+    ours, theirs = (measured(lambda m=m: 3 * loss_of(m, batch), m, 0)[0] for m in (planned, model))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
+    assert ours[1].keys() == theirs[1].keys()
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(("make", "count"), [(plain_gpt2, 4), (vit, 4), (bert, 2)])
+def test_loss_gradients_and_bytes_are_as_planned(make: Any, count: int) -> None:
+    model, batch = make()
+    planned = optimize(model, batch, count)
+    plan = planned.plan
+    size = 4 // count
+    assert plan.options()["batch"] == f"{count} micro-batches of {size}"
+    assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.02)
+    assert plan.checks[0].error > 0, "sums in another order are bit-identical: was anything divided?"
+    assert_same(planned, model, batch)
+    assert plan.memory_timeline.peak_bytes == plan.predicted.peak_bytes == sum(plan.memory_timeline.parts.values())
+
+
+def test_labels_that_fall_otherwise_are_weighted_otherwise() -> None:
+    model, batch = plain_gpt2()
+    planned = optimize(model, batch, 2)
+    labels = batch["labels"].flip(0)
+    labels[3, 2] = 5
+    assert_same(planned, model, {**batch, "labels": labels})
+    nothing = {**batch, "labels": torch.full_like(labels, -100)}
+    assert loss_of(planned, nothing).isnan() and loss_of(model, nothing).isnan()
+    with pytest.raises(InputsError, match=r"input_ids"):
+        planned(**{name: value[:2] for name, value in batch.items()})
+
+
+LOSSES = {
+    "masked mean": lambda z, y: (((z - y) ** 2) * (y > 0)).sum() / (y > 0).sum(),
+    "sum": lambda z, y: 0.5 * nn.functional.mse_loss(z, y, reduction="sum"),
+    "means": lambda z, y: nn.functional.smooth_l1_loss(z, y) + 0.1 * (z**2).mean(),
+    "sum over the batch's size": lambda z, y: ((z - y) ** 2).sum() / z.shape[0],
+    "classes with weights": lambda z, y: nn.functional.cross_entropy(z, (y[:, 0] > 0).long(), weight=torch.tensor([1.0, 5.0, 2.0])),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_losses_are_normalised_as_the_whole_batchs(loss: Any) -> None:
+    model, batch = net(loss)
+    planned = optimize(model, batch, 4)
+    assert planned.plan.options()["batch"] == "4 micro-batches of 2"
+    assert_same(planned, model, batch)
+    assert_same(planned, model, {"x": batch["x"].flip(0), "y": batch["y"] + torch.arange(8)[:, None] - 4})
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "reason"),
+    [
+        (nn.functional.mse_loss, True, r"norm normalises by statistics of the whole batch \(BatchNorm"),
+        (lambda z, y: nn.functional.cross_entropy(z @ y.T, torch.arange(len(z))), False, r"compares examples with each other.*\(8, 8\)"),
+        (lambda z, y: ((z - z.mean(0)) ** 2).mean(), False, r"looks at the whole batch"),
+        (lambda z, y: nn.functional.mse_loss(z, y).sqrt(), False, r"aten\.sqrt.* works on values of the whole batch"),
+        (lambda z, y: (torch.softmax(z, 0) * y).mean(), False, r"goes over the examples"),
+        (lambda z, y: z.square().sum() + (z - y).square().mean(), False, r"means over different counts"),
+    ],
+    ids=["BatchNorm", "contrastive", "centred", "root", "softmax over the batch", "sum and mean"],
+)
+def test_what_is_no_sum_over_examples_is_declined(loss: Any, norm: bool, reason: str) -> None:
+    import re
+
+    model, batch = net(loss, norm)
+    plan = optimize(model, batch, 2).plan
+    assert "batch" not in plan.options()
+    declined = [d for d in plan.declined if d.kind == "micro-batches"]
+    assert len(declined) == 1 and re.search(reason, declined[0].reason), declined
+
+
+def test_what_the_graph_does_not_show_is_found_by_running() -> None:
+    """Each example's loss is weighed by its neighbour's: the shapes are those of a sum over examples."""
+    model, batch = net(lambda z, y: ((z - y) ** 2 * y.roll(1, 0)).mean())
+    plan = optimize(model, batch, 2).plan
+    assert "batch" not in plan.options()
+    assert any("run, and not the whole batch's" in d.reason for d in plan.declined if d.kind == "micro-batches")
+    assert any("no micro-batches" in note for note in plan.notes)
+
+
+def test_dropout_is_checked_on_the_same_numbers() -> None:
+    model, batch = gpt2()[0], uneven()
+    plan = optimize(model, batch, 2).plan
+    assert [check.name for check in plan.checks] == [
+        "loss and all gradients, as eager",
+        "micro-batches as the whole batch, without dropout",
+    ]
+    assert any("same distribution, not the same numbers" in note for note in plan.notes)
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    model, batch = net(nn.functional.mse_loss)
+    with pytest.raises(UsageError, match=r"a batch of 8 does not divide into 3.*: 2 and 4\."):
+        optimize(model, batch, 3)
+
+
+def least_memory(model: nn.Module, batch: Batch, passes: list[str], **given: Any) -> int:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_training(model, (), batch, goal=Goal(mode="training", memory=1), passes=passes, **given)
+    return int(caught.value.nearest["memory"])
+
+
+def test_a_budget_that_only_micro_batches_meet_and_the_plan_applied_again(tmp_path: Path) -> None:
+    model, batch = net(LOSSES["masked mean"], batch=16)
+    passes = [*BASE, "microbatch", "states.in_backward=true"]
+    sgd = lambda p: torch.optim.SGD(p, lr=0.1)  # noqa: E731
+    memory = least_memory(model, batch, passes, optimizer=sgd)
+    assert memory < least_memory(model, batch, [*BASE, "states.in_backward=true"], optimizer=sgd)
+    planned = optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory), passes=passes, optimizer=sgd)
+    plan = planned.plan
+    assert plan.met and plan.measured.peak_bytes <= memory and "micro-batches" in plan.options()["batch"]
+    assert any("summed over micro-batches" in d.reason for d in plan.declined if "consumed" in d.option)
+    plan.save(tmp_path / "plan.json")
+    again = effcompile.optimize(model, inputs=batch, plan=Plan.load(tmp_path / "plan.json"), optimizer=sgd, passes=BASE)
+    assert again.plan.options() == plan.options() and again.plan.measured.peak_bytes == plan.measured.peak_bytes
+    for wrong in (3, True, "2"):
+        changed = plan.with_changes(schedule={**plan.schedule, "microbatches": wrong})
+        with pytest.raises(FormatError, match=r"a divisor of the batch of 16"):
+            effcompile.optimize(model, inputs=batch, plan=changed, optimizer=sgd, passes=BASE)
+
+
+def test_the_fastest_division_is_taken_and_a_frontier_has_several() -> None:
+    model, batch = net(nn.functional.mse_loss)
+    plan = optimize_training(model, (), batch, goal=Goal(mode="training", memory="1GiB"), passes=[*BASE, "microbatch"]).plan
+    assert "batch" not in plan.options()
+    assert {d.option for d in plan.declined if d.kind == "micro-batches"} == {f"{k} micro-batches of {8 // k}" for k in (2, 4, 8)}
+    front = frontier_training(model, (), batch, goal=Goal(mode="training"), passes=[*BASE, "microbatch"], points=6)
+    assert any("batch" in plan.options() for plan in front)
+
+
+def test_plans_for_other_machines_divide_too() -> None:
+    model, batch = plain_gpt2()
+    fake = {name: value.to("meta") for name, value in batch.items()}
+    plan = plan_training(model.to("meta"), (), fake, goal=Goal(mode="training"), target="h100-sxm", passes=[*BASE, "microbatch.count=2"])
+    assert plan.options()["batch"] == "2 micro-batches of 2"
