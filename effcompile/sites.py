@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -223,7 +223,7 @@ def merges(program: Program, sites: Iterable[LinearSite] | None = None) -> list[
             groups[site.x, site.transposed].append(site)
     names = _Names()
     return [
-        MergeSite(site=names.take(f"{_common_parent([m.site for m in members])}:merge"), members=tuple(members))
+        MergeSite(site=names.take(f"{common_parent([m.site for m in members])}:merge"), members=tuple(members))
         for members in groups.values()
         if len(members) > 1
     ]
@@ -306,7 +306,8 @@ def _name_of(node: fx.Node, weight: fx.Node) -> str:
     return path if leaf_is_linear else (owner or str(weight.target))
 
 
-def _common_parent(names: list[str]) -> str:
+def common_parent(names: Sequence[str]) -> str:
+    """The innermost module that all of these are in; "" for the model."""
     split = [name.split(".")[:-1] for name in names]
     parent = []
     for parts in zip(*split, strict=False):

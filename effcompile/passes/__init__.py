@@ -24,6 +24,7 @@ from effcompile.passes.pointwise import Pointwise
 from effcompile.passes.predict import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
+from effcompile.passes.shrink import Shrink
 from effcompile.passes.sparsify import Sparsify
 from effcompile.passes.states import States
 
@@ -46,6 +47,7 @@ __all__ = [
 
 #: name → class. Structure changes first, so that precision is put on what is left.
 PASSES: dict[str, type[Any]] = {
+    "shrink": Shrink,
     "merge": Merge,
     "logits": Logits,
     "attention": Attention,
@@ -199,9 +201,11 @@ def _parse(kind: Any, text: str) -> Any:
         return text.lower() in _TRUE
     if kind in (int, float, str):
         return kind(text)
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    made = float if kind == tuple[float, ...] else str
+    return tuple(made(part.strip()) for part in text.split(",") if part.strip())
 
 
 def _describe(kind: Any) -> str:
     names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    names[tuple[float, ...]] = "a list of numbers like 0.5,0.9"
     return names.get(kind, "a list like a,b,c")

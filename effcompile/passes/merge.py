@@ -41,7 +41,7 @@ class Merge:
             for precision in LINEAR_OPTIONS[:1] if context.goal.exact else LINEAR_OPTIONS:
                 name = "merged" if precision == "fp32" else f"merged@{precision}"
                 reason = _why_not(program, site)
-                cost = _cost(site, precision, context, name)
+                cost = merge_cost(site, precision, context, name)
                 if cost is None:
                     reason = reason or no_kernel(context, f"linear/{precision}")
                 if reason or cost is None:
@@ -80,7 +80,7 @@ def _why_not(program: Program, site: MergeSite) -> str:
     return ""
 
 
-def _cost(site: MergeSite, precision: str, context: Context, option: str) -> Cost | None:
+def merge_cost(site: MergeSite, precision: str, context: Context, option: str) -> Cost | None:
     """What merging adds to the members' own costs; None where there is no such kernel."""
     m, k = site.members[0].m, site.members[0].k
     n = sum(member.n for member in site.members)

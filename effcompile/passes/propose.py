@@ -8,15 +8,15 @@ from dataclasses import replace
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.program import Program
 
-#: What a site has when no pass proposes there: an excluded `quantize` leaves every linear at fp32.
-_UNPLANNED = "fp32"
+#: What a site may be said to have when no pass proposes there: an excluded `quantize` leaves every linear at fp32, `merge` all separate.
+_UNPLANNED = ("fp32", "separate")
 
 
 def propose_all(passes: Iterable[Pass], program: Program, context: Context) -> tuple[list[Choice], list[Declined]]:
     """The choices and refusals of all passes; choices of one site are joined, and every `requires` names offered options.
 
     An option whose requirement nobody offers becomes a Declined. A requirement on a site where no pass proposes is
-    dropped when fp32 fulfils it.
+    dropped when what is there without one fulfils it.
     """
     choices: dict[str, Choice] = {}
     declined: list[Declined] = []
@@ -49,7 +49,7 @@ def _refusal(choice: Choice, option: Option, offered: Mapping[str, tuple[str, ..
     if option.name == choice.baseline:
         return None
     for site, allowed in option.requires.items():
-        if not set(offered.get(site, (_UNPLANNED,))) & set(allowed):
+        if not set(offered.get(site, _UNPLANNED)) & set(allowed):
             reason = f"requires {site} to be {' or '.join(allowed)}, which is not offered"
             return Declined(site=choice.site, kind=choice.kind, option=option.name, by=option.by, reason=reason, cost=option.cost)
     return None

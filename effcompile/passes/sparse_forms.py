@@ -7,14 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from effcompile.program import Program
-from effcompile.sites import LinearSite
 from effcompile.sparse import BLOCKS, saliency
 from effcompile.sparse.forms import TWO_OF_FOUR, form_name, name_of_count
 
@@ -66,9 +62,9 @@ def masked_forms(weight: Tensor, mask: Tensor, blocks: Sequence[int]) -> list[Fo
     return [_of_mask(_blocks_of((weight != 0) & (mask != 0), block), block, given=False) for block in blocks]
 
 
-def pruned_forms(weight: Tensor, sparsity: float, blocks: Sequence[int], score: Callable[[], Tensor]) -> list[Form]:
+def pruned_forms(weight: Tensor, shares: Sequence[float], blocks: Sequence[int], score: Callable[[], Tensor]) -> list[Form]:
     """The forms that keep the best blocks by a score (N, K), made when a mask is asked for; with 2:4 where single weights are pruned."""
-    forms = [_pruned(weight, sparsity, block, score) for block in blocks]
+    forms = [_pruned(weight, share, block, score) for share in shares for block in blocks]
     if 1 in blocks and weight.shape[1] % 4 == 0:
         half = weight.numel() // 2
         mask = lambda: saliency.two_of_four(score())  # noqa: E731
@@ -103,26 +99,3 @@ def _blocks_of(entries: Tensor, block: int) -> Tensor:
 def keep(weight: Tensor, form: Form) -> Tensor:
     """The weight (N, K), 0 in the blocks that a form does not keep."""
     return weight * form.mask().repeat_interleave(form.block, 0).repeat_interleave(form.block, 1)
-
-
-def input_norms(program: Program, sites: Sequence[LinearSite]) -> dict[str, Tensor]:
-    """‖x_i‖₂ of every input feature of the sites over the rows of the program's example inputs, (K) each."""
-    recorder = _Norms(program, {site.x for site in sites})
-    with torch.no_grad():
-        recorder.run(*pytree.tree_leaves((program.args, dict(program.kwargs))), enable_io_processing=False)
-    return {site.site: recorder.norms[site.x] for site in sites}
-
-
-class _Norms(fx.Interpreter):
-    """Takes the norms of some values while the graph runs."""
-
-    def __init__(self, program: Program, watched: set[fx.Node]) -> None:
-        super().__init__(program.module)
-        self.watched = watched
-        self.norms: dict[fx.Node, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n in self.watched:
-            self.norms[n] = result.float().reshape(-1, result.shape[-1]).norm(dim=0)
-        return result

@@ -8,26 +8,27 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from effcompile import torch_compat
 from effcompile.cost import Cost, Provenance
-from effcompile.errors import FormatError, LoweringError, UnknownNameError, UsageError
+from effcompile.errors import LoweringError, UnknownNameError, UsageError
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import no_error_allowed, no_kernel, price
-from effcompile.passes.sparse_forms import Form, fitting, given_forms, input_norms, keep, masked_forms, pruned_forms
+from effcompile.passes.rewire import readers, replace_constant, storage_of
+from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_masks, weight_of
+from effcompile.passes.sparse_forms import Form, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.plan import Plan
 from effcompile.program import Program
 from effcompile.sites import LinearSite, linears
-from effcompile.sparse import BLOCKS, saliency
+from effcompile.sparse import BLOCKS
 from effcompile.sparse.forms import block_of, stored_bytes
 from effcompile.sparse.pattern import check_block
 
-SALIENCIES = ("magnitude", "wanda", "given")
 BASELINE = "fp32"
 
 
@@ -41,14 +42,15 @@ class Sparsify:
     in either case (Dietrich et al. 2108.06277, A.3).
 
     Attributes:
-        sparsity: share of the blocks to prune, in [0, 1); 0 prunes nothing.
+        sparsity: shares of the blocks to prune, each in [0, 1); the solve chooses one at each linear, or none.
         block: side of the blocks; 0 chooses among all of BLOCKS that divide.
-        saliency: "magnitude" (L1 norm), "wanda" (times the norms of the inputs at the example), or "given": only by `masks`.
+        saliency: "magnitude" (L1 norm), "wanda" (times the norms of the inputs), "snip" (times gradients; scores.py), or "given": only
+            by `masks`.
         sites: patterns of the linears to prune (`*.mlp.*`); none: all inside repeated blocks, so no heads.
         masks: file of `torch.save({site: mask (N, K)})` that says what to keep.
     """
 
-    sparsity: float = 0.0
+    sparsity: tuple[float, ...] = ()
     block: int = 0
     saliency: str = "magnitude"
     sites: tuple[str, ...] = ()
@@ -58,8 +60,7 @@ class Sparsify:
     exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise UsageError(f"sparsify.sparsity = {self.sparsity} is the share of blocks to prune, in [0, 1): 0.9 keeps a tenth.")
+        check_shares(self.sparsity, "sparsify.sparsity", "blocks")
         if self.block not in (0, *BLOCKS):
             raise UsageError(f"sparsify.block = {self.block} is not allowed. Choose one of: 0 (any), {', '.join(map(str, BLOCKS))}.")
         if self.saliency not in SALIENCIES:
@@ -73,7 +74,7 @@ class Sparsify:
             for option in sorted({f.option for _, found in forms for f in found if not f.given}):
                 yield no_error_allowed("linear", option, self.name)
         yield from self._misfits(program)
-        tied = _tied(program)
+        tied = readers(program)
         for site, found in forms:
             base = price(context, f"linear/{BASELINE}", *site.dims)
             possible = [form for form in found if form.given or not context.goal.exact]
@@ -89,9 +90,9 @@ class Sparsify:
 
     def replaced_weights(self, program: Program) -> dict[tuple[str, str], Callable[[], Tensor]]:
         """(site, option) → the pruned weight (N, K), for those whose error has to be measured."""
-        tied = _tied(program)
+        tied = readers(program)
         return {
-            (site.site, form.option): functools.partial(keep, _weight(program, site), form)
+            (site.site, form.option): functools.partial(keep, weight_of(program, site), form)
             for site, found in self._forms(program)
             if not _refusal(program, site, tied)
             for form in found
@@ -115,7 +116,7 @@ class Sparsify:
             if option is not None and form is None:
                 raise _not_there(site.site, option)
             if form is not None and not form.given:
-                _replace(edited, site, keep(_weight(edited, site), form))
+                _replace(edited, site, keep(weight_of(edited, site), form))
         for name, option in left.items():
             raise _not_there(name, option)
         edited.module.recompile()
@@ -127,17 +128,17 @@ class Sparsify:
         """Every linear with sparse forms; forms that change no result come first and hide others of their name."""
         known = linears(program)
         pruned = {site.site for site in self._pruned(known)}
-        norms = functools.cache(lambda: input_norms(program, [site for site in known if site.site in pruned]))
+        scores = Scores(program, self.saliency, [site for site in known if site.site in pruned])
         masks = self._masks(known)
         result = []
         for site in known:
-            weight = _weight(program, site)
+            weight = weight_of(program, site)
             found = [] if torch_compat.is_fake(weight) else given_forms(weight)
             blocks = fitting(weight.shape) if not self.block else tuple(b for b in (self.block,) if b in fitting(weight.shape))
             if site.site in masks:
                 found += masked_forms(weight, _checked(masks[site.site], site), blocks)
             elif self.sparsity and site.site in pruned:
-                found += pruned_forms(weight, self.sparsity, blocks, functools.partial(self._score, weight, site.site, norms))
+                found += pruned_forms(weight, self.sparsity, blocks, functools.partial(scores.of, site))
             unique = {form.option: form for form in reversed(found)}
             if unique:
                 result.append((site, list(reversed(unique.values()))))
@@ -152,13 +153,10 @@ class Sparsify:
             return [site for site in known if any(fnmatchcase(site.site, pattern) for pattern in self.sites)]
         return [site for site in known if any(part.isdigit() for part in site.site.split(".")[:-1])]
 
-    def _score(self, weight: Tensor, site: str, norms: Callable[[], dict[str, Tensor]]) -> Tensor:
-        return saliency.wanda(weight, norms()[site]) if self.saliency == "wanda" else saliency.magnitude(weight)
-
     def _masks(self, known: list[LinearSite]) -> dict[str, Tensor]:
         if not self.masks:
             return {}
-        masks = _load_masks(Path(self.masks))
+        masks = load_masks(Path(self.masks), "sparsify.masks")
         if unknown := sorted(set(masks) - {site.site for site in known}):
             raise UnknownNameError("linear site", unknown[0], [site.site for site in known])
         return masks
@@ -212,7 +210,7 @@ def _refusal(program: Program, site: LinearSite, tied: Counter[int]) -> str:
     """Why a linear cannot be made sparse; "" if it can."""
     weight = program.tensor(site.weight)
     assert weight is not None
-    if tied[_storage(weight)] > 1:
+    if tied[storage_of(weight)] > 1:
         return "its weight is tied: something else reads it, which a pattern of its own cannot serve"
     if weight.device.type not in ("cpu", "meta"):
         return f"its weight is on {weight.device}; sparse products are planned for CPU"
@@ -221,52 +219,9 @@ def _refusal(program: Program, site: LinearSite, tied: Counter[int]) -> str:
     return ""
 
 
-def _tied(program: Program) -> Counter[int]:
-    """Storage → nodes that read it."""
-    readers: Counter[int] = Counter()
-    for node in program.graph.nodes:
-        value = program.tensor(node)
-        if value is not None:
-            readers[_storage(value)] += len(node.users)
-    return readers
-
-
-def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
-
-
-def _weight(program: Program, site: LinearSite) -> Tensor:
-    """(N, K)."""
-    value = program.tensor(site.weight)
-    assert value is not None
-    return value.detach().T if site.transposed else value.detach()
-
-
 def _replace(program: Program, site: LinearSite, weight: Tensor) -> None:
-    """Make a linear read another weight (N, K), kept beside its own under a name of its own."""
-    owner, _, leaf = str(site.weight.target).rpartition(".")
-    name = f"{leaf}_sparse"
-    stored = (weight.T if site.transposed else weight).contiguous()
-    program.module.get_submodule(owner).register_parameter(name, nn.Parameter(stored, requires_grad=False))
-    with program.graph.inserting_before(site.weight):
-        node: fx.Node = program.graph.get_attr(f"{owner}.{name}" if owner else name)
-    node.meta = dict(site.weight.meta)
-    site.node.replace_input_with(site.weight, node)
-    if not site.weight.users:
-        program.graph.erase_node(site.weight)
-
-
-def _load_masks(path: Path) -> dict[str, Tensor]:
-    """Raises UsageError: no such file. FormatError: not a mapping of site → tensor."""
-    if not path.is_file():
-        raise UsageError(f"There is no {str(path)!r}. sparsify.masks names a file of torch.save({{site: mask}}).")
-    try:
-        found: Any = torch.load(path, weights_only=True)
-    except Exception as error:
-        raise FormatError(f"{str(path)!r} holds no masks: {error}. Write it with torch.save({{site: mask}}).") from error
-    if not isinstance(found, dict) or not all(isinstance(mask, Tensor) for mask in found.values()):
-        raise FormatError(f"{str(path)!r} holds no masks: it must be a mapping of site → tensor. Write it with torch.save({{site: mask}}).")
-    return found
+    """Make a linear read another weight (N, K)."""
+    replace_constant(program, site.node, site.weight, (weight.T if site.transposed else weight).contiguous())
 
 
 def _checked(mask: Tensor, site: LinearSite) -> Tensor:

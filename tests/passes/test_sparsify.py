@@ -140,7 +140,7 @@ def test_names() -> None:
 
 
 def test_pruning_competes_in_the_choice_of_a_linear_inside_a_block(dense: Program) -> None:
-    sparsify = Sparsify(sparsity=0.75)
+    sparsify = Sparsify(sparsity=(0.75,))
     errors = dict.fromkeys(sparsify.replaced_weights(dense), 1e-06) | {(s.site, "bf16"): 1e-6 for s in linears(dense)}
     choices, declined = propose_all((Quantize(options=("bf16",)), sparsify), dense, context(by_flops, sensitivity=errors))
     names = {c.site: [o.name for o in c.options] for c in choices}
@@ -152,7 +152,7 @@ def test_pruning_competes_in_the_choice_of_a_linear_inside_a_block(dense: Progra
 
 
 def test_an_exact_goal_refuses_pruning_once(dense: Program) -> None:
-    found, declined = options(dense, Sparsify(sparsity=0.5, block=8), context(by_flops, goal=Goal()))
+    found, declined = options(dense, Sparsify(sparsity=(0.5,), block=8), context(by_flops, goal=Goal()))
     assert not found and declined == {("", "sparse8@0.50"): "goal allows no error (max_error = 0)"}
 
 
@@ -166,7 +166,7 @@ def test_what_is_slower_but_smaller_is_offered_where_memory_counts(masks: dict[s
 @pytest.mark.parametrize("saliency", ["magnitude", "wanda"])
 def test_measured_errors_are_those_of_the_pruned_model(dense: Program, saliency: str) -> None:
     """Against running the model with the pruned weight. The head is linear, so that first order is all there is."""
-    sparsify = Sparsify(sparsity=0.5, block=4, saliency=saliency, sites=(HEAD,))
+    sparsify = Sparsify(sparsity=(0.5,), block=4, saliency=saliency, sites=(HEAD,))
     weights = sparsify.replaced_weights(dense)
     measured = sensitivity.measure(dense, [(dense.args, {})], {}, weights=weights, probes=64)
     (reference,) = outputs(dense)
@@ -186,7 +186,7 @@ def test_wanda_weighs_inputs() -> None:
     x[..., 16:] = 10.0
     program = capture(made, (x,))
     for saliency, kept in (("magnitude", slice(0, 16)), ("wanda", slice(16, 32))):
-        ((_, weight),) = Sparsify(sparsity=0.5, block=8, saliency=saliency, sites=(HEAD,)).replaced_weights(program).items()
+        ((_, weight),) = Sparsify(sparsity=(0.5,), block=8, saliency=saliency, sites=(HEAD,)).replaced_weights(program).items()
         expected = torch.zeros(8, 32)
         expected[:, kept] = made.head.weight.detach()[:, kept]
         assert torch.equal(weight(), expected)
@@ -207,7 +207,7 @@ def test_a_given_mask_prunes_what_it_leaves_out(dense: Program, masks: dict[str,
 def test_a_model_without_data_has_no_zeros_but_can_be_pruned() -> None:
     program = capture(Model().eval().to("meta"), (torch.randn(3, 5, 32, device="meta"),))
     assert list(Sparsify().propose(program, context(by_flops))) == []
-    found, _ = options(program, Sparsify(sparsity=0.75, block=8), context(by_flops))
+    found, _ = options(program, Sparsify(sparsity=(0.75,), block=8), context(by_flops))
     assert set(found) == {f"layers.{i}.{leaf}" for i in (0, 1) for leaf in ("up", "down")}
 
 
@@ -223,8 +223,8 @@ def test_a_block_sparse_layer_is_priced_by_its_blocks(masks: dict[str, torch.Ten
 
 def test_bad_settings_say_what_is_allowed(dense: Program, tmp_path: Path) -> None:
     for settings_, error, match in (
-        ({"sparsity": 1.0}, UsageError, r"in \[0, 1\)"),
-        ({"sparsity": -0.1}, UsageError, r"in \[0, 1\)"),
+        ({"sparsity": (1.0,)}, UsageError, r"in \[0, 1\)"),
+        ({"sparsity": (-0.1,)}, UsageError, r"in \[0, 1\)"),
         ({"block": 3}, UsageError, "1, 4, 8, 16, 32, 64"),
         ({"saliency": "wnda"}, UnknownNameError, "Did you mean 'wanda'"),
         ({"saliency": "given"}, UsageError, "masks"),
@@ -233,7 +233,7 @@ def test_bad_settings_say_what_is_allowed(dense: Program, tmp_path: Path) -> Non
         with pytest.raises(error, match=match):
             Sparsify(**settings_)
     with pytest.raises(UnknownNameError, match="linear site"):
-        list(Sparsify(sparsity=0.5, sites=("nowhere.*",)).propose(dense, context(by_flops)))
+        list(Sparsify(sparsity=(0.5,), sites=("nowhere.*",)).propose(dense, context(by_flops)))
     with pytest.raises(UsageError, match="There is no"):
         list(Sparsify(saliency="given", masks=str(tmp_path / "none.pt")).propose(dense, context(by_flops)))
     (tmp_path / "text.pt").write_text("no masks")
@@ -245,9 +245,9 @@ def test_bad_settings_say_what_is_allowed(dense: Program, tmp_path: Path) -> Non
 
 
 def test_refusals_name_their_reason(dense: Program) -> None:
-    _, declined = options(dense, Sparsify(sparsity=0.5, block=64), context(by_flops))
+    _, declined = options(dense, Sparsify(sparsity=(0.5,), block=64), context(by_flops))
     assert "nearest first: 32" in declined[UP, "sparse64"]
-    half = Sparsify(sparsity=0.7, block=8)
+    half = Sparsify(sparsity=(0.7,), block=8)
     _, declined = options(dense, half, context(lambda call: None if call.kernel == "linear/sparse" else 1.0))
     assert declined[UP, "sparse8@0.69"].startswith("onnxruntime has no linear/sparse kernel here")
     _, declined = options(dense, half, context(by_flops, sensitivity={}))
@@ -280,7 +280,7 @@ def test_a_plan_for_other_weights_is_not_applied(dense: Program) -> None:
 
 def test_apply_changes_exactly_the_planned_weights(dense: Program) -> None:
     before = {name: value.clone() for name, value in dense.module.state_dict().items()}
-    after = Sparsify(sparsity=0.5, block=8).apply(dense, plan_with({UP: "sparse8@0.50", DOWN: "fp32"}))
+    after = Sparsify(sparsity=(0.5,), block=8).apply(dense, plan_with({UP: "sparse8@0.50", DOWN: "fp32"}))
     assert after.tags == {UP: "sparse8@0.50"} and [s.site for s in linears(after)] == [s.site for s in linears(dense)]
     for old, new in zip(linears(dense), linears(after), strict=True):
         a, b = dense.tensor(old.weight), after.tensor(new.weight)
@@ -331,7 +331,7 @@ def test_transposed_weights_are_pruned_and_lowered() -> None:
 
     torch.manual_seed(0)
     program = capture(Turned().eval(), (torch.randn(2, 4, 16),))
-    after = Sparsify(sparsity=0.5, block=8, sites=("c",)).apply(program, plan_with({"c": "sparse8@0.50"}))
+    after = Sparsify(sparsity=(0.5,), block=8, sites=("c",)).apply(program, plan_with({"c": "sparse8@0.50"}))
     lowered = TorchEager().lower(after, plan_with({}), [])
     assert lowered.applied["c"] == "sparse8@0.50"
     torch.testing.assert_close(lowered(*program.args)[0], outputs(after)[0], rtol=1e-4, atol=1e-5)
