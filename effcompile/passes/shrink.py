@@ -25,7 +25,7 @@ from effcompile.plan import Plan
 from effcompile.program import Program
 from effcompile.sites import LinearSite, MergeSite, linears, merges
 
-BASELINE = "whole"
+BASELINE = "all"
 #: Neurons are kept in multiples of this, for vector units, and as w4 and w8 have groups along them; of few neurons in an eighth of them.
 _STEP = 32
 #: The largest group of weights with one scale that quantize offers.
@@ -44,12 +44,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrink:
-    """Options `neurons@0.25` and `heads@0.50`: that share of the hidden neurons of a feed-forward, of the heads of an attention, goes.
+    """Options `-25%`: that share of the hidden neurons of a feed-forward (kind "neurons"), or of the heads of an attention ("heads"), goes.
 
     Rows of the linears that make a neuron and columns of those that read it go together (structures.py); of grouped-query attention
     whole groups go. What is left is dense and smaller: no kernel of its own is needed. The price depends on the members' precision
     and on whether they are merged, which other passes choose, so there is an option for each, which requires it of them all
-    (`neurons@0.25+merged@int8_dynamic`); what attention and element-wise operators save is not counted. Units whose columns are all 0 are
+    (`-25% merged@int8_dynamic`); what attention and element-wise operators save is not counted. Units whose columns are all 0 are
     offered to go exactly. All else changes results: it is asked for, and its error is measured with the columns at 0.
 
     Attributes:
@@ -82,9 +82,9 @@ class Shrink:
         asked = [(kind, share) for kind, shares in (("neurons", self.neurons), ("heads", self.heads)) for share in shares if share]
         for kind, share in asked:
             if context.goal.exact:
-                yield no_error_allowed(kind, f"{kind}@{share:.2f}", self.name)
+                yield no_error_allowed(kind, _percent(share), self.name)
             elif not any(structure.kind == kind for structure, _ in found):
-                yield Declined(site=EVERYWHERE, kind=kind, option=f"{kind}@{share:.2f}", by=self.name, reason=_NOTHING[kind])
+                yield Declined(site=EVERYWHERE, kind=kind, option=_percent(share), by=self.name, reason=_NOTHING[kind])
         merged = merges(program)
         for structure, cuts in found:
             possible = [each for each in cuts if each.given or not context.goal.exact]
@@ -125,7 +125,7 @@ class Shrink:
         left = dict(chosen)
         for structure, cuts in self._cuts(edited):
             option = left.pop(structure.site, None)
-            each = next((each for each in cuts if option is not None and each.option == option.partition("+")[0]), None)
+            each = next((each for each in cuts if option is not None and each.option == option.partition(" ")[0]), None)
             if option is not None and (each is None or structure.refused):
                 raise _not_there(structure.site, option)
             if each is not None:
@@ -199,7 +199,7 @@ class Shrink:
             if precision != "fp32" and any(context.sensitivity.get((site.site, precision)) is None for site in structure.members):
                 continue  # nobody offers it
             for groups in ((), merged) if merged else ((),):
-                name = "+".join([each.option, *_form(precision, bool(groups))])
+                name = " ".join([each.option, *_form(precision, bool(groups))])
                 cost = _cost(context, structure, each.kept, precision, groups)
                 if cost is None:
                     if precision == "fp32":
@@ -286,7 +286,11 @@ def _inside(structure: Structure, groups: Sequence[MergeSite]) -> list[MergeSite
 
 
 def _name(structure: Structure, kept: int) -> str:
-    return f"{structure.kind}@{1 - kept / structure.count:.2f}"
+    return _percent(1 - kept / structure.count)
+
+
+def _percent(share: float) -> str:
+    return f"-{100 * share:.3g}%"
 
 
 def _measured(structure: Structure, each: Cut) -> str:

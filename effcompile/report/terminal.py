@@ -202,8 +202,8 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
 
 
 def _most_telling(found: Sequence[Refusal], most: int) -> list[Refusal]:
-    """At most so many, in their order: what was declined everywhere before what was declined at single sites."""
-    chosen = sorted(found, key=lambda refusal: any(refusal.sites))[:most]
+    """At most so many, in their order: what was declined everywhere first, what only follows from decisions at other sites last."""
+    chosen = sorted(found, key=lambda refusal: (any(refusal.sites), refusal.reason.startswith("needs ")))[:most]
     return [refusal for refusal in found if refusal in chosen]
 
 

@@ -177,7 +177,7 @@ def test_what_cannot_shrink_says_why(how: str, reason: str) -> None:
     choices, declined = split(Shrink(neurons=(0.5,), sites=("a",)).propose(program, context()))
     assert not choices and [d.reason for d in declined] == [structure.refused]
     with pytest.raises(LoweringError, match="settings"):
-        Shrink(neurons=(0.5,), sites=("a",)).apply(program, plan_of({structure.site: "neurons@0.50"}))
+        Shrink(neurons=(0.5,), sites=("a",)).apply(program, plan_of({structure.site: "-50%"}))
 
 
 @pytest.mark.parametrize("how", ["residual", "picked", "sorted"])
@@ -227,7 +227,7 @@ def test_shrinking_equals_zeroing_what_reads_and_leaves_smaller_weights(name: st
     program: Program = request.getfixturevalue(name)
     shrink = Shrink(neurons=(0.5,), heads=(0.5,))
     for structure in structures(program):
-        option = f"{structure.kind}@0.50"
+        option = "-50%"
         after = shrink.apply(program, plan_of({structure.site: option}))
         scores = Scores(program, "magnitude", structure.members)
         keep = torch.zeros(structure.count, dtype=torch.bool)
@@ -247,7 +247,7 @@ def test_shrinking_equals_zeroing_what_reads_and_leaves_smaller_weights(name: st
 
 def test_all_structures_at_once_run_at_other_sizes(program: Program) -> None:
     shrink = Shrink(neurons=(0.5,), heads=(0.5,))
-    after = shrink.apply(program, plan_of({NEURONS: "neurons@0.50", HEADS: "heads@0.50"}))
+    after = shrink.apply(program, plan_of({NEURONS: "-50%", HEADS: "-50%"}))
     lowered = TorchEager().lower(after, plan_with({}), [])
     for shape in ((3, 5, 32), (2, 9, 32)):
         x = torch.randn(shape)
@@ -266,9 +266,9 @@ def test_what_nobody_reads_goes_exactly_and_unasked(program: Program) -> None:
     assert not list(shrink.propose(program, context(goal=Goal()))) and not shrink.replaced_weights(sparse)
     choices, _ = split(shrink.propose(sparse, context(goal=Goal())))
     assert {site: [o.name for o in c.options] for site, c in choices.items()} == {
-        NEURONS: ["whole", "neurons@0.38", "neurons@0.38+merged"], HEADS: ["whole", "heads@0.50", "heads@0.50+merged"],
+        NEURONS: ["all", "-37.5%", "-37.5% merged"], HEADS: ["all", "-50%", "-50% merged"],
     }  # fmt: skip
-    after = shrink.apply(sparse, plan_of({NEURONS: "neurons@0.38", HEADS: "heads@0.50"}))
+    after = shrink.apply(sparse, plan_of({NEURONS: "-37.5%", HEADS: "-50%"}))
     for found, expected in zip(outputs(after), outputs(sparse), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -276,7 +276,7 @@ def test_what_nobody_reads_goes_exactly_and_unasked(program: Program) -> None:
 def test_given_masks_choose_the_units(program: Program, tmp_path: Path) -> None:
     masks = {NEURONS: torch.arange(64) % 2 == 0, HEADS: torch.tensor([False, True])}
     torch.save(masks, tmp_path / "masks.pt")
-    after = Shrink(saliency="given", masks=str(tmp_path / "masks.pt")).apply(program, plan_of({NEURONS: "neurons@0.50"}))
+    after = Shrink(saliency="given", masks=str(tmp_path / "masks.pt")).apply(program, plan_of({NEURONS: "-50%"}))
     expected = zeroed(program, by_name(program)[NEURONS], masks[NEURONS])
     torch.testing.assert_close(outputs(after), expected, rtol=1e-4, atol=1e-5)
     for wrong, error in (({NEURONS: torch.ones(3)}, UsageError), ({"nowhere:heads": torch.ones(2)}, UnknownNameError)):
@@ -332,22 +332,22 @@ def test_the_price_is_that_of_smaller_layers_for_each_form_of_the_members(progra
     choices, _ = propose_all(passes, program, context())
     found = {c.site: c for c in choices}
     assert [o.name for o in found[NEURONS].options] == [
-        "whole", *(f"neurons@0.50{form}" for form in ("", "+merged", "+int8_dynamic", "+merged@int8_dynamic")),
+        "all", *(f"-50%{form}" for form in ("", " merged", " int8_dynamic", " merged@int8_dynamic")),
     ]  # fmt: skip
     merge = next(c for c in choices if c.kind == "merge" and "gate" in str(c.options[1].requires))
-    option = found[NEURONS].option("neurons@0.50+merged@int8_dynamic")
+    option = found[NEURONS].option("-50% merged@int8_dynamic")
     assert option.requires[merge.site] == ("merged@int8_dynamic",) and option.requires["layers.0.down"] == ("int8_dynamic",)
     m = 15
     dims = {"layers.0.gate": (m, 32, 64), "layers.0.up": (m, 32, 64), "layers.0.down": (m, 64, 32)}
     for name, precision, shapes in (
-        ("neurons@0.50", "fp32", [(m, 32, 32), (m, 32, 32), (m, 32, 32)]),
-        ("neurons@0.50+int8_dynamic", "int8_dynamic", [(m, 32, 32), (m, 32, 32), (m, 32, 32)]),
+        ("-50%", "fp32", [(m, 32, 32), (m, 32, 32), (m, 32, 32)]),
+        ("-50% int8_dynamic", "int8_dynamic", [(m, 32, 32), (m, 32, 32), (m, 32, 32)]),
     ):
         after = sum(by_work(_call(precision, shape)) for shape in shapes)
         spent = sum(found[site].option(precision).cost.seconds for site in dims)
         assert spent + found[NEURONS].option(name).cost.seconds == pytest.approx(after)
-    smaller = Shrink(neurons=(0.5,)).apply(program, plan_of({NEURONS: "neurons@0.50"}))
-    assert program.weight_bytes() - smaller.weight_bytes() - 4 * 32 == -found[NEURONS].option("neurons@0.50").cost.weight_bytes
+    smaller = Shrink(neurons=(0.5,)).apply(program, plan_of({NEURONS: "-50%"}))
+    assert program.weight_bytes() - smaller.weight_bytes() - 4 * 32 == -found[NEURONS].option("-50%").cost.weight_bytes
 
 
 def _call(precision: str, shape: tuple[int, int, int]) -> Any:
@@ -359,8 +359,8 @@ def _call(precision: str, shape: tuple[int, int, int]) -> Any:
 def test_it_is_offered_only_under_an_error_budget_and_where_it_was_asked_for(program: Program) -> None:
     assert list(Shrink().propose(program, context())) == []
     found = list(Shrink(neurons=(0.5,), heads=(0.5,)).propose(program, context(goal=Goal())))
-    assert {(d.option, d.reason) for d in found if isinstance(d, Declined)} == {
-        ("neurons@0.50", "goal allows no error (max_error = 0)"), ("heads@0.50", "goal allows no error (max_error = 0)"),
+    assert {(d.kind, d.reason) for d in found if isinstance(d, Declined)} == {
+        ("neurons", "goal allows no error (max_error = 0)"), ("heads", "goal allows no error (max_error = 0)"),
     }  # fmt: skip
     _, declined = split(Shrink(neurons=(0.5,)).propose(program, context(sensitivity={})))
     assert [d.reason for d in declined] == ["its error at the output was not measured"]
@@ -372,10 +372,10 @@ def test_it_is_offered_only_under_an_error_budget_and_where_it_was_asked_for(pro
 
 def test_several_shares_compete(program: Program) -> None:
     choices, _ = split(Shrink(neurons=(0.25, 0.5, 0.9)).propose(program, context()))
-    assert {o.name.partition("+")[0] for o in choices[NEURONS].options} == {"whole", "neurons@0.25", "neurons@0.50", "neurons@0.88"}
+    assert {o.name.partition(" ")[0] for o in choices[NEURONS].options} == {"all", "-25%", "-50%", "-87.5%"}
     wide = program_of(nn.Sequential(nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 8))), 4, 32)
     (choice,) = (c for c in Shrink(neurons=(0.25, 0.52, 0.9)).propose(wide, context()) if isinstance(c, Choice))
-    assert {o.name.partition("+")[0] for o in choice.options} == {"whole", "neurons@0.25", "neurons@0.50", "neurons@0.88"}
+    assert {o.name.partition(" ")[0] for o in choice.options} == {"all", "-25%", "-50%", "-87.5%"}
 
 
 def test_other_passes_act_on_what_is_left(bert: Program) -> None:
@@ -385,7 +385,7 @@ def test_other_passes_act_on_what_is_left(bert: Program) -> None:
     choices, _ = propose_all(passes, bert, context())
     options: dict[str, str] = {}
     for choice in choices:
-        wanted = {"heads": "heads@0.50+merged", "neurons": "neurons@0.50", "merge": "merged"}.get(choice.kind, choice.baseline)
+        wanted = {"heads": "-50% merged", "neurons": "-50%", "merge": "merged"}.get(choice.kind, choice.baseline)
         options[choice.site] = wanted
     for choice in choices:
         assert all(options[site] in allowed for site, allowed in choice.option(options[choice.site]).requires.items())
@@ -417,4 +417,4 @@ def test_unknown_sites_and_masks_are_named(program: Program, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="There is no"):
         list(Shrink(saliency="given", masks=str(tmp_path / "none.pt")).propose(program, context()))
     with pytest.raises(LoweringError, match="which this model"):
-        Shrink().apply(program, plan_of({NEURONS: "neurons@0.50"}))
+        Shrink().apply(program, plan_of({NEURONS: "-50%"}))
