@@ -21,6 +21,7 @@ from effcompile.passes.merge import Merge
 from effcompile.passes.microbatch import Microbatch
 from effcompile.passes.offload import Offload
 from effcompile.passes.pointwise import Pointwise
+from effcompile.passes.precision import Precision
 from effcompile.passes.predict import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
@@ -59,6 +60,7 @@ PASSES: dict[str, type[Any]] = {
 
 #: The passes of a training step. They propose options of its blocks and forms of its loss head; see remat/ for what applies them.
 TRAINING_PASSES: dict[str, type[Any]] = {
+    "precision": Precision,
     "attention": FusedAttention,
     "loss_head": LossHeads,
     "pointwise": Pointwise,
@@ -70,7 +72,7 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
-OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict", "microbatch"})
+OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict", "microbatch", "precision"})
 
 _GROUP = "effcompile.passes"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -135,6 +137,15 @@ def load_microbatch(spec: Sequence[str] | None = None) -> Microbatch | None:
     """The pass that divides the batch of a training step, described as in `load_passes`; None unless it is named or set."""
     selected = _selected(TRAINING_PASSES, spec, OPTIONAL)
     return Microbatch(**selected["microbatch"][1]) if "microbatch" in selected else None
+
+
+def load_precision(spec: Sequence[str] | None = None, *, allowed: bool) -> Precision | None:
+    """The pass that plans products in 16 bits, described as in `load_passes`.
+
+    Where the goal allows an error (`allowed`), it takes part unless passes are selected or it is left out; else only where it is named.
+    """
+    selected = _selected(TRAINING_PASSES, spec, OPTIONAL - {"precision"} if allowed else OPTIONAL)
+    return Precision(**selected["precision"][1]) if "precision" in selected else None
 
 
 def load_levers(spec: Sequence[str] | None = None, *, linked: bool = False) -> Levers:

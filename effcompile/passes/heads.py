@@ -26,6 +26,7 @@ class Variant:
         in_place: whether gradients of tied parameters are summed in place.
         declined: why a loss head cannot be changed, one line each.
         fused_attention: whether attentions that the model writes as several operators, or with a dense mask, are one operator each.
+        precision: what its products are computed in (passes/precision.py); "" as the model was given.
         consumed: how gradients are consumed in the backward (passes/states.py); "" where they are returned.
         unfused: element-wise chains that were measured to be as fast apart, by their nodes' names (passes/pointwise.py).
     """
@@ -38,13 +39,15 @@ class Variant:
     in_place: bool = False
     declined: tuple[str, ...] = ()
     fused_attention: bool = False
+    precision: str = ""
     consumed: str = ""
     unfused: tuple[tuple[str, ...], ...] = ()
 
     @property
     def label(self) -> str:
         """What the report calls it."""
-        return f"{self._form}, fused attention" if self.fused_attention else self._form
+        parts = [self._form, *["fused attention"] * self.fused_attention, *[self.precision] * bool(self.precision)]
+        return ", ".join(parts)
 
     @property
     def _form(self) -> str:

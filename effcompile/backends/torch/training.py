@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
+from effcompile.backends.torch.loss_scale import LossScale
 from effcompile.errors import InputsError
 from effcompile.ops.consume import Sink, consuming
 from effcompile.remat.emit import Emitted
@@ -30,7 +31,7 @@ class StepRunner:
     autograd node of the loss, and is freed as the backward reads it.
     """
 
-    def __init__(self, model: nn.Module, step: Step, emitted: Emitted) -> None:
+    def __init__(self, model: nn.Module, step: Step, emitted: Emitted, *, scaled: bool = False) -> None:
         self.model, self.step = model, step
         self.forward_graph, self.backward_graph = boxed(emitted.forward), boxed(emitted.backward)
         self._forward_inputs = [n for n in step.graph.nodes if n.op == "placeholder" and n is not step.tangent]
@@ -39,6 +40,7 @@ class StepRunner:
         self._backward_inputs = [handed.get(n, emitted.origin.get(n)) for n in emitted.backward.nodes if n.op == "placeholder"]
         self._read_again = [n for n in self._backward_inputs if isinstance(n, fx.Node) and n is not step.tangent]
         self._differentiated = (*step.gradients, *step.consumed)
+        self.loss_scale = LossScale(step.loss.meta["val"].device.type) if scaled and step.tangent is not None else None
         self.sink: Sink | None = None  # where gradients go that the backward hands on by itself
         self._frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
         self._modes = {name: module.training for name, module in model.named_modules()}
@@ -49,6 +51,7 @@ class StepRunner:
         """The same step for another instance of the model: a copy of it."""
         other = copy.copy(self)
         other.model, other.sink = model, None
+        other.loss_scale = copy.deepcopy(self.loss_scale)
         return other
 
     @property
@@ -117,7 +120,12 @@ class StepRunner:
         return results[:first], [*results[last:], *old]
 
     def run_backward(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
-        """The gradients, in the order of `Step.gradients`, then None for those that were handed to `sink`. Empties `saved`."""
+        """The gradients, in the order of `Step.gradients`, then None for those that were handed to `sink`. Empties `saved`.
+
+        Where the loss is scaled they are None if one of them overflowed.
+        """
+        scale = self.loss_scale
+        tangent = tangent if scale is None else scale.scaled(tangent)
         inputs = [
             saved[source] if isinstance(source, int) else tangent if source is None or source is self.step.tangent else values[source]
             for source in self._backward_inputs
@@ -125,6 +133,8 @@ class StepRunner:
         saved.clear()
         with consuming(self.sink):
             gradients = self._without_autocast(self.backward_graph, inputs)
+        if scale is not None:
+            gradients = tuple(scale.unscaled(gradients))
         return (*gradients, *[None] * len(self.step.consumed))
 
     def versions(self, values: Mapping[fx.Node, Any]) -> list[tuple[str, int]]:

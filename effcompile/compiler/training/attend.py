@@ -25,23 +25,40 @@ WRITTEN, FUSED = "as written", "fused"
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """step: as written; fused: with its attentions one operator each, None where nothing is to be fused; attended: which, and why not."""
+    """step: as written; fused: with its attentions one operator each, None where nothing is to be fused; attended: which, and why not.
+
+    narrow: the same in 16 bits; refused: the dtypes that it is not in, with reasons (precision.py).
+    """
 
     step: Step
     fused: Step | None = None
     attended: Attended = field(default_factory=Attended)
+    narrow: Narrow | None = None
+    refused: tuple[Declined, ...] = ()
 
     def forms(self, attention: FusedAttention | None) -> Forms:
         """What may be planned."""
-        return Forms(fused=self.fused, only=attention is not None and attention.always)
+        narrow = None if self.narrow is None else replace(self.narrow, forms=self.narrow.captured.forms(attention))
+        return Forms(fused=self.fused, only=attention is not None and attention.always, narrow=narrow)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forms:
-    """fused: the step with its attentions fused, None for none. only: the step as written is no alternative to it."""
+    """fused: the step with its attentions fused, None for none. only: the step as written is no alternative to it. narrow: in 16 bits."""
 
     fused: Step | None = None
     only: bool = False
+    narrow: Narrow | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Narrow:
+    """The step in 16 bits. dtype: of passes.precision.DTYPES. only: the one in fp32 is no alternative to it. forms: what may be planned."""
+
+    dtype: str
+    captured: Captured
+    only: bool = False
+    forms: Forms = field(default_factory=Forms)
 
 
 #: The step as written and nothing else.
@@ -50,9 +67,9 @@ AS_WRITTEN = Forms()
 
 def captured(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Callable[[Any, Any], torch.Tensor] | None,
-    keep_outputs: bool, attention: FusedAttention | None,
+    keep_outputs: bool, attention: FusedAttention | None, capture: Callable[..., Step] = capture_training,
 ) -> Captured:  # fmt: skip
-    """Capture a step, twice where that may pay. Arguments and what is raised as in `capture_training`.
+    """Capture a step by `capture`, twice where that may pay. Arguments and what is raised as in `capture_training`.
 
     Masks are understood by their values, so that a model without data (on the meta device) stays as it is written.
     """
@@ -66,14 +83,20 @@ def captured(
         assert attention is not None
         made.append(attention.fuse(front, inputs))
 
-    step = capture_training(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=look)
+    step = capture(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=look)
     if not any(promises):
         return Captured(step=step)
     if _without_data(model, step):
         return Captured(step=step, attended=Attended(left={"attention": "its mask has no values to look at: this is the meta device"}))
-    fused = capture_training(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=fuse)
+    fused = capture(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=fuse)
     attended = _in_the_users_names(made[-1], step) if made else Attended()
     return Captured(step=step, fused=fused if attended.fused else None, attended=attended)
+
+
+def as_written(found: Captured) -> Captured:
+    """The same without fused attention."""
+    narrow = found.narrow
+    return replace(found, fused=None, narrow=None if narrow is None else replace(narrow, captured=as_written(narrow.captured)))
 
 
 def _without_data(model: nn.Module, step: Step) -> bool:

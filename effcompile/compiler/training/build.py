@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from effcompile.compiler.search import versions
-from effcompile.compiler.training import attend, microbatch, moved
+from effcompile.compiler.training import attend, microbatch, moved, precision
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
@@ -50,6 +50,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         decisions=(
             *_checkpoints(best, figures),
             *moved.decisions(best),
+            *precision.decisions(best, others, found),
             *attend.decisions(found.attended, fused=prepared.variant.fused_attention),
             *microbatch.decisions(joint),
             *_head(best, found),
@@ -62,6 +63,8 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *_other_heads(best, others),
             *_refused_heads(prepared),
             *attend.refusals(found.attended),
+            *found.refused,
+            *precision.not_taken(best, others, [p.variant.precision for p in found.variants]),
             *joint.declined,
         ),
         certificate=Certificate(
@@ -76,7 +79,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             rounds=best.rounds,
         ),
         baseline=_baseline(joint, found),
-        predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=0.0),
+        predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=None if prepared.variant.precision else 0.0),
         inputs=describe_inputs(given),
         notes=(*given.mends, *_dropped(given), *_times(figures), *moved.notes(best), *state_notes(joint), *microbatch.notes(joint), *notes),
         versions=versions(),
@@ -130,6 +133,7 @@ def saved_schedule(best: Schedule) -> dict[str, Any]:
         "kept": {block.name: sorted(option.kept) for block, option in zip(blocks, best.chosen, strict=True)},
         "groups": [[group.first, group.last] for group in best.solution.groups],
         **moved.saved_forms(blocks, best.chosen),
+        **precision.saved(best),
     }
 
 
@@ -217,7 +221,7 @@ def _head(best: Schedule, found: Preparation) -> list[Decision]:
     variant = best.prepared.variant
     if not variant.head:
         return []
-    plain = found.variants[0]
+    plain = next(p for p in found.variants if p.variant.precision == variant.precision)
     return [
         Decision(
             site=variant.head, kind="loss head", option=variant.choice, baseline="whole", by="loss_head",
@@ -316,7 +320,7 @@ def _other_heads(best: Schedule, others: Sequence[Schedule]) -> list[Declined]:
             reason=f"the fastest plan with it takes {format_seconds(other.seconds - best.seconds)} more a step",
         )
         for other in others
-        if other.prepared.variant is not taken and other.prepared.variant.head
+        if other.prepared.variant is not taken and other.prepared.variant.head and other.prepared.variant.precision == taken.precision
     ]  # fmt: skip
 
 

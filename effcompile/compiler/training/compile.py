@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from effcompile.compiler.machine import AUTO
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training.attend import FUSED, WRITTEN
+from effcompile.compiler.training.attend import FUSED, WRITTEN, as_written
 from effcompile.compiler.training.build import build_plan, fingerprint, restored, unfused
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
@@ -18,6 +19,7 @@ from effcompile.compiler.training.fit import within_machine
 from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.microbatch import Divisions, InseparableError, restored_parts, runner_of
 from effcompile.compiler.training.moved import TooCoarseError
+from effcompile.compiler.training.precision import declined_dtype, precision_of
 from effcompile.compiler.training.prepare import Preparation, with_levers
 from effcompile.compiler.training.solve import frontier
 from effcompile.compiler.training.states import Joint, allowing, consumed_key, restored_states, update_bytes, with_states
@@ -25,6 +27,7 @@ from effcompile.compiler.training.work import Loss, Work, make_work
 from effcompile.errors import FormatError, InfeasibleError, UsageError
 from effcompile.goal import Goal
 from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.precision import DTYPES, Precision
 from effcompile.plan import Plan
 from effcompile.planner.remat import BlockFront
 from effcompile.target import Target
@@ -32,8 +35,8 @@ from effcompile.units import format_bytes
 
 #: Solves again at the most when the allocator's peak is above the budget though the simulated one is not.
 _REMEASURED = 3
-#: Levers that are left out when running shows that they must be: compression, micro-batches.
-_DROPPED = 2
+#: Levers that are left out when running shows that they must be: each dtype, compression, micro-batches.
+_DROPPED = len(DTYPES) + 2
 
 
 def plan_training(
@@ -103,7 +106,12 @@ def optimize_training(
         try:
             result, excess = verified(work, best.prepared, runner, made, joint.states, joint.parts)
         except TooCoarseError as error:
-            work, found, divisions = _without_compression(work, found, error, budget, divisions.dropped)
+            exact = (
+                partial(_without, best.prepared.variant.precision, keep_outputs)
+                if best.prepared.variant.precision
+                else _without_compression
+            )
+            work, found, divisions = exact(work, found, error, budget, divisions.dropped)
             continue
         except InseparableError as error:
             divisions.drop(error)
@@ -124,6 +132,28 @@ def _with_levers(work: Work, found: Preparation, joint: Joint, plan: Plan) -> Pl
         found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures
     )  # fmt: skip
     return replace(plan, levers=lever_rows(subsets, joint, budget, work.progress))
+
+
+def _without(
+    dtype: str, keep_outputs: bool, work: Work, found: Preparation, error: TooCoarseError, budget: int | None, undivided: str
+) -> tuple[Work, Preparation, Divisions]:
+    """The same work without a dtype whose error was measured to be above the goal's; with the next one, where there is one.
+
+    Raises:
+        InfeasibleError: nothing is within the budget then.
+    """
+    assert work.precision is not None
+    work = replace(work, precision=work.precision.without(dtype))
+    captured = work.capture(keep_outputs, (*found.refused, declined_dtype(dtype, str(error))))
+    wide = [p for p in found.variants if not p.variant.precision]
+    found = replace(found, variants=wide, refused=captured.refused) if wide and captured.narrow is None else work.prepare(captured)
+    divisions = Divisions(work=work, dropped=undivided)
+    try:
+        divisions.solve(found, budget)
+    except InfeasibleError as refused:
+        reason = f"{refused} Here nothing is computed in {dtype}: {error}."
+        raise InfeasibleError(reason, binding=refused.binding, nearest=refused.nearest) from error
+    return work, found, divisions
 
 
 def _without_compression(
@@ -178,12 +208,14 @@ def _reapply(
     """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
     work = make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer)
     work = replace(work, states=allowing(work.states, plan.schedule))
+    dtype = precision_of(plan)
+    work = replace(work, precision=Precision(dtypes=(dtype,), always=True) if dtype else None)
     option, chunks = plan.schedule.get("loss_head"), plan.schedule.get("chunks")
     heads = replace(work.heads, chunks=chunks) if work.heads is not None and isinstance(chunks, int) and option != "whole" else work.heads
     lazy = _NoOptions(points=work.checkpoint.points, groups=work.checkpoint.groups)
     step = work.capture(keep_outputs)
     if plan.schedule.get("attention", WRITTEN) == WRITTEN:
-        step = replace(step, fused=None)
+        step = as_written(step)
     known = fingerprint(step.step) == plan.fingerprint
     again = replace(work, heads=heads, checkpoint=lazy)
     found = again.prepare(step, unfused(plan.schedule)) if known else None
@@ -191,10 +223,10 @@ def _reapply(
     ways = work.ways(step.step)[0] if known else ()
     states = restored_states(ways, plan.schedule) if known else None
     fused = plan.schedule.get("attention", WRITTEN) == FUSED
-    wanted = (option, plan.schedule.get("in_place"), fused, "" if states is None else consumed_key(states))
+    wanted = (option, plan.schedule.get("in_place"), fused, "" if states is None else consumed_key(states), dtype)
     found, parts = divided or (found, None)
     variants = [(v.variant, v) for v in found.variants] if found else []
-    prepared = next((p for v, p in variants if (v.option, v.in_place, v.fused_attention, v.consumed) == wanted), None)
+    prepared = next((p for v, p in variants if (v.option, v.in_place, v.fused_attention, v.consumed, v.precision) == wanted), None)
     if prepared is None:
         raise FormatError(
             f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}. "

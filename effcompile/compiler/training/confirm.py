@@ -16,6 +16,7 @@ from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
 from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, uses_compression
+from effcompile.compiler.training.precision import precision_of, settled
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
@@ -34,13 +35,13 @@ def verified(
 
     Raises:
         VerificationError: loss, gradients or updates differ from the model's own by more than rounding.
-        TooCoarseError: values in 8 bits change the gradient by more than the goal allows.
+        TooCoarseError: values in 8 bits, or products in 16, change the gradient by more than the goal allows.
         InseparableError: the micro-batches' sum is not the whole batch's loss or gradient.
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     runner.sink = verify.into_gradients(work.model)
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
-        found = verify.run(step, work.model)
+        found = settled(lambda: verify.run(step, work.model), runner)
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
     there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
     base = prepared.cut.given_bytes + (parts.input_bytes if parts else 0) + there  # an optimizer that has states already is not run
@@ -100,9 +101,9 @@ def _compared(work: Work, plan: Plan, found: verify.Result, wanted: verify.Resul
     """Loss and gradients against eager's: the whole gradient where values are rounded, else each parameter's.
 
     Raises:
-        VerificationError: they differ by more than rounding. TooCoarseError: by more than the goal allows, in 8 bits.
+        VerificationError: they differ by more than rounding. TooCoarseError: by more than the goal allows, in 8 or 16 bits.
     """
-    if not uses_compression(plan):
+    if not uses_compression(plan) and not precision_of(plan):
         return _passed(verify.compare(found, wanted, work.goal.max_error))
     check = verify.compare_whole(found, wanted, work.goal.tolerance)
     if not check.passed:

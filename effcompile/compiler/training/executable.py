@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from effcompile.backends.torch.training import StepRunner
@@ -32,6 +33,11 @@ class TrainingExecutable(nn.Module):
     plan: Plan
     runner: StepRunner
     optimizer: Optimizer | None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """Of a step in fp16: what scales its loss within the backward. Its state_dict belongs in a checkpoint; call none of its methods."""
+        return None if self.runner.loss_scale is None else self.runner.loss_scale.scaler
 
     def __copy__(self) -> TrainingExecutable:
         return planned(self.runner.model, self.runner, self.plan, self.optimizer)._in_mode_of(self)

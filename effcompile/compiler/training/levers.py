@@ -30,6 +30,7 @@ from effcompile.planner.remat import BlockFront
 STEP_LEVERS: Mapping[str, Callable[[Variant], bool]] = {
     "loss head": lambda variant: variant.option != "whole" or variant.in_place,
     "attention": lambda variant: variant.fused_attention,
+    "precision": lambda variant: bool(variant.precision),
 }
 STATES = "optimizer states"
 

@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.progress import QUIET
-from effcompile.compiler.training.attend import WRITTEN
+from effcompile.compiler.training.attend import WRITTEN, as_written
+from effcompile.compiler.training.precision import whole_loss
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
 from effcompile.compiler.training.states import Joint, Parts
 from effcompile.compiler.training.work import Work
@@ -35,6 +36,7 @@ from effcompile.cost import Cost
 from effcompile.errors import CaptureError, FormatError, InfeasibleError, InputsError, UsageError, VerificationError
 from effcompile.passes.loss_head_match import Refusal
 from effcompile.passes.microbatch import KIND, SITE, accumulating, batch_size, first_part, part_of
+from effcompile.passes.precision import SCALED
 from effcompile.passes.separable import divided
 from effcompile.plan import Decision, Declined
 from effcompile.remat.emit import Emitted
@@ -125,8 +127,8 @@ class Divisions:
     ) -> tuple[Preparation, Parts]:
         args, kwargs = first_part(self.work.args, self.work.kwargs, self.batch, count)
         work = replace(self.work, args=args, kwargs=kwargs)
-        captured = work.capture(False)
-        captured = captured if fused else replace(captured, fused=None)
+        captured = whole_loss(work.capture(False))
+        captured = captured if fused else as_written(captured)
         step = divided(found.captured, captured.step, count, self.batch // count)
         of_part = work.prepare(captured, unfused, accumulating)
         return of_part, _parts(found, step, self.work.figures)
@@ -296,7 +298,7 @@ def restored_parts(
 def runner_of(model: torch.nn.Module, prepared: Prepared, emitted: Emitted, parts: Parts | None) -> StepRunner:
     """What runs a plan."""
     if parts is None:
-        return StepRunner(model, prepared.step, emitted)
+        return StepRunner(model, prepared.step, emitted, scaled=prepared.variant.precision in SCALED)
     return MicrobatchRunner(model, parts.step, prepared.step, emitted)
 
 

@@ -31,7 +31,7 @@ MEASURED = "host memory measured:"
 
 
 class TooCoarseError(VerificationError):
-    """Compression changed the gradient by more than the goal allows."""
+    """Compression, or products in 16 bits, changed the gradient by more than the goal allows."""
 
 
 def decisions(best: Schedule) -> list[Decision]:

@@ -23,6 +23,8 @@ from effcompile.passes.fused_attention import Attended
 from effcompile.passes.heads import LossHeads, Variant
 from effcompile.passes.levers import Levers
 from effcompile.passes.pointwise import Pointwise
+from effcompile.passes.precision import SCALED
+from effcompile.plan import Declined
 from effcompile.planner.remat import BlockFront, BlockOption, Stage
 from effcompile.remat.blocks import Blocks, cut_into_blocks
 from effcompile.remat.emit import emit
@@ -118,7 +120,7 @@ class Preparation:
 
     Attributes:
         variants: ready to be planned, the one with the loss head as captured first.
-        attended: what can be said of its attentions.
+        attended: what can be said of its attentions. refused: dtypes that were not planned, with reasons.
         captured: the step. seconds, peak_bytes: predicted of it, with all kept that its backward reads.
         end_bytes: alive when its backward is over.
     """
@@ -129,6 +131,7 @@ class Preparation:
     peak_bytes: int
     end_bytes: int
     attended: Attended = field(default_factory=Attended)
+    refused: tuple[Declined, ...] = ()
 
 
 def prepare(
@@ -145,23 +148,26 @@ def prepare(
         pointwise: fuses chains; None leaves them as they are.
         figures: times of operators.
         progress: is told what is being done.
-        forms: the same step with its attentions fused. It keeps no scores; where it is clearly faster too, the step as captured is
-            no variant, else both are.
+        forms: the same step in 16 bits, and with its attentions fused. That keeps no scores; where it is clearly faster too, the
+            step as captured is no variant, else both are.
         unfused: chains to leave apart, decided earlier; None decides by measuring.
         levers: what may be done with values beside keeping and recomputing them.
         consumed: ways in which gradients may be consumed in the backward, each with what the update of a parameter allocates.
         changed: a last change of every variant.
     """
-    steps = _steps(step, forms, figures, progress)
+    plain_forms = _forms(step, forms, figures, progress)
     with progress.step("find loss head"):
-        groups = [(form, heads.variants(form) if heads is not None else (Variant(step=form),)) for form in steps]
-    variants = tuple(replace(variant, fused_attention=form is forms.fused) for form, group in groups for variant in group)
+        groups = [(form, heads.variants(form.step) if heads is not None else (form,)) for form in plain_forms]
+    variants = tuple(
+        replace(variant, fused_attention=form.fused_attention, precision=form.precision) for form, group in groups for variant in group
+    )
     if pointwise is not None:
         with progress.step("fuse element-wise operators"):
             variants = tuple(_fused(variant, pointwise, figures, progress, unfused) for variant in variants)
     if changed is not None:
         variants = tuple(replace(variant, step=changed(variant.step)) for variant in variants)
-    variants = (*variants, *(_consuming(v, key, pieces) for key, pieces in consumed.items() for v in variants))
+    consumable = [v for v in variants if v.precision not in SCALED]  # an overflow must be seen before the update
+    variants = (*variants, *(_consuming(v, key, pieces) for key, pieces in consumed.items() for v in consumable))
     with progress.step("trace storages"):
         traced = [(variant, _storages(variant.step)) for variant in variants]
         plain = traced[0][1] if variants[0].step is step else _storages(step)
@@ -179,6 +185,16 @@ def prepare(
         variants=prepared, captured=step, seconds=_seconds(step, plain, figures), peak_bytes=unplanned.peak_bytes,
         end_bytes=unplanned.end_bytes,
     )  # fmt: skip
+
+
+def _forms(step: Step, forms: Forms, figures: Figures, progress: Progress) -> list[Variant]:
+    """The step as it was given, and in 16 bits, with attentions as written or fused."""
+    narrow = forms.narrow
+    given = [] if narrow is not None and narrow.only else [(form, forms, "") for form in _steps(step, forms, figures, progress)]
+    if narrow is not None:
+        inner = narrow.forms
+        given += [(form, inner, narrow.dtype) for form in _steps(narrow.captured.step, inner, figures, progress)]
+    return [Variant(step=form, fused_attention=form is of.fused, precision=dtype) for form, of, dtype in given]
 
 
 def _steps(step: Step, forms: Forms, figures: Figures, progress: Progress) -> list[Step]:

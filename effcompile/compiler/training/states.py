@@ -132,6 +132,9 @@ def best_joint(
     errors: list[InfeasibleError] = []
     for number, option in sorted(enumerate(options), key=lambda item: item[1].seconds):
         variants = [p for p in found.variants if p.variant.consumed == consumed_key(option)]
+        if not variants:
+            reasons[number] = "the loss is scaled: an overflow must be seen before any parameter is updated"
+            continue
         least = option.seconds + _times(min(p.seconds for p in variants), parts)
         fastest = min((joint.seconds for joint in tried.values()), default=float("inf"))
         if least >= fastest:

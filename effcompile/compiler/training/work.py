@@ -11,20 +11,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from effcompile.capture import capture_training
 from effcompile.compiler.machine import resolve
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training import verify
 from effcompile.compiler.training.attend import Captured, captured
 from effcompile.compiler.training.figures import keep_figures, known_figures
+from effcompile.compiler.training.precision import Capture, with_narrow
 from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
 from effcompile.compiler.training.states import Joint, Parts, as_optimizer, best_joint, consumed_key, declined_way
 from effcompile.goal import Goal
-from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_training_passes
+from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_precision, load_training_passes
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.fused_attention import FusedAttention
 from effcompile.passes.heads import LossHeads
 from effcompile.passes.microbatch import Microbatch
 from effcompile.passes.pointwise import Pointwise
+from effcompile.passes.precision import Precision
 from effcompile.passes.states import States, StatesOption
 from effcompile.plan import Declined
 from effcompile.step import Step
@@ -52,14 +55,20 @@ class Work:
     figures: Figures
     levers: Levers = ALONE
     microbatch: Microbatch | None = None
+    precision: Precision | None = None
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
     known_ways: list[tuple[tuple[StatesOption, ...], tuple[Declined, ...]]] = field(default_factory=list)
 
-    def capture(self, keep_outputs: bool) -> Captured:
-        """The joint graph of the step, in one or two forms."""
+    def capture(self, keep_outputs: bool, refused: tuple[Declined, ...] = ()) -> Captured:
+        """The joint graph of the step, with attentions as written and fused; in 16 bits too where that is allowed."""
+
+        def capture(by: Capture = capture_training) -> Captured:
+            return captured(self.model, self.args, self.kwargs, self.loss, keep_outputs, self.attention, by)
+
         with self.progress.step("capture the step"):
-            return captured(self.model, self.args, self.kwargs, self.loss, keep_outputs, self.attention)
+            wide = replace(capture(), refused=refused)
+            return wide if self.precision is None else with_narrow(wide, self.precision, self.figures, capture)
 
     def prepare(
         self, step: Captured, unfused: Collection[frozenset[str]] | None = None, changed: Callable[[Step], Step] | None = None
@@ -74,7 +83,7 @@ class Work:
             step.step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress,
             forms=step.forms(self.attention), unfused=unfused, levers=self.levers, consumed=consumed, changed=changed,
         )  # fmt: skip
-        found = replace(found, attended=step.attended)
+        found = replace(found, attended=step.attended, refused=step.refused)
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
         return found
@@ -124,10 +133,15 @@ def make_work(
     if levers.compress is not None and goal.exact:
         notes.append("compress is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02.")
         levers = replace(levers, compress=None)
+    precision = load_precision(passes, allowed=not goal.exact)
+    if precision is not None and goal.exact:
+        notes.append("precision is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.05.")
+        precision = None
     figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
     return Work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
         attention=load_attention(passes), states=states, optimizer=as_optimizer(optimizer, model),
         parameters=tuple(model.named_parameters()), figures=figures, levers=levers, progress=progress, notes=notes,
         microbatch=load_microbatch(passes),
+        precision=precision,
     )  # fmt: skip
