@@ -11,6 +11,7 @@ from torch import nn
 from train_helpers import Batch, differing, eager, gpt2, measured, skips
 
 from effcompile import compiler
+from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler import optimize_training, plan_training
 from effcompile.compiler.training import compile as training
 from effcompile.errors import FormatError, InfeasibleError, InputsError, UnknownNameError, UsageError, VerificationError
@@ -162,8 +163,8 @@ def test_a_loss_that_is_not_a_number_says_what_to_mend() -> None:
 
 def test_a_planned_step_that_differs_is_never_returned(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = made["skips"]
-    real = training.StepRunner.run_backward
-    monkeypatch.setattr(training.StepRunner, "run_backward", lambda *args: tuple(g * 1.001 for g in real(*args)))
+    real = StepRunner.run_backward
+    monkeypatch.setattr(StepRunner, "run_backward", lambda *args: tuple(g * 1.001 for g in real(*args)))
     with pytest.raises(VerificationError, match=r"differs from the model's own: largest at .* > 1.000e-05"):
         optimize_training(model, (), batch, goal=goal())
 

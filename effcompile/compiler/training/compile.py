@@ -106,11 +106,8 @@ def optimize_training(
         try:
             result, excess = verified(work, best.prepared, runner, made, joint.states, joint.parts)
         except TooCoarseError as error:
-            exact = (
-                partial(_without, best.prepared.variant.precision, keep_outputs)
-                if best.prepared.variant.precision
-                else _without_compression
-            )
+            dtype = best.prepared.variant.precision
+            exact = partial(_without, dtype, keep_outputs) if dtype else _without_compression
             work, found, divisions = exact(work, found, error, budget, divisions.dropped)
             continue
         except InseparableError as error:
