@@ -1,6 +1,6 @@
 """Every memory lever at one budget: each alone, the best pair, and all together, predicted; the joint plan is run and checked.
 
-    python benchmarks/levers.py [--models gpt2,llama,bert,t5,vit] [--budgets 20] [--table 5] [--bandwidth 12GB] [--out FILE]
+    python benchmarks/levers.py [--models gpt2,llama,bert,t5,vit] [--budgets 20] [--table 5] [--bandwidth 12GB] [--microbatch] [--out FILE]
 
 Whole steps with AdamW, dropout 0.1. Budgets go evenly from the smallest that all levers reach to the peak of the step with
 everything kept. At each the joint plan is run: the allocator's peak against the budget and the prediction, the pool's bytes
@@ -37,6 +37,7 @@ class Request:
     work: Any
     found: Any
     subsets: Any
+    divisions: Any
 
 
 def main() -> int:
@@ -50,7 +51,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for name in options.models:
         with told(name):
-            text, found = _swept(_request(name, options.bandwidth), options.budgets, options.table)
+            text, found = _swept(_request(name, options), options.budgets, options.table)
         print("\n".join(text), flush=True)
         lines, rows = lines + text, rows + found
         faults += [f"{name}, {row['budget']} bytes: {fault}" for row in found for fault in row["faults"]]
@@ -59,23 +60,27 @@ def main() -> int:
     return int(bool(faults))
 
 
-def _request(name: str, bandwidth: str) -> Request:
+def _request(name: str, options: argparse.Namespace) -> Request:
     import torch
 
     from effcompile.compiler.training.levers import Subsets
+    from effcompile.compiler.training.microbatch import Divisions
     from effcompile.compiler.training.work import make_work
     from effcompile.goal import Goal
 
     model, batch = build(name)
     goal = Goal(mode="training", max_error=0.05)
-    passes = [f"offload.bandwidth={bandwidth}", *PASSES]
+    passes = [f"offload.bandwidth={options.bandwidth}", *PASSES, *(["microbatch"] if options.microbatch else [])]
     adam = lambda parameters: torch.optim.AdamW(parameters, foreach=False)  # noqa: E731
     work = make_work(model, (), batch, goal, "auto", passes, None, progress=_quiet(), optimizer=adam)
     found = work.prepare(work.capture(False))
+    divisions = Divisions(work=work)
+    list(divisions.every(found))
     subsets = Subsets(
-        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures
+        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures,
+        divided=divisions.made,
     )  # fmt: skip
-    return Request(name=name, work=work, found=found, subsets=subsets)
+    return Request(name=name, work=work, found=found, subsets=subsets, divisions=divisions)
 
 
 def _quiet() -> Any:
@@ -126,15 +131,15 @@ def _run(request: Request, joint: Any, budget: int) -> dict[str, Any]:
     """The joint plan verified and measured once."""
     from dataclasses import replace
 
-    from effcompile.backends.torch.training import StepRunner
     from effcompile.compiler.training import confirm
     from effcompile.compiler.training.build import build_plan
+    from effcompile.compiler.training.microbatch import runner_of
 
     confirm._TIMING_SECONDS = 0.0
     work, best = request.work, joint.schedule
-    plan = build_plan(joint, request.found, work.figures, replace(work.goal, memory=budget))
-    runner = StepRunner(work.model, best.prepared.step, best.emitted)
-    made = confirm.verified(work, best.prepared, runner, plan, joint.states)[0].plan
+    plan = build_plan(joint, request.divisions.chosen_from(request.found, joint), work.figures, replace(work.goal, memory=budget))
+    runner = runner_of(work.model, best.prepared, best.emitted, joint.parts)
+    made = confirm.verified(work, best.prepared, runner, plan, joint.states, joint.parts)[0].plan
     pool = [int(found) for note in made.notes for found in POOL.findall(note)]
     return {
         "peak": made.measured.peak_bytes, "predicted": made.predicted.peak_bytes, "error": made.checks[0].error,
@@ -163,6 +168,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budgets", type=int, default=20)
     parser.add_argument("--table", type=int, default=5, help="budgets at which subsets are solved too")
     parser.add_argument("--bandwidth", default="12GB")
+    parser.add_argument("--microbatch", action="store_true", help="micro-batches too: solved once more for every divisor of the batch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None)
     return parser.parse_args()

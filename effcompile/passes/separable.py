@@ -21,6 +21,7 @@ from effcompile.passes.step_edit import operator_name
 from effcompile.program import module_path, shape_of
 from effcompile.remat.blocks import split
 from effcompile.step import DividedStep, Step
+from effcompile.torch_compat import is_fake
 from effcompile.torch_compat_aot import is_random
 
 aten = torch.ops.aten
@@ -107,6 +108,9 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
         pairs.update({node: here[name] for node, name in all_of.items()})
     if len(whole.constants) != len(part.constants) or len(whole.inputs) != len(part.inputs):
         raise Refusal("a micro-batch has other constants or inputs than the batch has")
+    for a, b in zip(whole.constants.values(), part.constants.values(), strict=True):
+        if isinstance(a, torch.Tensor) and a.shape == b.shape and not is_fake(a) and not torch.equal(a, b):
+            raise Refusal(f"a constant of shape {tuple(a.shape)} is another for a micro-batch")
     pairs.update(zip(whole.constants, part.constants, strict=True))
     pairs.update(zip(whole.inputs, part.inputs, strict=True))
     theirs = _made_from(part.loss)
@@ -149,6 +153,8 @@ class _Separation:
                 self.over.add(a)
             if a.target in _MIXES and self._axis(a) in axes:
                 raise Refusal(f"{operator_name(a)} at {_place(a)} goes over the examples of the batch")
+            if not (a in self.over and a.target in (*_TIMES, *_OVER)) and repr(_numbers(a)) != repr(_numbers(b)):
+                raise Refusal(f"{operator_name(a)} at {_place(a)} computes with the size of the batch")
 
     def _axis(self, node: fx.Node) -> int:
         axis: Any = node.args[_MIXES[node.target]]  # type: ignore[index]
@@ -283,6 +289,17 @@ def _counted(graph: fx.Graph, labels: fx.Node, ignored: int, weights: fx.Node | 
         classes = graph.call_function(aten.mul.Tensor, (labels, mask))  # the one left out may be no class
         mask = graph.call_function(aten.mul.Tensor, (graph.call_function(aten.take.default, (weights, classes)), mask))
     return graph.call_function(aten.sum.default, (mask,))
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    """The numbers that it computes with; sizes are none."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.name.startswith("aten::arange"):
+        return []
+    given = {**dict(zip((a.name for a in schema.arguments), node.args, strict=False)), **node.kwargs}
+    kinds = {argument.name: str(argument.type) for argument in schema.arguments}
+    return [v for name, v in given.items() if kinds[name].removeprefix("Optional[").removesuffix("]") in ("number", "float", "Scalar")
+            or isinstance(v, float)]  # fmt: skip
 
 
 def _reduction(node: fx.Node) -> int | None:

@@ -1,18 +1,22 @@
 """Micro-batches in the plan: the whole batch's loss and gradients, the bytes that were planned, and what cannot be divided."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
-from train_helpers import VOCABULARY, Batch, gpt2, measured
+from train_helpers import MODELS, VOCABULARY, Batch, gpt2, measured
 
 import effcompile
 from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
 from effcompile.compiler.training.compile import frontier_training
 from effcompile.errors import FormatError, InfeasibleError, InputsError, UsageError
 from effcompile.goal import Goal
+from effcompile.passes.microbatch import Microbatch
 from effcompile.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -76,9 +80,8 @@ def net(loss: Any, norm: bool = False, batch: int = 8) -> tuple[nn.Module, Batch
     return Net(loss, norm).train(), {"x": torch.randn(batch, 6), "y": torch.randn(batch, 3)}
 
 
-def optimize(model: nn.Module, batch: Batch, count: int, memory: int | None = None, passes: list[str] = BASE, **given: Any) -> Any:
-    named = [*passes, f"microbatch.count={count}"]
-    return optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory), passes=named, **given)
+def optimize(model: nn.Module, batch: Batch, count: int) -> Any:
+    return optimize_training(model, (), batch, goal=Goal(mode="training"), passes=[*BASE, f"microbatch.count={count}"])
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -95,7 +98,7 @@ def assert_same(planned: TrainingExecutable, model: nn.Module, batch: Batch) -> 
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("make", "count"), [(plain_gpt2, 4), (vit, 4), (bert, 2)])
+@pytest.mark.parametrize(("make", "count"), [(plain_gpt2, 4), (vit, 2), (bert, 2)])
 def test_loss_gradients_and_bytes_are_as_planned(make: Any, count: int) -> None:
     model, batch = make()
     planned = optimize(model, batch, count)
@@ -147,12 +150,25 @@ def test_losses_are_normalised_as_the_whole_batchs(loss: Any) -> None:
         (lambda z, y: nn.functional.mse_loss(z, y).sqrt(), False, r"aten\.sqrt.* works on values of the whole batch"),
         (lambda z, y: (torch.softmax(z, 0) * y).mean(), False, r"goes over the examples"),
         (lambda z, y: z.square().sum() + (z - y).square().mean(), False, r"means over different counts"),
+        (lambda z, y: z.square().mean() + torch.softmax(z, 1).mean(0).square().sum(), False, r"aten\.pow.* works on values of the whole"),
+        (lambda z, y: (z * (y > y.mean())).mean(), False, r"looks at the whole batch"),
+        (lambda z, y: ((z - y) ** len(z)).sum(), False, r"aten\.pow.* computes with the size of the batch"),
+        (lambda z, y: nn.functional.mse_loss(z, y) + 1 / len(z), False, r"aten\.add.* computes with the size of the batch"),
     ],
-    ids=["BatchNorm", "contrastive", "centred", "root", "softmax over the batch", "sum and mean"],
+    ids=[
+        "BatchNorm",
+        "contrastive",
+        "centred",
+        "root",
+        "softmax over the batch",
+        "sum and mean",
+        "load balancing",
+        "mask by the batch",
+        "power",
+        "added",
+    ],
 )
 def test_what_is_no_sum_over_examples_is_declined(loss: Any, norm: bool, reason: str) -> None:
-    import re
-
     model, batch = net(loss, norm)
     plan = optimize(model, batch, 2).plan
     assert "batch" not in plan.options()
@@ -185,9 +201,9 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         optimize(model, batch, 3)
 
 
-def least_memory(model: nn.Module, batch: Batch, passes: list[str], **given: Any) -> int:
+def least_memory(model: nn.Module, batch: Batch, passes: list[str], max_error: float | None = None, **more: Any) -> int:
     with pytest.raises(InfeasibleError) as caught:
-        plan_training(model, (), batch, goal=Goal(mode="training", memory=1), passes=passes, **given)
+        plan_training(model, (), batch, goal=Goal(mode="training", memory=1, max_error=max_error), passes=passes, **more)
     return int(caught.value.nearest["memory"])
 
 
@@ -217,6 +233,29 @@ def test_the_fastest_division_is_taken_and_a_frontier_has_several() -> None:
     assert {d.option for d in plan.declined if d.kind == "micro-batches"} == {f"{k} micro-batches of {8 // k}" for k in (2, 4, 8)}
     front = frontier_training(model, (), batch, goal=Goal(mode="training"), passes=[*BASE, "microbatch"], points=6)
     assert any("batch" in plan.options() for plan in front)
+
+
+def test_all_levers_together_are_within_their_budget() -> None:
+    """Micro-batches beside recomputation, offload, 8-bit values and optimizer states."""
+    model, batch = MODELS["skips"]()
+    named = [*BASE, "microbatch.count=3", "offload.bandwidth=12GB", "compress", "states.eight_bit=true"]
+    low = least_memory(model, batch, named, max_error=0.05, optimizer=torch.optim.AdamW)
+    goal = Goal(mode="training", max_error=0.05, memory=low)
+    plan = optimize_training(model, (), batch, goal=goal, passes=named, optimizer=torch.optim.AdamW).plan
+    assert plan.options()["batch"] == "3 micro-batches of 2"
+    assert plan.met and plan.measured.peak_bytes <= low
+    assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.02)
+    assert {row.levers for row in plan.levers} >= {("micro-batches",), ("recompute",)}
+
+
+@given(st.integers(1, 400), st.integers(1, 30))
+def test_micro_batches_are_the_divisors(batch: int, count: int) -> None:
+    assert Microbatch().counts(batch) == [k for k in range(2, batch + 1) if batch % k == 0]
+    if batch % count == 0:
+        assert Microbatch(count=count).counts(batch) == [count] * (count > 1)
+    else:
+        with pytest.raises(UsageError, match=rf"of {batch} does not divide into {count} "):
+            Microbatch(count=count).counts(batch)
 
 
 def test_plans_for_other_machines_divide_too() -> None:

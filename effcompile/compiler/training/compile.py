@@ -59,7 +59,7 @@ def plan_training(
     else:
         joint = divisions.solve(found, goal.memory)
     made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
-    return _with_levers(work, found, joint, made)
+    return _with_levers(divisions, found, joint, made)
 
 
 def optimize_training(
@@ -101,7 +101,7 @@ def optimize_training(
         joint = divisions.solve(found, budget)
         best = joint.schedule
         made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
-        made = _with_levers(work, found, joint, made)
+        made = _with_levers(divisions, found, joint, made)
         runner = runner_of(model, best.prepared, best.emitted, joint.parts)
         try:
             result, excess = verified(work, best.prepared, runner, made, joint.states, joint.parts)
@@ -120,13 +120,15 @@ def optimize_training(
     return result
 
 
-def _with_levers(work: Work, found: Preparation, joint: Joint, plan: Plan) -> Plan:
+def _with_levers(divisions: Divisions, found: Preparation, joint: Joint, plan: Plan) -> Plan:
     """The plan with what each lever reaches alone within its budget, where that budget binds."""
     budget, captured = plan.goal.memory, plan.baseline.peak_bytes
     if budget is None or captured is None or captured <= budget:
         return plan
+    work = divisions.work
     subsets = Subsets(
-        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures
+        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures,
+        divided=divisions.made,
     )  # fmt: skip
     return replace(plan, levers=lever_rows(subsets, joint, budget, work.progress))
 

@@ -2,9 +2,9 @@
 
 A lever is a way to need less memory that the planner may take or leave. Some are forms of blocks (recompute, offload,
 compress: passes/levers.py); some are forms of the whole step, so variants of it (STEP_LEVERS); one is how the optimizer's
-states are held. A subset keeps the variants that use no other step lever, the block forms of its own, and the given
-optimizer's states unless it has STATES. A subset's search is not given the patience of the whole: what is shown of it can be
-reached, and a longer search may reach a little more.
+states are held; one is to divide the batch. A subset keeps the variants that use no other step lever, the block forms of its
+own, the given optimizer's states unless it has STATES, and the whole batch unless it has MICROBATCHES. A subset's search is not
+given the patience of the whole: what is shown of it can be reached, and a longer search may reach a little more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import combinations
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
 from effcompile.compiler.training.solve import best_schedule
-from effcompile.compiler.training.states import Joint, best_joint
+from effcompile.compiler.training.states import Joint, Parts, best_joint
 from effcompile.errors import InfeasibleError, UnknownNameError
 from effcompile.passes.checkpoint import Checkpoint
 from effcompile.passes.heads import Variant
@@ -33,6 +33,7 @@ STEP_LEVERS: Mapping[str, Callable[[Variant], bool]] = {
     "precision": lambda variant: bool(variant.precision),
 }
 STATES = "optimizer states"
+MICROBATCHES = "micro-batches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,8 @@ class Subsets:
     Attributes:
         found: the step's variants. ways: to hold the optimizer's states, the given one first.
         levers: of its blocks. checkpoint, figures: as the step was prepared with.
-        known: block levers → variants with these; filled as subsets are asked for.
+        divided: the variants of micro-batches, by their number.
+        known: block levers and number of micro-batches → variants with these; filled as subsets are asked for.
     """
 
     found: Preparation
@@ -50,14 +52,16 @@ class Subsets:
     levers: Levers
     checkpoint: Checkpoint
     figures: Figures
-    known: MutableMapping[tuple[str, ...], list[Prepared]] = field(default_factory=dict)
+    divided: Mapping[int, tuple[Preparation, Parts]] = field(default_factory=dict)
+    known: MutableMapping[tuple[tuple[str, ...], int], list[Prepared]] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The levers that can be taken or left: a form that every variant has is none."""
         uses = {name: [used(p.variant) for p in self.found.variants] for name, used in STEP_LEVERS.items()}
         forms = tuple(name for name, used in uses.items() if any(used) and not all(used))
-        return (*self.levers.names, *forms, *([STATES] if len(self.ways) > 1 else []))
+        more = [STATES] * (len(self.ways) > 1) + [MICROBATCHES] * bool(self.divided)
+        return (*self.levers.names, *forms, *more)
 
     def solve(self, names: Collection[str], budget: int | None) -> Joint:
         """The fastest step with these levers alone.
@@ -68,9 +72,23 @@ class Subsets:
         for name in names:
             if name not in self.names:
                 raise UnknownNameError("lever", name, self.names)
-        found = replace(self.found, variants=self._variants(names))
+        solved: list[Joint] = []
+        errors: list[InfeasibleError] = []
+        for count in (1, *(self.divided if MICROBATCHES in names else ())):
+            try:
+                solved.append(self._solved(names, count, budget))
+            except InfeasibleError as error:
+                errors.append(error)
+        if not solved:
+            raise min(errors, key=lambda error: error.nearest.get("memory", float("inf")))
+        return min(solved, key=lambda joint: joint.seconds)
+
+    def _solved(self, names: Collection[str], count: int, budget: int | None) -> Joint:
+        found, parts = self.divided.get(count, (self.found, None))
+        found = replace(found, variants=self._variants(names, found, count))
         ways = self.ways if STATES in names else self.ways[:1]
-        return best_joint(found, ways, (), self._checkpoint(names), budget, solve=partial(best_schedule, every=False))
+        ways = [way for way in ways if parts is None or not way.consumed]
+        return best_joint(found, ways, (), self._checkpoint(names), budget, solve=partial(best_schedule, every=False), parts=parts)
 
     def reach(self, names: Collection[str], budget: int) -> LeverRow:
         """The same as a row."""
@@ -80,17 +98,17 @@ class Subsets:
             return LeverRow(levers=tuple(names), seconds=None, peak_bytes=int(error.nearest.get("memory", 0)))
         return LeverRow(levers=tuple(names), seconds=joint.seconds, peak_bytes=joint.peak_bytes)
 
-    def _variants(self, names: Collection[str]) -> list[Prepared]:
+    def _variants(self, names: Collection[str], found: Preparation, count: int) -> list[Prepared]:
         blocks = tuple(name for name in LEVERS if name in names)
-        if blocks not in self.known:
+        if (blocks, count) not in self.known:
             some, checkpoint = self.levers.only(blocks), self._checkpoint(blocks)
             solved: dict[str, BlockFront] = {}
             same = some == self.levers
-            self.known[blocks] = self.found.variants if same else [
-                with_levers(p, some, checkpoint, self.figures, solved) for p in self.found.variants
+            self.known[blocks, count] = found.variants if same else [
+                with_levers(p, some, checkpoint, self.figures, solved) for p in found.variants
             ]  # fmt: skip
         others = [used for name, used in STEP_LEVERS.items() if name in self.names and name not in names]
-        return [p for p in self.known[blocks] if not any(used(p.variant) for used in others)]
+        return [p for p in self.known[blocks, count] if not any(used(p.variant) for used in others)]
 
     def _checkpoint(self, names: Collection[str]) -> Checkpoint:
         """Without recomputation there are no groups either."""

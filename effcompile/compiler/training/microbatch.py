@@ -65,6 +65,11 @@ class Divisions:
         leaves = pytree.tree_leaves((self.work.args, dict(self.work.kwargs)))
         return batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
+    @property
+    def made(self) -> dict[int, tuple[Preparation, Parts]]:
+        """What was prepared so far, by the number of micro-batches."""
+        return {} if self.dropped else {count: made for count, made in self.known.items() if not isinstance(made, str)}
+
     def drop(self, error: InseparableError) -> None:
         """No micro-batches any more."""
         self.dropped = f"run, and not the whole batch's: {error}"
@@ -87,7 +92,7 @@ class Divisions:
             InfeasibleError: nothing fits. UsageError: the wanted number does not divide the batch.
         """
         if self.work.microbatch is None:
-            return self.work.solve(found, budget)
+            return self._undivided(found, budget)
         tried = _Tried(self, found, budget)
         counts = self.work.microbatch.counts(self.batch)
         if self.work.microbatch.count in (0, 1) or self.dropped or self._refused(found, counts):
@@ -97,10 +102,21 @@ class Divisions:
                 tried.add(count)
         return tried.best()
 
+    def _undivided(self, found: Preparation, budget: int | None) -> Joint:
+        try:
+            return self.work.solve(found, budget)
+        except InfeasibleError as error:
+            if self.batch == 1:
+                raise
+            hint = f"Not tried: micro-batches of the batch of {self.batch}, with summed gradients (--pass microbatch)."
+            raise InfeasibleError(f"{error} {hint}", binding=error.binding, nearest=error.nearest) from error
+
     def every(self, found: Preparation) -> Iterator[tuple[list[Prepared], Parts | None]]:
         """The variants of the whole batch, and those of all micro-batches there may be."""
-        yield found.variants, None
-        for count in self.work.microbatch.counts(self.batch) if self.work.microbatch else ():
+        counts = self.work.microbatch.counts(self.batch) if self.work.microbatch else []
+        if self.work.microbatch is None or self.work.microbatch.count in (0, 1) or self._refused(found, counts):
+            yield found.variants, None
+        for count in counts:
             made = self.prepared(found, count)
             if not isinstance(made, str):
                 yield made[0].variants, made[1]
