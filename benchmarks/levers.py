@@ -117,7 +117,7 @@ def _row(request: Request, budget: int, *, whole: bool) -> dict[str, Any]:
     joint = request.subsets.solve(request.subsets.names, budget)
     row = _run(request, joint, budget)
     row |= {"budget": budget, "model": request.name, "seconds": joint.seconds, "extra": {}, "pair": "-", "faults": _faults(row, budget)}
-    for other in lever_rows(request.subsets, joint, budget)[:-1] if whole else ():
+    for other in lever_rows(request.subsets, joint, budget)[0][:-1] if whole else ():
         name = "best pair" if len(other.levers) == 2 else "".join(other.levers)
         row["extra"][name] = "-" if other.seconds is None else f"{other.seconds / joint.seconds:.3f}"
         if name == "best pair":

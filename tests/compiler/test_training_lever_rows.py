@@ -10,9 +10,17 @@ import torch
 from rich.console import Console
 from train_helpers import gpt2
 
+from effcompile.capture import capture_training
 from effcompile.compiler import plan_training
+from effcompile.compiler.training.levers import Subsets, lever_rows
+from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.errors import InfeasibleError
 from effcompile.goal import Goal
+from effcompile.machines import load_target
+from effcompile.passes import Levers
+from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.heads import LossHeads
+from effcompile.passes.offload import Offload
 from effcompile.plan import LeverRow, Plan
 from effcompile.report import print_plan
 
@@ -66,6 +74,21 @@ def test_a_lever_alone_is_what_a_plan_with_it_alone_reaches(plan: Plan) -> None:
     with pytest.raises(InfeasibleError) as refused:
         planned(limit, passes=["no-pointwise", "no-loss_head", "no-attention", "states.offload=false"])
     assert alone.peak_bytes == refused.value.nearest["memory"]
+
+
+def test_pairs_that_are_not_looked_at_are_told() -> None:
+    model, batch = gpt2(layers=1, vocab_size=512)
+    figures, levers = Figures(target=load_target("cpu-generic"), here=False), Levers(offload=Offload(bandwidth="40GB"))
+    step = capture_training(model, (), batch)
+    found = prepare(step, Checkpoint(), LossHeads(chunks=2), None, figures, levers=levers)
+    subsets = Subsets(found=found, ways=(), levers=levers, checkpoint=Checkpoint(), figures=figures)
+    joint = subsets.solve(subsets.names, None)
+    assert subsets.names == ("recompute", "offload", "loss head")
+    shown, note = lever_rows(subsets, joint, 1 << 40, seconds=0.0)
+    assert [len(row.levers) for row in shown] == [0, 1, 1, 1, 2, 3]
+    assert len(note) == 1
+    assert "best of 1 of 3" in note[0]
+    assert lever_rows(subsets, joint, 1 << 40)[1] == []
 
 
 def test_the_table_is_printed_and_saved(plan: Plan) -> None:

@@ -130,7 +130,8 @@ def _with_levers(divisions: Divisions, found: Preparation, joint: Joint, plan: P
         found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures,
         divided=divisions.made,
     )  # fmt: skip
-    return replace(plan, levers=lever_rows(subsets, joint, budget, work.progress))
+    rows, notes = lever_rows(subsets, joint, budget, work.progress)
+    return replace(plan, levers=rows, notes=(*plan.notes, *notes))
 
 
 def _without(

@@ -9,6 +9,8 @@ given the patience of the whole: what is shown of it can be reached, and a longe
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +27,7 @@ from effcompile.passes.levers import LEVERS, RECOMPUTE, Levers
 from effcompile.passes.states import StatesOption
 from effcompile.plan import LeverRow
 from effcompile.planner.remat import BlockFront
+from effcompile.units import format_seconds
 
 #: Levers that are forms of the whole step → whether a variant uses it.
 STEP_LEVERS: Mapping[str, Callable[[Variant], bool]] = {
@@ -34,6 +37,8 @@ STEP_LEVERS: Mapping[str, Callable[[Variant], bool]] = {
 }
 STATES = "optimizer states"
 MICROBATCHES = "micro-batches"
+#: Pairs of levers are looked at for so long at the most.
+PAIRS_SECONDS = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +120,36 @@ class Subsets:
         return replace(self.checkpoint, groups=self.checkpoint.groups and RECOMPUTE in names, patience=1)
 
 
-def lever_rows(subsets: Subsets, joint: Joint, budget: int, progress: Progress = QUIET) -> tuple[LeverRow, ...]:
-    """None of the levers, each alone, the best pair, and all (the plan); nothing where there are not two to choose from."""
+def lever_rows(
+    subsets: Subsets, joint: Joint, budget: int, progress: Progress = QUIET, *, seconds: float = PAIRS_SECONDS
+) -> tuple[tuple[LeverRow, ...], list[str]]:
+    """None of the levers, each alone, the best pair, and all (the plan); nothing where there are not two to choose from.
+
+    Pairs of levers that need the least alone come first; after `seconds` no more are looked at, and the note says so.
+    """
     names = subsets.names
     if len(names) < 2:
-        return ()
-    tried = [(), *((name,) for name in names), *(combinations(names, 2) if len(names) > 2 else ())]
-    rows = []
-    for number, subset in enumerate(tried):
-        progress.update("hold the levers against each other", number, len(tried))
-        rows.append(subsets.reach(subset, budget))
-    alone, pairs = rows[: 1 + len(names)], rows[1 + len(names) :]
+        return (), []
+    none, *alone = _reached(subsets, [(), *((name,) for name in names)], budget, progress)
+    order = {row.levers[0]: rank for rank, row in enumerate(sorted(alone, key=_rank))}
+    ordered = sorted(combinations(names, 2), key=lambda pair: sorted((order[name] for name in pair), reverse=True))
+    pairs = _reached(subsets, ordered if len(names) > 2 else [], budget, progress, deadline=time.monotonic() + seconds)
+    cut = 0 < len(pairs) < len(ordered)
+    said = f"the pair of levers is the best of {len(pairs)} of {len(ordered)}, which were looked at within {format_seconds(seconds)}"
     whole = LeverRow(levers=names, seconds=joint.seconds, peak_bytes=joint.peak_bytes)
-    return (*alone, *([min(pairs, key=_rank)] if pairs else []), whole)
+    return (none, *alone, *([min(pairs, key=_rank)] if pairs else []), whole), [said] * cut
+
+
+def _reached(
+    subsets: Subsets, which: Sequence[tuple[str, ...]], budget: int, progress: Progress, deadline: float = math.inf
+) -> list[LeverRow]:
+    rows: list[LeverRow] = []
+    for number, names in enumerate(which):
+        if rows and time.monotonic() > deadline:
+            break
+        progress.update("hold the levers against each other", number, len(which))
+        rows.append(subsets.reach(names, budget))
+    return rows
 
 
 def _rank(row: LeverRow) -> tuple[bool, float]:
