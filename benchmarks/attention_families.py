@@ -38,13 +38,17 @@ NOT_SDPA = ("softcap", "sink")
 
 @dataclass(kw_only=True)
 class Row:
-    """One family's result, as its process prints it. `noise`: errors of eager bf16 itself against fp32, outputs and gradients."""
+    """One family's result, as its process prints it.
+
+    `errors`: ours against eager, by column. `noise` and `ours`: eager's bf16 and ours against eager's fp32, outputs and gradients.
+    """
 
     name: str
     attentions: int = 0
     found: list[int] = field(default_factory=list)  # in the inference graph, in the training graph
     errors: dict[str, float] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
+    ours: dict[str, float] = field(default_factory=dict)
     padding: float = 0.0
     reasons: list[str] = field(default_factory=list)
     failure: str = ""
@@ -118,6 +122,7 @@ def _training(row: Row, sizes: Sizes, form: str) -> None:
             if column:
                 row.errors[column] = difference(ours, theirs)
                 row.noise[column] = difference(theirs, fp32)
+                row.ours[column] = difference(ours, fp32)
         exact = exact or truth
 
 
@@ -210,12 +215,13 @@ def table(rows: list[Row], width: int | None) -> None:
 
     console = Console(width=width, highlight=False)
     grid = Table(box=None, padding=(0, 1, 0, 0))
-    for heading in ("family", "variant", "result", "inference", "training", "padding", *LIMITS, "eager's own", "gradients"):
+    own = ("eager's own", "ours", "eager's gradients", "ours'")  # bf16 against fp32
+    for heading in ("family", "variant", "result", "inference", "training", "padding", *LIMITS, *own):
         grid.add_column(heading, justify="left" if heading in ("family", "variant", "result") else "right", no_wrap=True)
     for row in rows:
         counts = [f"{count}/{row.attentions}" for count in row.found] + ["–"] * (2 - len(row.found))
         figures = [f"{row.errors[c]:.0e}" if c in row.errors else "–" for c in LIMITS]
-        noise = [f"{row.noise[c]:.0e}" if c in row.noise else "–" for c in ("bf16", "bf16 gradients")]
+        noise = [f"{of[c]:.1e}" if c in of else "–" for c in ("bf16", "bf16 gradients") for of in (row.noise, row.ours)]
         state = "ok" if row.passed else "failed" if row.failure else "not all"
         grid.add_row(row.name, variant_of(row.name), state, *counts, f"{row.padding:.0e}", *figures, *noise)
     console.print(grid)
@@ -257,10 +263,10 @@ def main() -> int:
         for row in pool.map(lambda name: child(name, arguments), names):
             print(f"{row.name}: {'ok' if row.passed else row.failure or row}", file=sys.stderr, flush=True)
             rows.append(row)
+            if arguments.json:  # a long run that is cut off has its rows
+                with open(arguments.json, "w") as file:
+                    json.dump([asdict(row) for row in rows], file, indent=1)
     table(rows, arguments.columns)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(row) for row in rows], file, indent=1)
     return 0 if all(row.passed for row in rows) else 1
 
 

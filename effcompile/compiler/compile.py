@@ -22,7 +22,7 @@ from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.search import Search, explain_infeasible, fingerprint
 from effcompile.compiler.settle import Outcome, Workshop, settle
 from effcompile.compiler.verify import references, worst
-from effcompile.errors import CaptureError, EffcompileError, FormatError, InfeasibleError, UsageError
+from effcompile.errors import CaptureError, EffcompileError, FormatError, InfeasibleError, LoweringError, UsageError, VerificationError
 from effcompile.estimate import sensitivity
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Sensitivity
@@ -32,6 +32,7 @@ from effcompile.passes import Pass, load_passes
 from effcompile.passes.quantize import Quantize
 from effcompile.plan import Candidate, Plan
 from effcompile.program import Program
+from effcompile.sites import attentions
 from effcompile.target import Target
 from effcompile.units import format_error, format_seconds
 
@@ -43,6 +44,9 @@ _FAR_OFF = 1.6
 
 #: Seconds for measuring how much each low-precision option changes the output.
 SENSITIVITY_SECONDS = 15.0
+
+#: `Program.left` of a program whose attentions stay as the model writes them.
+_LEFT_AS_WRITTEN = {"": "fused, it rounds otherwise, and this model makes more of that than an exact plan allows"}
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -116,12 +120,24 @@ def optimize(
     backends, absent = _backends_for(target, backend)
     machine = resolve(target, backends)
     program, checked = _captured(model, args, kwargs, dynamic, progress)
-    program = _with_calibration(program, given)
-    search = _search(program, goal, machine, load_passes(passes), given, progress)
-    plans, candidates = _plans(search, backends, absent, progress)
-    shop = _workshop(program, model, search.passes, goal, given, progress)
-    outcomes, candidates = _settle_all(shop, search, plans, candidates)
-    best = _finish(model, program, outcomes, candidates, goal, progress)
+
+    def best_of(program: Program) -> Outcome:
+        program = _with_calibration(program, given)
+        search = _search(program, goal, machine, load_passes(passes), given, progress)
+        plans, candidates = _plans(search, backends, absent, progress)
+        shop = _workshop(program, model, search.passes, goal, given, progress)
+        return _finish(model, program, *_settle_all(shop, search, plans, candidates), goal, progress)
+
+    try:
+        best = best_of(program)
+    except (VerificationError, LoweringError) as failure:
+        if program.left == _LEFT_AS_WRITTEN or not attentions(program):
+            raise
+        try:
+            best = best_of(_as_written(model, args, kwargs, dynamic))
+        except EffcompileError:
+            raise failure from None
+        checked = (*checked, f"attention is left as written: {failure}")
     notes = (*best.plan.notes, *checked, *_stale_timings(machine, best.plan.candidates), *machine.keep_timings())
     return Executable(model, best.program, best.lowered, replace(best.plan, notes=tuple(dict.fromkeys(notes))))
 
@@ -177,6 +193,11 @@ def _in_normal_form(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         return normalised(capture(model, args, kwargs, dynamic=dynamic))
 
 
+def _as_written(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any) -> Program:
+    """The captured program, its attentions as the model writes them: where these in normal form do not verify."""
+    return replace(capture(model, args, kwargs, dynamic=dynamic), left=_LEFT_AS_WRITTEN)
+
+
 def _with_calibration(program: Program, given: Sequence[Inputs] | None) -> Program:
     """The program with the user's calibration inputs, for passes that find constants on them."""
     return replace(program, calibration=tuple(given or ()))
@@ -194,8 +215,7 @@ def _captured(
     with progress.step("verify the capture"):
         checks = verify_capture(program, model)
         if not all(check.passed for check in checks):  # top-k routing turns a difference in rounding into another expert
-            written = capture(model, args, kwargs, dynamic=dynamic)
-            program = replace(written, left={"": "fused, it rounds otherwise, and this model makes more of that than an exact plan allows"})
+            program = _as_written(model, args, kwargs, dynamic)
             checks = verify_capture(program, model)
     for check in checks:
         if not check.passed:
@@ -353,6 +373,8 @@ def _reapply(
     """
     backends, _ = usable_backends(plan.backend)
     program, checked = _captured(model, args, kwargs, dynamic, progress)
+    if fingerprint(program) != plan.fingerprint:
+        program = _as_written(model, args, kwargs, dynamic)
     if fingerprint(program) != plan.fingerprint:
         raise FormatError(
             f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {program.name} has "
