@@ -14,6 +14,8 @@ from effcompile.attention.normalise import EAGER, OUR_ATTENTIONS
 from effcompile.program import Program, module_path, shape_of
 
 aten = torch.ops.aten
+#: In the name of an attention that stands in no submodule: its node is called otherwise once another form stands there.
+ROOT = "model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,19 +153,19 @@ def embeddings(program: Program) -> list[EmbeddingSite]:
 
 
 def attentions(program: Program) -> list[AttentionSite]:
-    """All attentions that are one node, `aten.scaled_dot_product_attention` or `effcompile::attention`, on 4-D tensors."""
+    """All attentions that are one node, `aten.scaled_dot_product_attention` without dropout or one of ours, on 4-D tensors."""
     names, found = _Names(), []
-    sdpa, ours, flex = aten.scaled_dot_product_attention.default, *OUR_ATTENTIONS
-    for node in program.calls(sdpa, ours, flex):
+    sdpa, ours = aten.scaled_dot_product_attention.default, OUR_ATTENTIONS[0]
+    for node in program.calls(sdpa, *OUR_ATTENTIONS):
         q, k = _node(node.args[0]), _node(node.args[1])
         assert q is not None and k is not None
         q_shape, k_shape = shape_of(q), shape_of(k)
-        if len(q_shape) != 4 or len(k_shape) != 4:
+        if len(q_shape) != 4 or len(k_shape) != 4 or (node.target is sdpa and argument(node, "dropout_p")):
             continue
         b, h, sq, d = q_shape
         found.append(
             AttentionSite(
-                site=names.take(f"{module_path(node) or node.name}:attention"),
+                site=names.take(f"{module_path(node) or ROOT}:attention"),
                 node=node,
                 dims=(b, h, sq, k_shape[2], d),
                 key_heads=k_shape[1],

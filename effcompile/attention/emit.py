@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,21 @@ class Emitter:
         node.meta["val"] = _value(target, args, kwargs)
         self._made[key] = node
         return node
+
+    def inline(self, function: Callable[..., Any], *nodes: fx.Node) -> fx.Node:
+        """What a function made of aten operators and numbers computes of these values."""
+        traced = fx.symbolic_trace(function).graph
+        made: dict[fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
+        for node in (n for n in traced.nodes if n.op == "call_function"):
+            made[node] = self.call(node.target, fx.map_arg(node.args, made.__getitem__))
+        (result,) = fx.map_arg(traced.output_node().args, made.__getitem__)
+        assert isinstance(result, fx.Node), "an operator made it"
+        return result
+
+    def no_longer_than(self, node: fx.Node, axis: int, size: int) -> fx.Node:
+        """Whether an axis of a value is at most so long: a bool of no axes."""
+        length = self.call(aten.sym_size.int, (node, axis))
+        return self.call(aten.le.Scalar, (self.call(aten.new_full.default, (node, [], length), {"dtype": torch.int64}), size))
 
     def restride(self, node: fx.Node) -> None:
         """Follow other strides than those that the readers of `node` were traced with: shapes anew, `view` as `reshape`."""

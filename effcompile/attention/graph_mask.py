@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from effcompile.attention.emit import Emitter
 from effcompile.attention.expressions import Expression
 from effcompile.attention.fit import Edge
 from effcompile.attention.visibility import Visibility
@@ -15,10 +16,17 @@ from effcompile.attention.visibility import Visibility
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Guard:
-    """What a form takes for granted of the inputs: in words, and as a check of the tensors in the order of `Program.inputs`."""
+    """What a form takes for granted of the inputs: in words, and checked.
+
+    Attributes:
+        text: for a report.
+        check: of the tensors in the order of `Program.inputs`.
+        holds: the same as a node of the graph, a bool of no axes.
+    """
 
     text: str
     check: Callable[[Sequence[Tensor]], bool]
+    holds: Callable[[Emitter], fx.Node]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,7 +41,7 @@ class GraphMask:
         dense: what has no closed form: bool [B or 1, H or 1, Sq or 1, Sk or 1] each, all of which must hold.
         biases: nodes that are added to the scores where a key is seen, in order.
         uniform_empty: a query that sees nothing attends to all keys alike (the lowest finite number was added), not to none.
-        guards: conditions on the inputs under which all of this holds.
+        guards: conditions on the inputs under which all of this holds. met: they hold at the example.
         reads: names of the inputs whose elements it depends on.
         counts: at the example, by tile size: (empty, full, partial) tiles.
         text: one line for a report.
@@ -50,6 +58,7 @@ class GraphMask:
     biases: tuple[fx.Node, ...] = ()
     uniform_empty: bool = False
     guards: tuple[Guard, ...] = ()
+    met: bool = True
     reads: tuple[str, ...] = ()
     counts: Mapping[int, tuple[int, int, int]]
     text: str = ""
@@ -64,6 +73,11 @@ class GraphMask:
     def hides(self) -> bool:
         """It hides something; otherwise the operand is nothing but biases."""
         return not self.static or self.lo is not None or self.hi is not None or self.chunk > 0
+
+    @property
+    def condition(self) -> str:
+        """Its guards in words."""
+        return " and ".join(guard.text for guard in self.guards)
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:

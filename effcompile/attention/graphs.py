@@ -35,6 +35,9 @@ SHAPE_ONLY = overloads(
     "sym_size.int", "new_ones.default", "new_zeros.default", "new_full.default", "new_empty.default", "zeros_like.default",
     "ones_like.default", "full_like.default", "empty_like.default",
 )  # fmt: skip
+FILLS = overloads("masked_fill.Scalar", "masked_fill_.Scalar", "masked_fill.Tensor", "masked_fill_.Tensor")
+WHERES = overloads("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
+ZEROS = overloads("zeros.default", "zeros_like.default", "new_zeros.default")
 DROPOUTS = overloads("dropout.default", "dropout_.default")
 
 

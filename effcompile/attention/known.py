@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from effcompile.attention.fit import Edge
 from effcompile.attention.forms import AttentionMatch, NotThisFormError, Operand, Term, same, tensor_of
 from effcompile.attention.graph_mask import GraphMask
 from effcompile.attention.graphs import aten
+from effcompile.attention.guards import conjunction
 from effcompile.attention.match import SDPA, match
 from effcompile.attention.recover import Sense, recover_mask
 from effcompile.attention.rewrite import Masking, rewrite
@@ -35,7 +38,7 @@ def mask_of(program: Program, node: fx.Node) -> GraphMask | None:
         program: finished: what was found is kept for its module.
         node: an SDPA, or an `effcompile::attention` whose mask is dense.
     """
-    operand = _operand(node)
+    operand = dense_mask(node)
     if operand is None:
         return None
     q_len, k_len = shape_of(node.args[0])[2], shape_of(node.args[1])[2]  # type: ignore[arg-type]
@@ -62,6 +65,8 @@ def is_causal(mask: GraphMask) -> bool:
 def in_closed_form(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Replace attentions by `effcompile::attention` with their masks in closed form, in place; old node → new one.
 
+    Where a mask has guards it is `attention_guarded`, which reads the dense mask in calls that break one.
+
     Args:
         program: an editable copy; its nodes are replaced.
         nodes: attentions of it that `mask_of` knows the masks of, or that have none.
@@ -70,19 +75,57 @@ def in_closed_form(program: Program, nodes: Sequence[fx.Node]) -> dict[fx.Node, 
         NotThisFormError: an attention is not what it was matched as.
     """
     masks = {node: mask_of(program, node) for node in nodes}
+    written = {node: dense for node, mask in masks.items() if mask is not None and mask.guards and (dense := dense_mask(node)) is not None}
+    with _alive(program.graph, list(written.values())):
+        replaced = _told_all(program, masks)
+        emit = Emitter(program.graph)
+        for node, dense in written.items():
+            mask = masks[node]
+            assert mask is not None, "it has guards"
+            replaced[node] = _guard(emit, replaced[node], mask, dense)
+    return replaced
+
+
+@contextlib.contextmanager
+def _alive(graph: fx.Graph, values: Sequence[fx.Node]) -> Iterator[None]:
+    """The values are read by the graph's output for a while."""
+    output = graph.output_node()
+    results = output.args
+    output.args = ((*results, tuple(values)),)
+    yield
+    output.args = results
+
+
+def _told_all(program: Program, masks: Mapping[fx.Node, GraphMask | None]) -> dict[fx.Node, fx.Node]:
     emit = Emitter(program.graph)
     replaced = {}
     found = {m.anchor: m for m in match(program.graph) if isinstance(m, AttentionMatch) and m.anchor in masks}
-    for node in nodes:
+    for node, known in masks.items():
         if node.target is not SDPA:
-            _retold(emit.before(node), node, masks[node])
+            _retold(emit.before(node), node, known)
             replaced[node] = node
             continue
-        (outcome,) = rewrite(program.graph, matches=[found[node]], masking=lambda m, mask=masks[node]: _masking(m, mask))  # type: ignore[misc]
+        (outcome,) = rewrite(program.graph, matches=[found[node]], masking=lambda m, mask=known: _masking(m, mask))  # type: ignore[misc]
         if not hasattr(outcome, "match"):
             raise NotThisFormError(outcome.reason)
         replaced[node] = outcome.node
     return replaced
+
+
+def _guard(emit: Emitter, node: fx.Node, mask: GraphMask, written: fx.Node) -> fx.Node:
+    """A call of `effcompile::attention` as one that looks at the mask's guards, in place."""
+    given = arguments(node)
+    (out,) = (user for user in node.users if user.target is operator.getitem)
+    emit.before(node)
+    holds = conjunction(emit, [guard.holds(emit) for guard in mask.guards])
+    closed = [given[name] for name in ("bias", "sink", "mask", "q_ids", "k_ids", "valid")]
+    form = {name: given[name] for name in ("scale", "softcap", "lo", "hi", "chunk", "uniform_empty")}
+    call = emit.call(torch.ops.effcompile.attention_guarded.default, (given["q"], given["k"], given["v"], holds, written, *closed), form)
+    call.meta = {**node.meta, **call.meta}
+    out.replace_all_uses_with(call)
+    emit.graph.erase_node(out)
+    emit.graph.erase_node(node)
+    return call
 
 
 def set_causal(program: Program, nodes: Sequence[fx.Node]) -> None:
@@ -106,7 +149,8 @@ def set_flex(program: Program, nodes: Sequence[fx.Node]) -> None:
         program.graph.erase_node(node)
 
 
-def _operand(node: fx.Node) -> fx.Node | None:
+def dense_mask(node: fx.Node) -> fx.Node | None:
+    """The mask that an attention reads, or the bias that one may be in."""
     if node.target is SDPA:
         value: Any = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
     else:

@@ -8,12 +8,9 @@ import torch
 from torch import fx
 
 from effcompile.attention.forms import same_shape, tensor_of
-from effcompile.attention.graphs import argument, aten, moves_nothing, number, overloads, source_of
+from effcompile.attention.graphs import FILLS, WHERES, ZEROS, argument, aten, moves_nothing, number, source_of
 
 HIDING = -1e4  # a fill above this is no mask: exp(fill − maximum) is not 0
-FILL = overloads("masked_fill.Scalar", "masked_fill_.Scalar", "masked_fill.Tensor", "masked_fill_.Tensor")
-WHERE = overloads("where.self", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
-_ZEROS = overloads("zeros.default", "zeros_like.default", "new_zeros.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,9 +29,9 @@ def added_mask(node: fx.Node) -> AddedMask | None:
         node = source
     if node.target is aten.add.Tensor and argument(node, 2, "alpha", 1) == 1:
         return _of_sum(node)
-    if node.target in FILL:
+    if node.target in FILLS:
         seen, fill, rest, hidden = node.args[1], number(node.args[2]), node.args[0], True
-    elif node.target in WHERE:
+    elif node.target in WHERES:
         hidden = number(node.args[2]) in (None, 0.0)
         seen, fill, rest = node.args[0], number(node.args[1 if hidden else 2]), node.args[2 if hidden else 1]
     else:
@@ -42,7 +39,7 @@ def added_mask(node: fx.Node) -> AddedMask | None:
     absorbs = fill is not None and fill <= torch.finfo(tensor_of(node).dtype).min / 2
     if not absorbs or not isinstance(seen, fx.Node) or fill is None:
         return None
-    if number(rest) == 0.0 or (isinstance(rest, fx.Node) and rest.target in _ZEROS):
+    if number(rest) == 0.0 or (isinstance(rest, fx.Node) and rest.target in ZEROS):
         covers = same_shape(tensor_of(seen).shape, tensor_of(node).shape)
         return AddedMask(seen=seen, hidden=hidden, fill=fill, rest=None) if covers else None
     return AddedMask(seen=seen, hidden=hidden, fill=fill, rest=rest) if isinstance(rest, fx.Node) else None

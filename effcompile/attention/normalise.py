@@ -9,17 +9,20 @@ import torch
 from torch import fx
 
 from effcompile.attention import flex as _flex  # noqa: F401 - registers its operator
+from effcompile.attention import guarded as _guarded  # noqa: F401 - the same
 from effcompile.attention import predicted as _predicted  # noqa: F401 - the same
 from effcompile.attention.forms import AttentionMatch, Unmatched
 from effcompile.attention.match import SDPA, match
-from effcompile.attention.rewrite import Rewritten, rewrite
+from effcompile.attention.rewrite import Rewritten, rewrite, why_not
 from effcompile.ops import attention as _attention  # noqa: F401 - the same
 from effcompile.program import Program
 
 #: In the meta of an attention's node: the model writes it as separate operators.
 EAGER = "effcompile_eager"
 #: Our own operators for an attention.
-OUR_ATTENTIONS = (torch.ops.effcompile.attention.default, torch.ops.effcompile.attention_flex.default)
+OUR_ATTENTIONS = (
+    torch.ops.effcompile.attention.default, torch.ops.effcompile.attention_flex.default, torch.ops.effcompile.attention_guarded.default,
+)  # fmt: skip
 
 
 def normalised(program: Program) -> Program:
@@ -29,7 +32,7 @@ def normalised(program: Program) -> Program:
     """
     found = match(program.graph)
     if not any(isinstance(m, AttentionMatch) and m.anchor.target is not SDPA for m in found):
-        left = {m.site or m.node.name: m.reason for m in found if isinstance(m, Unmatched)}
+        left = refused(found)
         return replace(program, left=left) if left else program
     edited = program.editable("")
     return replace(edited, left=normalise(edited.graph), history=program.history)
@@ -41,7 +44,7 @@ def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, str]:
     With `training`, all become `effcompile::attention`: SDPA's gradients are wrong where numbers hide a whole row (torch 2.13, CPU).
     """
     found = match(graph)
-    left = {m.site or m.node.name: m.reason for m in found if isinstance(m, Unmatched)}
+    left = refused(found)
     as_sdpa = [] if training else rewrite(graph, form="sdpa", matches=_eager(found), grouped=False)
     as_ours = rewrite(graph, form="attention", matches=_eager(match(graph)), training=training)
     for outcome in [*(o for o in as_sdpa if isinstance(o, Rewritten)), *as_ours]:
@@ -49,6 +52,17 @@ def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, str]:
             outcome.node.meta[EAGER] = True
         else:
             left[outcome.site or outcome.node.name] = outcome.reason
+    return left
+
+
+def refused(found: Iterable[AttentionMatch | Unmatched]) -> dict[str, str]:
+    """Attention → why it is left as it is, of those that can be nothing else: no attention by its form, or one with dropout."""
+    left = {}
+    for each in found:
+        if isinstance(each, Unmatched):
+            left[each.site or each.node.name] = each.reason
+        elif reason := why_not(each):
+            left[each.site or each.anchor.name] = reason
     return left
 
 

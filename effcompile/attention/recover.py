@@ -16,7 +16,17 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.attention.assemble import assembled
-from effcompile.attention.evaluate import Values, Variant, ancestors, evaluate, filled_variants, placeholders, reads, sized_variants
+from effcompile.attention.evaluate import (
+    Values,
+    Variant,
+    ancestors,
+    evaluate,
+    filled_variants,
+    placeholders,
+    reads,
+    sized_variants,
+    tensors,
+)
 from effcompile.attention.expressions import tested, whole
 from effcompile.attention.fit import UnfittedError
 from effcompile.attention.graph_mask import GraphMask
@@ -24,6 +34,7 @@ from effcompile.attention.guards import every_query_sees
 from effcompile.attention.terms import NEVER, Leaf, Terms
 from effcompile.program import Program
 
+aten = torch.ops.aten
 Sense = Literal["added", "visible", "hidden"]
 BLOCKS = (64, 128)
 #: Where one of these stands among the ancestors of a value, the model computed it.
@@ -132,9 +143,9 @@ class _Search:
             raise _DifferentError(f"the closed form differs from the mask ({variant.name})")
 
     def _visible(self, value: Tensor) -> Tensor:
-        if self.sense == "added":
-            return value > NEVER
-        return value != 0 if self.sense == "visible" else value == 0
+        """In aten operators, as a guard traces it."""
+        test, limit = {"added": (aten.gt, NEVER), "visible": (aten.ne, 0), "hidden": (aten.eq, 0)}[self.sense]
+        return test.Scalar(value, limit)
 
     def _without(self, biases: Sequence[fx.Node], held: Sequence[fx.Node]) -> dict[fx.Node, Tensor]:
         """Zeros for the biases, which may be the scores themselves, so that no model has to run."""
@@ -174,6 +185,7 @@ class _Search:
             text = text.replace(word, f"{word} ({', '.join(inputs)})") if inputs else text
         return replace(
             mask,
+            met=mask.unmet(tensors(self.program, placeholders(self.program))) is None,
             reads=tuple(dict.fromkeys(name for inputs in names.values() for name in inputs)),
             counts={block: form.tiles(block, block, q_len=q_len, k_len=k_len).counts for block in BLOCKS},
             text=text,

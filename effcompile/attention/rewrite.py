@@ -155,14 +155,25 @@ def _replace(emit: Emitter, found: AttentionMatch, form: Form, masking: Masking,
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
-def _refusal(found: AttentionMatch, form: Form, masking: Masking) -> str:
-    """Why a match is left as it is; "" if it is not."""
+def why_not(found: AttentionMatch) -> str:
+    """Why a match is left as it is, whatever might stand for it; "" if it is not.
+
+    A kernel that computes weights tile by tile, and again in the backward, would have to draw the mask of dropout by place. PyTorch's
+    generator draws in the order of one pass over all of it, so that no such kernel repeats what the model draws.
+    """
     if found.dropout > 0:
         return f"it drops {found.dropout:g} of its weights at random, and no other kernel would draw the same"
     if found.weights is not None:
         return f"its weights ({found.weights.name}) are returned or read again, so that they have to be computed"
     if found.softcap < 0:
         return f"its softcap is {found.softcap:g}"
+    return ""
+
+
+def _refusal(found: AttentionMatch, form: Form, masking: Masking) -> str:
+    """Why a match is not replaced by this form; "" if it is."""
+    if reason := why_not(found):
+        return reason
     if form == "sdpa":
         if found.softcap or found.sink is not None:
             return f"SDPA has no {'softcap' if found.softcap else 'sinks'}"

@@ -12,9 +12,22 @@ from typing import Any
 from torch import Tensor, fx
 
 from effcompile.attention.forms import Fill, NotThisFormError, Operand, Term, same, same_shape, tensor_of
-from effcompile.attention.graphs import CASTS, COPIES, RESHAPES, Learned, argument, aten, moves_nothing, number, overloads, source_of
+from effcompile.attention.graphs import (
+    CASTS,
+    COPIES,
+    FILLS,
+    RESHAPES,
+    WHERES,
+    Learned,
+    argument,
+    aten,
+    moves_nothing,
+    number,
+    overloads,
+    source_of,
+)
 from effcompile.attention.heads import Frame, Heads, heads_of
-from effcompile.attention.masks import FILL, HIDING, WHERE, added_mask
+from effcompile.attention.masks import HIDING, added_mask
 from effcompile.attention.products import Product, is_product
 
 _ADD = overloads("add.Tensor", "add_.Tensor", "add.Scalar", "add_.Scalar")
@@ -23,7 +36,7 @@ _MUL = overloads("mul.Tensor", "mul_.Tensor", "mul.Scalar", "mul_.Scalar")
 _DIV = overloads("div.Tensor", "div_.Tensor", "div.Scalar", "div_.Scalar")
 _TANH = overloads("tanh.default", "tanh_.default")
 _FLOOR = overloads("maximum.default", "max.other", "clamp_min.default", "clamp_min.Tensor", "clamp.default")
-_ONE_OPERAND = CASTS | COPIES | RESHAPES | FILL | _TANH | _DIV | _FLOOR | {aten.expand.default}
+_ONE_OPERAND = CASTS | COPIES | RESHAPES | FILLS | _TANH | _DIV | _FLOOR | {aten.expand.default}
 
 
 def trail_to(node: fx.Node) -> list[fx.Node] | None:
@@ -46,7 +59,7 @@ def _candidates(node: fx.Node) -> Iterator[fx.Node]:
         operands = node.args[:1]
     elif node.target in _ADD | _SUB | _MUL:
         operands = node.args[:2]
-    elif node.target in WHERE:
+    elif node.target in WHERES:
         operands = node.args[1:3]
     elif node.target is aten.cat.default:
         operands = tuple(node.args[0])  # type: ignore[arg-type]
@@ -290,8 +303,8 @@ _RULES: tuple[tuple[frozenset[Any], Callable[[Scores, fx.Node, fx.Node], None]],
     (_ADD | _SUB, Scores.add),
     (_MUL | _DIV, Scores.multiply),
     (_TANH, Scores.tanh),
-    (FILL, Scores.fill),
-    (WHERE, Scores.where),
+    (FILLS, Scores.fill),
+    (WHERES, Scores.where),
     (_FLOOR, Scores.floor),
     (frozenset({aten.cat.default}), Scores.cat),
 )

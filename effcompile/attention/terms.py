@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.attention.graphs import FILLS, WHERES, ZEROS
 from effcompile.attention.positions import Band, band_of, chunk_of
 
 aten = torch.ops.aten
@@ -22,9 +23,7 @@ _SAME = (
 _AND = (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
 _OR = (aten.__or__.Tensor, aten.bitwise_or.Tensor, aten.logical_or.default)
 _NOT = (aten.bitwise_not.default, aten.logical_not.default)
-_WHERE = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 _MINUS = (aten.rsub.Scalar, aten.sub.Tensor)
-_FILL = (aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 _TESTS: dict[Any, Callable[[float, float], bool]] = {
     aten.lt.Scalar: lambda a, b: a < b, aten.le.Scalar: lambda a, b: a <= b, aten.gt.Scalar: lambda a, b: a > b,
     aten.ge.Scalar: lambda a, b: a >= b, aten.eq.Scalar: lambda a, b: a == b, aten.ne.Scalar: lambda a, b: a != b,
@@ -67,7 +66,7 @@ class Terms:
         target, args = node.target, node.args
         if number(node) == 0:
             return
-        if target in _SAME and _floats(node):
+        if (target in _SAME and _floats(node)) or _leads(node):
             self.additive(args[0])  # type: ignore[arg-type]
         elif target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in args):
             self.additive(args[0])  # type: ignore[arg-type]
@@ -88,7 +87,7 @@ class Terms:
     def _taken_apart(self, node: fx.Node, positive: bool) -> bool:
         """By its operator; False where that is none of ours, and nothing was noted."""
         target, args = node.target, node.args
-        if target in _SAME and node.op == "call_function" and _lossless(node):
+        if (target in _SAME and node.op == "call_function" and _lossless(node)) or _leads(node):
             self.truth(args[0], positive)
         elif target in _NOT:
             self.truth(args[0], not positive)
@@ -123,7 +122,7 @@ class Terms:
             return False
         while isinstance(inner, fx.Node) and inner.target in _SAME and _lossless(inner):
             inner = inner.args[0]
-        if not isinstance(inner, fx.Node) or inner.target not in _WHERE:
+        if not isinstance(inner, fx.Node) or inner.target not in WHERES:
             return False
         condition, *choices = inner.args
         yes, no = (number(choice) for choice in choices)
@@ -148,9 +147,9 @@ class Terms:
 
     def _chosen(self, node: fx.Node) -> bool:
         """where or masked_fill with a fill on one side; the other is added."""
-        if node.target in _WHERE:
+        if node.target in WHERES:
             condition, yes, no = node.args
-        elif node.target in _FILL:
+        elif node.target in FILLS:
             no, condition, yes = node.args
         else:
             return False
@@ -205,7 +204,7 @@ def number(value: Any) -> float | None:
     target, args = value.target, value.args
     if target in _SAME:
         return number(args[0])
-    if target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
+    if target in ZEROS:
         return 0.0
     if target in (aten.ones.default, aten.ones_like.default, aten.new_ones.default):
         return 1.0
@@ -231,6 +230,12 @@ def _floats(node: fx.Node) -> bool:
     """A float that is made of a float."""
     source = node.args[0]
     return isinstance(source, fx.Node) and source.meta["val"].dtype.is_floating_point and node.meta["val"].dtype.is_floating_point
+
+
+def _leads(node: fx.Node) -> bool:
+    """One more axis before all others: counted from the end, as masks broadcast, nothing has moved."""
+    source = node.args[0] if node.target is aten.unsqueeze.default else None
+    return isinstance(source, fx.Node) and node.args[1] in (0, -1 - source.meta["val"].ndim)
 
 
 def _integers(node: fx.Node) -> bool:

@@ -61,7 +61,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     args, kwargs = pytree.tree_map(_contiguous, (tuple(args), dict(kwargs or {})))
     with evaluating(model), torch.no_grad():
         original = _run_eager(model, args, kwargs)
-    with mended(model, kwargs) as mends, named_arguments(model, args, kwargs):
+    with mended(model, kwargs, args) as mends, named_arguments(model, args, kwargs):
         outputs = _run_eager(model, args, kwargs) if CACHE_MEND in mends else original
         cached = len(pytree.tree_leaves(outputs)) != len(pytree.tree_leaves(original))  # many configs ask for a cache that never comes
         subject = _Subject(

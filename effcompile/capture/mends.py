@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from effcompile import torch_compat
+from effcompile.units import format_bytes
 
 CACHE_MEND = "use_cache=False: the output has no key/value cache, which torch.export cannot return"
 
@@ -20,6 +23,8 @@ CACHE_MEND = "use_cache=False: the output has no key/value cache, which torch.ex
 Mend = tuple[str, list[Callable[[], object]]]
 _NOTHING: Mend = ("", [])
 _EXPERTS = "_experts_implementation_internal"
+#: Bytes of experts' weights that a captured graph may copy at once.
+_MOST_GATHERED = 1 << 30
 
 
 @contextlib.contextmanager
@@ -35,12 +40,12 @@ def as_reference(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def mended(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """The model as it is captured: `as_reference` and what only tracing needs. Yields the mends in the user's words."""
+def mended(model: nn.Module, kwargs: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The model as it is captured with these inputs: `as_reference` and what only tracing needs. Yields the mends in the user's words."""
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(as_reference(model))
         said += _apply(stack, _merged_adapters(model))
-        yield said + _apply(stack, _loss_type(model, kwargs)) + _apply(stack, _batched_experts(model))
+        yield said + _apply(stack, _loss_type(model, kwargs)) + _apply(stack, _batched_experts(model, (args, kwargs)))
 
 
 def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[str, ...]:
@@ -152,18 +157,34 @@ def _loss_type(model: nn.Module, kwargs: Mapping[str, Any]) -> Mend:
     return "loss_type='ForCausalLM': what HuggingFace falls back to for this class", [partial(setattr, model, "loss_type", None)]
 
 
-def _batched_experts(model: nn.Module) -> Mend:
-    """MoE experts as batched matmuls: their other forms loop over data or exist in no exchange format."""
+def _batched_experts(model: nn.Module, inputs: Any = ()) -> Mend:
+    """MoE experts as batched matmuls: their other forms loop over data or exist in no exchange format.
+
+    These copy an expert's weights for every token that it is chosen for; where that is too much, experts take their tokens in groups.
+    """
     setter = getattr(model, "set_experts_implementation", None)
     before = [(config, getattr(config, _EXPERTS)) for config in _configs(model) if hasattr(config, _EXPERTS)]
-    if setter is None or not any("Experts" in type(module).__name__ for module in model.modules()):
+    experts = [module for module in model.modules() if "Experts" in type(module).__name__]
+    if setter is None or not experts:
         return _NOTHING
     undos: list[Callable[[], object]] = [partial(setattr, config, _EXPERTS, was) for config, was in before]
+    gathered = _gathered_bytes(model, experts, inputs)
+    form, why = ("batched_mm", "all experts as batched matmuls") if gathered <= _MOST_GATHERED else (
+        "grouped_mm", f"experts one by one, for as batched matmuls they would copy {format_bytes(gathered)} of weights"
+    )  # fmt: skip
     try:
-        setter("batched_mm")
+        setter(form)
     except (ValueError, RuntimeError, NotImplementedError, AttributeError):
         for undo in undos:
             undo()
         return _NOTHING
     changed = any(getattr(config, _EXPERTS) != was for config, was in before)
-    return "experts_implementation='batched_mm': all experts as batched matmuls" if changed else "", undos
+    return f"experts_implementation={form!r}: {why}" if changed else "", undos
+
+
+def _gathered_bytes(model: nn.Module, experts: list[nn.Module], inputs: Any) -> int:
+    """Of the largest copy that batched matmuls make: one expert's matrix for each token and each expert chosen for it."""
+    tokens = max((math.prod(leaf.shape[:2]) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), default=1)
+    chosen = max((k for config in _configs(model) if isinstance(k := getattr(config, "num_experts_per_tok", None), int)), default=1)
+    stacked = [p for module in experts for p in module.parameters(recurse=False) if p.dim() == 3]
+    return tokens * chosen * max((p[0].numel() * p.element_size() for p in stacked), default=0)

@@ -249,7 +249,8 @@ def _sensitivity(
     group_size = next((each.group_size for each in passes if isinstance(each, Quantize)), 32)
     for each in passes:
         wanted: Callable[[], dict[str, tuple[str, ...]]] | None = getattr(each, "measured_options", None)
-        options |= wanted() if wanted else {}
+        for kind, names in (wanted() if wanted else {}).items():  # several passes may add options to one kind of site
+            options[kind] = tuple(dict.fromkeys((*options.get(kind, ()), *names)))
         replaced: Callable[[Program], Weights] | None = getattr(each, "replaced_weights", None)
         weights |= replaced(program) if replaced else {}
     with progress.step("measure sensitivity"):

@@ -95,7 +95,7 @@ class Attention:
             if reason or cost is None:
                 yield Declined(site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost)
             else:
-                note = f"sees {mask.text}, {_share(mask, site)} of the scores" if mask is not None and form in _SEEING else ""
+                note = _note(mask, site) if mask is not None and form in _SEEING else ""
                 options.append(Option(name=form, cost=cost, by=self.name, note=note))
         if self.int8 and not context.goal.exact and options and not site.ours:
             option = self._int8(site, names, context, options[0])
@@ -140,9 +140,10 @@ def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Cont
     return price(context, "attention/tiled_scores" if changed else f"attention/{form}", b, h, sq, sk, d, visible)
 
 
-def _share(mask: GraphMask, site: AttentionSite) -> str:
-    """How much of the scores is visited, in whole tiles."""
-    return f"{visible_keys(mask, site.dims[3]) / max(1, site.dims[3]):.0%}"
+def _note(mask: GraphMask, site: AttentionSite) -> str:
+    """What is seen, how much of the scores that is in whole tiles, and under which guards."""
+    text = f"sees {mask.text}, {visible_keys(mask, site.dims[3]) / max(1, site.dims[3]):.0%} of the scores"
+    return f"{text}; every call checks that {mask.condition}, else the dense mask is read" if mask.guards else text
 
 
 def _sum_of_parts(site: AttentionSite, context: Context) -> Cost | None:
@@ -179,7 +180,12 @@ def _why_not(form: str, site: AttentionSite, mask: GraphMask | None) -> str:
         return ""
     if mask.note:
         return f"its mask stays dense: {mask.note}"
-    return f"its mask is {mask.text} only where {mask.guards[0].text}" if mask.guards else ""
+    if not mask.guards:
+        return ""
+    where = f"its mask is {mask.text} only where {mask.condition}"
+    if not mask.met:
+        return f"{where}, which the example inputs are not"
+    return where if form != "tiled" else ""
 
 
 def _source(value: object) -> fx.Node:

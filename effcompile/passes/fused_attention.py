@@ -16,7 +16,8 @@ from effcompile.attention.forms import AttentionMatch
 from effcompile.attention.graph_mask import GraphMask
 from effcompile.attention.known import in_closed_form, mask_of
 from effcompile.attention.match import SDPA, match
-from effcompile.attention.normalise import normalise
+from effcompile.attention.normalise import normalise, refused
+from effcompile.attention.rewrite import why_not
 from effcompile.program import Program, TensorSpec
 from effcompile.sites import AttentionSite, attentions
 
@@ -44,6 +45,10 @@ class FusedAttention:
         """Whether there is anything to fuse in a forward graph."""
         return self.enabled and any(isinstance(m, AttentionMatch) and _pays(m) for m in match(front.graph))
 
+    def refused(self, front: fx.GraphModule) -> dict[str, str]:
+        """Attention → why it stays as it is, of those that nothing can be done about."""
+        return refused(match(front.graph)) if self.enabled else {}
+
     def fuse(self, front: fx.GraphModule, inputs: Sequence[Tensor]) -> Attended:
         """Change a forward graph in place.
 
@@ -53,7 +58,9 @@ class FusedAttention:
         """
         program = _program(front, inputs)
         attended = Attended(left=normalise(front.graph, training=True))
-        sites = [site for site in attentions(program) if _gains(program, site)]
+        found = attentions(program)
+        sites = [site for site in found if _gains(program, site)]
+        attended.left |= {site.site: reason for site in found if (reason := _why_not(mask_of(program, site.node), site))}
         for site in sites:
             mask = mask_of(program, site.node)
             b, h, sq, sk, _ = site.dims
@@ -67,12 +74,19 @@ class FusedAttention:
 
 def _pays(found: AttentionMatch) -> bool:
     """Whether a match can be fused and is not yet: SDPA without a mask is the kernel that it would become."""
-    return found.dropout == 0 and found.weights is None and (found.anchor.target is not SDPA or bool(found.edits))
+    return not why_not(found) and (found.anchor.target is not SDPA or bool(found.edits))
 
 
 def _gains(program: Program, site: AttentionSite) -> bool:
     """Ours already, or an SDPA with a mask that is understood: it would compute all scores."""
     return site.ours or (site.mask is not None and _is_closed(mask_of(program, site.node)))
+
+
+def _why_not(mask: GraphMask | None, site: AttentionSite) -> str:
+    """Why an SDPA keeps its dense mask; "" where it has none, or is ours."""
+    if site.ours or mask is None or _is_closed(mask):
+        return ""
+    return f"its mask stays dense: {mask.note}" if mask.note else f"its mask is {mask.text} only where {mask.condition}"
 
 
 def _is_closed(mask: GraphMask | None) -> bool:

@@ -21,7 +21,7 @@ from effcompile.sites import LinearSite, MergeSite, merges
 aten = torch.ops.aten
 
 #: Backends whose split of the merged result is a view; on the others it is a copy and is priced as one.
-VIEW_SPLITS = frozenset({"torch"})
+VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

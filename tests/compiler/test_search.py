@@ -1,5 +1,13 @@
 """Options that exclude each other in one model, and why an option lost."""
 
+from types import SimpleNamespace
+
+import pytest
+from torch import nn, randn
+
+from effcompile.capture import capture
+from effcompile.compiler import compile as compiling
+from effcompile.compiler.progress import QUIET
 from effcompile.compiler.search import Proposal, _without_conflicts
 from effcompile.cost import Cost, Provenance
 from effcompile.goal import Goal
@@ -42,3 +50,15 @@ def test_the_best_part_never_mixes():
     goal = Goal(max_error=0.1)
     solved = [solve(part.problem(goal)).choice for part in _without_conflicts(whole, [("fp32", "bf16")])[1:]]
     assert solved == [{"a": "fp32", "b": "fp32"}]
+
+
+def test_options_of_several_passes_at_one_kind_are_all_measured(monkeypatch: pytest.MonkeyPatch):
+    wanted = {}
+    result = SimpleNamespace(method="none")
+    monkeypatch.setattr(compiling.sensitivity, "measure", lambda program, inputs, options, **_: wanted.update(options) or result)
+    monkeypatch.setattr(compiling.sensitivity, "generate_inputs", lambda program, count: [])
+    passes = [SimpleNamespace(measured_options=lambda given=given: given) for given in (
+        {"linear": ("bf16", "w8"), "gelu": ("tanh",)}, {"linear": ("w8", "mine")}, {"attention": ("sdpa_int8",)},
+    )]  # fmt: skip
+    compiling._sensitivity(capture(nn.Linear(2, 2).eval(), (randn(1, 2),)), Goal(max_error=0.1), tuple(passes), None, QUIET)
+    assert wanted == {"linear": ("bf16", "w8", "mine"), "gelu": ("tanh",), "attention": ("sdpa_int8",)}

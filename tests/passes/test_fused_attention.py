@@ -86,9 +86,61 @@ def test_a_bias_keeps_its_gradient() -> None:
 def test_dropout_on_weights_is_left_and_said() -> None:
     plan = effcompile.plan(Attends(drop=0.5).train(), inputs=inputs(), mode="training")
     assert not [d for d in plan.decisions if d.kind == "attention"]
+    (declined,) = (d for d in plan.declined if d.kind == "attention")
+    assert declined.option == "fused" and "drops 0.5 of its weights at random, and no other kernel would draw the same" in declined.reason
     names, attended = fused(Attends(drop=0.5).train())
     assert any("softmax" in name for name in names) and not attended.fused
     assert "drops 0.5 of its weights at random" in next(iter(attended.left.values()))
+
+
+class Drops(nn.Module):
+    """SDPA as written, with dropout of its own and a mask that is known in closed form; and a second attention, eager, without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.plain = nn.Linear(WIDTH, WIDTH), Attends()
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        h = self.project(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        h = torch.nn.functional.scaled_dot_product_attention(h, h, h, seen, dropout_p=0.25)
+        return self.plain(h.transpose(1, 2).flatten(2), attention_mask)
+
+
+def test_dropout_of_sdpa_is_kept_and_said() -> None:
+    model = Drops().train()
+    executable = effcompile.optimize(model, inputs=inputs(), mode="training", passes=ALWAYS)
+    assert [(d.site, d.option) for d in executable.plan.decisions if d.kind == "attention"] == [("plain:attention", "fused")]
+    (declined,) = (d for d in executable.plan.declined if d.kind == "attention")
+    assert "drops 0.25 of its weights" in declined.reason
+    given = inputs()
+    torch.manual_seed(3)
+    found = executable(**given)
+    torch.manual_seed(3)
+    torch.testing.assert_close(found, model(**given))
+    assert not torch.equal(executable(**given), found), "another call draws others"
+
+
+def test_dropout_of_sdpa_stands_in_inference_too() -> None:
+    """A model that drops whatever its mode is has no output to compare with; its plan says what became of it."""
+    plan = effcompile.plan(Drops().eval(), inputs=inputs())
+    assert any("drops 0.25 of its weights" in d.reason for d in plan.declined if d.kind == "attention")
+    assert [d.site for d in plan.decisions if d.kind == "attention"] == ["plain:attention"]
+
+
+def test_a_mask_under_a_guard_is_read_dense_and_said() -> None:
+    class Weak(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            h = self.project(x).view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+            mask = torch.where(attention_mask[:, None, None, :] > 0, 0.0, -1e9)
+            return torch.nn.functional.scaled_dot_product_attention(h, h, h, mask).square().mean() + Attends()(x, attention_mask) * 0
+
+    plan = effcompile.plan(Weak().train(), inputs=inputs(), mode="training")
+    assert any("only where every query sees a key" in d.reason for d in plan.declined if d.kind == "attention")
 
 
 def test_a_saved_plan_is_carried_out_with_its_attention(tmp_path: Path) -> None:

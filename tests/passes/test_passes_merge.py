@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from pass_helpers import Block, by_work, context, outputs, plan_with, split
 from torch import nn
 
+from effcompile.backends import BACKENDS
 from effcompile.capture.inference import capture
 from effcompile.export import reexport
 from effcompile.goal import Goal
-from effcompile.passes.merge import Merge
+from effcompile.passes.merge import VIEW_SPLITS, Merge
 from effcompile.program import Program
 from effcompile.sites import linears, merges
 from effcompile.target import KernelCall
@@ -92,8 +93,17 @@ def test_each_precision_is_priced_and_required_of_all_members(block: Program) ->
     expected = by_work(KernelCall("linear/int8_dynamic", (10, 32, 56))) + by_work(KernelCall("pointwise/fp32", (560,))) - sum(members)
     assert option.cost.seconds == pytest.approx(expected)
     assert option.cost.weight_bytes == 4 * 32  # zeros for the bias that k lacks
-    on_torch, _ = split(Merge().propose(block, context(backend="torch")))
-    assert on_torch[choice.site].option("merged").cost.seconds < choice.option("merged").cost.seconds
+
+
+@pytest.mark.parametrize("backend", ["torch-eager", "torch-inductor", "onnxruntime", "openvino"])
+def test_a_split_costs_a_copy_where_it_is_no_view(block: Program, backend: str) -> None:
+    assert backend in BACKENDS and set(BACKENDS) >= VIEW_SPLITS
+    site = merges(block)[0]
+    choices, _ = split(Merge().propose(block, context(backend=backend)))
+    copy = 0.0 if backend.startswith("torch") else by_work(KernelCall("pointwise/fp32", (560,)))
+    apart = sum(by_work(KernelCall("linear/fp32", m.dims)) for m in site.members)
+    wanted = by_work(KernelCall("linear/fp32", (10, 32, 56))) + copy - apart
+    assert choices[site.site].option("merged").cost.seconds == pytest.approx(wanted)
 
 
 def test_an_exact_goal_merges_in_fp32_only_and_a_missing_kernel_is_declined(block: Program) -> None:

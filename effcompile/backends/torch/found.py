@@ -160,6 +160,7 @@ def _attentions(module: fx.GraphModule) -> dict[str, str]:
         aten._scaled_dot_product_attention_math: "math",
         ours.attention: "tiled",
         ours.attention_flex: "flex",
+        ours.attention_guarded: "tiled",
     }
     found = {
         node: _by_predictor(node) or forms[_packet(node)] for node in module.graph.nodes if SITE in node.meta and _packet(node) in forms

@@ -74,10 +74,13 @@ def captured(
     Masks are understood by their values, so that a model without data (on the meta device) stays as it is written.
     """
     promises: list[bool] = []
+    left: dict[str, str] = {}
     made: list[Attended] = []
 
     def look(front: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
-        promises.append(attention is not None and attention.promises(front))
+        if attention is not None:
+            promises.append(attention.promises(front))
+            left.update(attention.refused(front))
 
     def fuse(front: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
         assert attention is not None
@@ -85,7 +88,7 @@ def captured(
 
     step = capture(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=look)
     if not any(promises):
-        return Captured(step=step)
+        return Captured(step=step, attended=_in_the_users_names(Attended(left=left), step))
     if _without_data(model, step):
         return Captured(step=step, attended=Attended(left={"attention": "its mask has no values to look at: this is the meta device"}))
     fused = capture(model, args, kwargs, loss=loss, keep_outputs=keep_outputs, edit=fuse)
