@@ -24,7 +24,8 @@ def attention_guarded(q: Tensor, k: Tensor, v: Tensor, holds: Tensor, written: T
     """(B, H, Sq, Dv), contiguous. Forward only.
 
     Where `holds`, a bool of no axes, is True: `effcompile::attention` of q, k, v, `closed` and `form`. Else the mask is read as the
-    model wrote it: `written` is bool, True is seen, or numbers added to the scores; sink, scale and softcap are the same.
+    model wrote it: `written` is bool, True is seen, beside the bias of `closed`; or all numbers added to the scores, that bias among
+    them. Sink, scale and softcap are the same.
 
     Raises:
         UsageError: `holds` is no bool of no axes, or an argument is none that `effcompile::attention` takes.
@@ -33,15 +34,22 @@ def attention_guarded(q: Tensor, k: Tensor, v: Tensor, holds: Tensor, written: T
         raise UsageError(f"attention_guarded takes holds as a bool of no axes; given {holds.dtype} of shape {tuple(holds.shape)}.")
     if bool(holds):
         return attention(q, k, v, *closed, **form)[0]
-    return _as_written(q, k, v, written, closed[1] if len(closed) > 1 else None, form["scale"], form.get("softcap", 0.0))
+    bias, sink, *_ = (*closed, None, None)
+    plain = {name: form[name] for name in ("scale", "softcap", "uniform_empty") if name in form}
+    if written.dtype != torch.bool:  # with all that is added, and with numbers that say what an empty row gets
+        return _dense(q, k, v, written, None, sink, **{**plain, "uniform_empty": False})
+    return _dense(q, k, v, bias, written, sink, **plain)
 
 
-def _as_written(q: Tensor, k: Tensor, v: Tensor, written: Tensor, sink: Tensor | None, scale: float, softcap: float) -> Tensor:
-    if sink is None and not softcap:
-        grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, written, scale=scale, enable_gqa=grouped).contiguous()
-    dense = {"mask": written} if written.dtype == torch.bool else {"bias": written}
-    return attention(q, k, v, sink=sink, scale=scale, softcap=softcap, **dense)[0]
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, sink: Tensor | None, *, scale: float, softcap: float = 0.0,
+    uniform_empty: bool = False,
+) -> Tensor:  # fmt: skip
+    """By SDPA where that can say it."""
+    if sink is not None or softcap or uniform_empty or (bias is not None and mask is not None):
+        return attention(q, k, v, bias, sink, mask, scale=scale, softcap=softcap, uniform_empty=uniform_empty)[0]
+    written = bias if mask is None else mask
+    return scaled_dot_product_attention(q, k, v, written, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).contiguous()
 
 
 @attention_guarded.register_fake

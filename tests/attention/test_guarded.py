@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import effcompile
+from effcompile.attention import guarded as module
 from effcompile.backends.torch import TorchEager, TorchInductor
 from effcompile.errors import UsageError
 from effcompile.ops.attention import attention
@@ -43,6 +44,15 @@ def test_softcap_and_sinks_are_those_of_both_ways(kind: str) -> None:
     torch.testing.assert_close(guarded(q, k, v, torch.tensor(False), written, None, sink, hi=0, **form), wanted)
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_bias_beside_a_bool_mask_stays(uniform: bool) -> None:
+    q, k, v = heads()
+    written, bias = torch.rand(2, 1, 9, 9) > 0.6, torch.randn(1, 4, 9, 9)
+    written[0, 0, 3] = False
+    wanted = attention(q, k, v, bias, None, written, scale=0.3, uniform_empty=uniform)[0]
+    torch.testing.assert_close(guarded(q, k, v, torch.tensor(False), written, bias, scale=0.3, hi=0, uniform_empty=uniform), wanted)
+
+
 def test_the_operator_is_sound() -> None:
     q, k, v = heads()
     torch.library.opcheck(guarded.default, (q, k, v, torch.tensor(True), torch.zeros(9, 9)[None, None]), {"scale": 0.3, "hi": 0})
@@ -51,11 +61,16 @@ def test_the_operator_is_sound() -> None:
 
 
 class Attends(nn.Module):
-    """Causal and padded eager attention. `how`: "weak" hides with −1e9, "product" by (1 − mask) · lowest, "buffer" cuts a triangle."""
+    """Causal and padded eager attention.
+
+    `how`: "weak" hides with −1e9, "product" by (1 − mask) · lowest, "buffer" cuts a triangle to length; so does "capped", after a softcap
+    and a bias.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.project = how, nn.Linear(WIDTH, 3 * WIDTH)
+        self.slopes = nn.Parameter(torch.tensor([0.1, 0.3]))
         self.register_buffer("triangle", torch.ones(64, 64, dtype=torch.bool).tril())
 
     def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
@@ -69,6 +84,8 @@ class Attends(nn.Module):
         elif self.how == "product":
             scores = scores + (1.0 - attention_mask[:, None, None, :].float()) * lowest
         else:
+            if self.how == "capped":
+                scores = torch.tanh(scores / 2.0) * 2.0 + self.slopes[:, None, None] * torch.arange(s)
             scores = scores.masked_fill(~self.triangle[:s, :s], lowest)
         return (scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, WIDTH)
 
@@ -90,6 +107,7 @@ CASES: list[tuple[str, str, dict[str, Tensor], dict[str, Tensor]]] = [
     ("weak", "every query sees a key", inputs(), inputs(padded=5)),
     ("product", "attention_mask holds only 0 and 1", {**inputs(), "attention_mask": torch.ones(2, LENGTH)}, in_halves()),
     ("buffer", "≤ ", inputs(), inputs(s=60)),
+    ("capped", "≤ ", inputs(), inputs(s=60)),
 ]
 cases = pytest.mark.parametrize(("how", "guard", "holding", "failing"), CASES, ids=[case[0] for case in CASES])
 
@@ -121,14 +139,13 @@ def test_what_is_not_as_guarded_is_as_written(
     (decision,) = (d for d in executable.plan.decisions if d.kind == "attention")
     assert (decision.option, decision.applied) == ("tiled", "tiled")
     assert "every call checks that" in decision.note and guard in decision.note and decision.note.endswith("else the dense mask is read")
-    calls: list[bool] = []
-    original = attention._opoverload
-    monkeypatch.setattr("effcompile.attention.guarded.attention", lambda *args, **form: (calls.append(True), original(*args, **form))[1])
+    dense: list[Any] = []
+    original = module._dense
+    monkeypatch.setattr(module, "_dense", lambda *args, **form: (dense.append(args), original(*args, **form))[1])
     agrees(executable, model, holding)
-    assert calls, "the closed form was used"
-    calls.clear()
+    assert not dense, "the closed form was used"
     agrees(executable, model, failing)
-    assert not calls, "the mask as written was used"
+    assert len(dense) == 1, "the mask as written was used"
     executable.save(tmp_path)
     opened = TorchEager().open(tmp_path, executable.plan)
     agrees(lambda **given: opened(given), model, failing)

@@ -20,6 +20,11 @@ ids, ones = torch.randint(1, 64, (1, 8)), torch.ones(1, 8, dtype=torch.long)
 kind = sys.argv[1]
 if kind == "bert":
     model = transformers.BertModel(transformers.BertConfig(**small))
+elif kind == "gpt_oss":
+    from effcompile.capture import mends
+    mends._MOST_GATHERED = int(sys.argv[2])
+    heads = dict(num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0, layer_types=["full_attention"])
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**small, **heads, num_local_experts=4, num_experts_per_tok=2))
 elif kind == "gpt2":
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32))
 else:
@@ -35,15 +40,16 @@ print("ANSWER" + json.dumps({
     "linears": [(s.site, s.dims) for s in linears(program)],
     "attentions": [(s.site, s.dims) for s in attentions(program)],
     "bare": [n.name for n in program.calls() if "val" not in n.meta or not n.meta.get("nn_module_stack")],
+    "targets": [str(n.target) for n in program.calls()],
     "type": type(program.module(input_ids=ids, attention_mask=ones)).__name__,
     "checks": [(c.name, c.error, c.passed, c.note) for c in verify_capture(program, model)],
 }))
 """
 
 
-def answer(kind: str) -> dict:
+def answer(kind: str, *more: str) -> dict:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+        [sys.executable, "-c", SCRIPT, kind, *more], capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
     assert lines, done.stderr[-2000:]
@@ -74,3 +80,12 @@ def test_a_tiny_model_from_a_batch_1_example(kind: str, cached: bool, first: str
     assert [name.split()[0] for name, *_ in found["checks"]] == ["example", "second", "padded"]
     assert all(passed for _, _, passed, _ in found["checks"])
     assert found["checks"][2][3].startswith("padding changes the output")
+
+
+@pytest.mark.parametrize(("most", "grouped"), [(2**30, False), (2**16 - 1, True)])
+def test_experts_whose_weights_would_be_copied_for_every_token_take_their_tokens_in_groups(most: int, grouped: bool) -> None:
+    """8 tokens × 2 experts × 16 × 64 × 4 bytes = 64 KiB."""
+    found = answer("gpt_oss", str(most))
+    assert any("grouped_mm" in target for target in found["targets"]) is grouped
+    assert any("batched_mm" in mend for mend in found["mends"]) is not grouped  # in groups is what this model does anyway
+    assert all(passed for _, _, passed, _ in found["checks"]) and found["restored"]
