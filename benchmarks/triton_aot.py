@@ -1,11 +1,12 @@
 """The tiles that the Triton kernels are shipped with, by compiling for GPUs that are not here.
 
-    python benchmarks/triton_aot.py [--seconds 280] [--arch sm_90] [--retry]
+    python benchmarks/triton_aot.py [--seconds 280] [--arch sm_90] [--retry] [--others]
 
 For each architecture, dtype, head size and kernel the candidates are compiled in their order, fastest tile first by the reasoning beside
 them, and the first is taken that fits shared memory, uses tensor cores (where the dtype has them) and does not spill; if all spill, the one
 that spills least. What is written to effcompile/backends/triton/configs.toml says what each needs and with which triton it was found.
-It goes on where it was stopped: rows that are there stay, unless --retry.
+It goes on where it was stopped: rows that are there stay, unless --retry. With --others all candidates are compiled, and a row also says
+which of the rest do not spill: backends/triton/tune.py chooses among them on a GPU, by time.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ def candidates(arch: str, dtype: str, kernel: str) -> tuple[Candidate, ...]:
     return FP32 if dtype == "fp32" else (NVIDIA if arch.startswith("sm_") else AMD)[kernel]
 
 
-def choose(arch: str, dtype: str, d: int, kernel: str) -> dict[str, Any] | None:
-    """The first candidate without spills, else the one with the fewest, with what it needs; None where none fits."""
+def choose(arch: str, dtype: str, d: int, kernel: str, *, others: bool) -> dict[str, Any] | None:
+    """The first candidate without spills, else the one with the fewest, with what it needs; None where none fits.
+
+    `others`: with the rest of those that do not spill, and their shared memory.
+    """
     found: list[tuple[Candidate, Report]] = []
     tried = candidates(arch, dtype, kernel)
     jobs = [job(arch, dtype, d, kernel, candidate) for candidate in tried]
@@ -66,13 +70,15 @@ def choose(arch: str, dtype: str, d: int, kernel: str) -> dict[str, Any] | None:
         print(f"{arch} {dtype} d{d} {kernel} {candidate}: {note}", flush=True)
         if report.fits(arch) and (report.tensor_ops or precision(arch, dtype).get("precision") == "ieee"):
             found.append((candidate, report))
-            if not report.spills:
+            if not report.spills and not others:
                 break
     if not found:
         return None
     best, report = min(found, key=lambda one: one[1].spills)
+    rest = [[*candidate, needs.shared] for candidate, needs in found if candidate != best and not needs.spills]
     return dict(zip(FIELDS, best, strict=True)) | precision(arch, dtype) | {
         "shared": report.shared, "registers": report.registers, "spills": report.spills, "triton": version("triton"),
+        **({"others": rest} if others else {}),
     }  # fmt: skip
 
 
@@ -112,15 +118,17 @@ def main() -> None:
     parser.add_argument("--heads", nargs="*", type=int, default=[64, 128, 256])
     parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp32"])
     parser.add_argument("--retry", action="store_true", help="compile again what is in the table")
+    parser.add_argument("--others", action="store_true", help="compile all candidates, and name all that do not spill")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     table: dict[str, Any] = tomllib.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
     rows = [(a, t, d, k) for d in options.heads for t in options.dtypes for a in options.arch for k in KERNELS]
     for arch, dtype, d, kernel in rows:
         heads = table.setdefault(arch, {}).setdefault(dtype, {}).setdefault(str(d), {})
-        if (kernel in heads and not options.retry) or time.monotonic() > end:
+        there = kernel in heads and ("others" in heads[kernel] or not options.others)
+        if (there and not options.retry) or time.monotonic() > end:
             continue
-        row = choose(arch, dtype, d, kernel)
+        row = choose(arch, dtype, d, kernel, others=options.others)
         if row is not None:
             heads[kernel] = row
             write(table)

@@ -242,12 +242,12 @@ def memory_profile() -> torch.profiler.profile:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
-def peak_of_memory_events(profile: torch.profiler.profile) -> int:
-    """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True` recorded."""
+def peak_of_memory_events(profile: torch.profiler.profile, device: str = "cpu") -> int:
+    """Highest running sum of a type of device's allocations and frees that a profile with `profile_memory=True` recorded."""
     live = peak = 0
     events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in events:
-        if event.name() == "[memory]" and event.device_type().name == "CPU":
+        if event.name() == "[memory]" and event.device_type().name == device.upper():
             live += event.nbytes()
             peak = max(peak, live)
     return peak

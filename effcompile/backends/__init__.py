@@ -14,6 +14,7 @@ BACKENDS: dict[str, str] = {
     "torch-eager": "effcompile.backends.torch:TorchEager",
     "torch-inductor": "effcompile.backends.torch:TorchInductor",
     "openvino": "effcompile.backends.openvino:OpenVino",
+    "triton": "effcompile.backends.triton.backend:Triton",
 }
 
 _GROUP = "effcompile.backends"

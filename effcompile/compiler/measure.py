@@ -27,6 +27,8 @@ def compare(program: Program, model: nn.Module, outcomes: Sequence[Outcome]) -> 
     with as_reference(model), torch.inference_mode():
         runs: dict[str, Callable[[], Any]] = {ORIGINAL: lambda: model(*program.args, **program.kwargs)}
         runs |= {outcome.plan.backend: _call(outcome, inputs) for outcome in outcomes}
+        if any(tensor.is_cuda for tensor in inputs):
+            runs = {name: _awaited(run) for name, run in runs.items()}
         first = interleaved(runs, 1, repeats=1)
         once = sum(sum(values) for values in first.values())
         rounds = max(_LEAST, min(_MOST, int(_BUDGET / max(3 * once, 1e-4))))
@@ -54,6 +56,16 @@ def totals(outcome: Outcome, seconds: Mapping[str, float], error: float) -> Tota
         peak_bytes=outcome.lowered.peak_bytes(outcome.program.flat_inputs()),
         error=error,
     )
+
+
+def _awaited(run: Callable[[], Any]) -> Callable[[], Any]:
+    """A call that returns when the GPU is done."""
+
+    def call() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return call
 
 
 def _call(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:

@@ -61,11 +61,18 @@ def measure(
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
     args = tuple(block_sparse.with_indices(node.target, args))
+    on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
+
+    def call() -> Any:
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if on_gpu:
+            torch.cuda.synchronize()
+        return result
+
     with torch.no_grad():
-        call = lambda: node.target(*args, **kwargs)  # type: ignore[operator] # noqa: E731
         with torch_compat.memory_profile() as profile:
             result = call()
-        workspace = torch_compat.peak_of_memory_events(profile) - _bytes(result, args)
+        workspace = torch_compat.peak_of_memory_events(profile, "cuda" if on_gpu else "cpu") - _bytes(result, args)
         del result
         return Measured(seconds=_seconds(call, seconds_each), workspace=max(0, workspace))
 

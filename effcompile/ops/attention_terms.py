@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from effcompile.errors import UsageError
+from effcompile.ops.devices import one_device
 
 #: Dtypes of q, k and v.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -121,6 +122,8 @@ def visible_pairs(q: Tensor, k: Tensor, terms: Terms) -> int:
 
 def check(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
     """Raises UsageError for what the operators do not take, with the argument's name."""
+    one_device("attention", q=q, k=k, v=v, bias=terms.bias, sink=terms.sink, mask=terms.mask, q_ids=terms.q_ids, k_ids=terms.k_ids,
+               valid=terms.valid, tiles=terms.tiles[0] if terms.tiles else None)  # fmt: skip
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise UsageError(f"attention takes {name} of 4 axes (batch, heads, length, width); given {tuple(tensor.shape)}.")

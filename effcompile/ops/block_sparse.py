@@ -22,6 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.errors import UsageError
 from effcompile.ops import block_sparse_native as native
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
+from effcompile.ops.devices import one_device
 
 __all__ = [
     "block_sparse_grad_input",
@@ -226,6 +227,7 @@ def _check(
     values: Tensor, crow: Tensor, col: Tensor, ccol: Tensor, row: Tensor, perm: Tensor, x: Tensor, bias: Tensor | None = None
 ) -> tuple[int, int]:
     """(N, K)."""
+    one_device("A block-sparse linear", x=x, values=values, crow=crow, col=col, ccol=ccol, row=row, perm=perm, bias=bias)
     if values.dim() != 3 or values.shape[1] != values.shape[2] or not len(values) == len(col) == len(row) == len(perm):
         sizes = f"values {tuple(values.shape)}, col {tuple(col.shape)}, row {tuple(row.shape)}, perm {tuple(perm.shape)}"
         raise UsageError(f"A block-sparse weight has values (Z, b, b), and col, row and perm (Z); given {sizes}.")

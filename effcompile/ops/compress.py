@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["GROUP", "compress", "decompress", "packed_bytes", "workspace_bytes"]
+__all__ = ["GROUP", "compress", "decompress", "packed_bytes", "parts", "workspace_bytes"]
 
 GROUP = 256
 _COMPRESS, _DECOMPRESS = "effcompile::compress8", "effcompile::decompress8"
@@ -32,7 +32,7 @@ def compress(x: Tensor, stride: list[int]) -> Tensor:
     if list(x.stride()) != stride:
         x = x.new_empty_strided(tuple(x.shape), tuple(stride)).copy_(x)
     packed = torch.empty(packed_bytes(x.numel()), dtype=torch.uint8, device=x.device)
-    steps_G2, codes = _parts(packed, x.numel())  # noqa: N806
+    steps_G2, codes = parts(packed, x.numel())  # noqa: N806
     flat = x.as_strided((x.numel(),), (1,))
     work = torch.empty(min(x.numel(), _slab(x)), dtype=torch.float32, device=x.device)
     for begin, end, width in _slabs(x.numel(), _slab(x)):
@@ -51,7 +51,7 @@ def _(x, stride):  # type: ignore[no-untyped-def]
 def decompress(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
     """A dense tensor of this size, stride and dtype from what `compress` made of it."""
     x = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
-    steps_G2, codes = _parts(packed, x.numel())  # noqa: N806
+    steps_G2, codes = parts(packed, x.numel())  # noqa: N806
     flat = x.as_strided((x.numel(),), (1,))
     own = dtype == torch.float32  # decoded where it belongs
     work = flat if own else torch.empty(min(x.numel(), _slab(x)), dtype=torch.float32, device=x.device)
@@ -78,7 +78,7 @@ def _encode(values: Tensor, steps_G2: Tensor) -> None:  # noqa: N803
     values.sub_(low.unsqueeze(1)).div_(step.masked_fill_(step == 0, 1.0).unsqueeze(1)).round_().clamp_(0.0, 255.0)
 
 
-def _parts(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def parts(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(low and step of every group (G, 2), codes (count,))."""
     head = 8 * -(-count // GROUP)
     return packed[:head].view(torch.float32).view(-1, 2), packed[head:]

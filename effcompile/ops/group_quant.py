@@ -4,7 +4,7 @@
 
 Legend: x (..., K) in groups of `group` along its last axis, scales (..., K / group) in fp32. Codes are int8 (−127 … 127), float8_e4m3fn
 (largest 448) or float8_e5m2 (57344); a group of zeros has scale 1. Weights W (N, K): int8 codes (N, K), or two 4-bit codes (−8 … 7) per
-byte, (N, K/2) of uint8, code + 8, the even column in the low half; scales (N, K / group).
+byte, (N, K/2) of uint8, code + 8, the even column in the low half, or float8_e4m3fn codes (N, K); scales (N, K / group).
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.errors import UsageError
+from effcompile.ops.devices import one_device
 
 __all__ = ["ACTIVATIONS", "LARGEST", "dequantize_groups", "pack_int4", "quantize_groups", "quantized_linear", "unpack_int4"]
 
 #: dtype of codes → the largest.
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+#: Codes of a byte each, which can be multiplied as they are.
+WHOLE = (torch.int8, torch.float8_e4m3fn)
 #: What an epilogue may end with.
 ACTIVATIONS = ("none", "gelu", "silu")
 
@@ -51,7 +54,7 @@ def linear_by_torch(
 ) -> Tensor:  # fmt: skip
     """activation(x Wᵀ + bias) + residual, (..., N) in `dtype`.
 
-    x (..., K) is floating (weight only), or int8 with x_scales (..., 1); then W is int8 with one scale per row.
+    x (..., K) is floating (weight only), or int8 or float8_e4m3fn with x_scales (..., 1); then W is of x's dtype with one scale per row.
 
     Raises:
         UsageError: shapes or dtypes that do not fit.
@@ -72,7 +75,7 @@ quantized_linear = torch.library.custom_op("effcompile::quantized_linear", linea
 
 def check_groups(x: Tensor, group: int, dtype: torch.dtype) -> None:
     """Raises UsageError for what `quantize_groups` does not take."""
-    if group < 1 or not x.dim() or x.shape[-1] % group or not x.is_floating_point():
+    if group < 1 or not x.dim() or not x.shape[-1] or x.shape[-1] % group or not x.is_floating_point():
         raise UsageError(
             f"Groups of {group} do not divide the last axis of {tuple(x.shape)} {x.dtype}: give a floating tensor and a divisor."
         )
@@ -82,14 +85,23 @@ def check_groups(x: Tensor, group: int, dtype: torch.dtype) -> None:
 
 def check_linear(x: Tensor, codes: Tensor, scales: Tensor, x_scales: Tensor | None, activation: str) -> tuple[int, int]:
     """(N, K). Raises UsageError for what `quantized_linear` does not take."""
+    one_device("A quantised linear", x=x, codes=codes, scales=scales, x_scales=x_scales)
     k = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1) if codes.dim() == 2 else -1
     shapes = f"x {tuple(x.shape)} {x.dtype}, codes {tuple(codes.shape)} {codes.dtype}, scales {tuple(scales.shape)}"
-    if codes.dtype not in (torch.int8, torch.uint8) or scales.dim() != 2 or scales.shape[0] != codes.shape[0] or k % scales.shape[1]:
-        raise UsageError(f"A quantised weight has codes (N, K) of int8 or (N, K/2) of uint8, and scales (N, K / group); given {shapes}.")
-    if x.shape[-1] != k or (x_scales is None) != x.is_floating_point():
-        raise UsageError(f"A quantised linear takes x (..., K), floating, or of int8 with x_scales; given {shapes}.")
-    if x_scales is not None and (codes.dtype != torch.int8 or scales.shape[1] != 1 or x_scales.shape != (*x.shape[:-1], 1)):
-        raise UsageError(f"An int8 x takes int8 codes with one scale per row, and x_scales (..., 1); given {shapes}.")
+    if (
+        codes.dtype not in (*WHOLE, torch.uint8)
+        or scales.dim() != 2
+        or scales.shape[0] != codes.shape[0]
+        or not scales.shape[1]
+        or k % scales.shape[1]
+    ):
+        raise UsageError(
+            f"A quantised weight has codes (N, K) of int8 or float8_e4m3fn or (N, K/2) of uint8, and scales (N, K / group); given {shapes}."
+        )
+    if x.shape[-1] != k or (x_scales is None) != (x.is_floating_point() and x.dtype not in WHOLE):
+        raise UsageError(f"A quantised linear takes x (..., K), floating, or of int8 or float8_e4m3fn with x_scales; given {shapes}.")
+    if x_scales is not None and (codes.dtype != x.dtype or scales.shape[1] != 1 or x_scales.shape != (*x.shape[:-1], 1)):
+        raise UsageError(f"An x of codes takes codes of its dtype with one scale per row, and x_scales (..., 1); given {shapes}.")
     if activation not in ACTIVATIONS:
         raise UsageError(f"No activation is named {activation!r}; there are {', '.join(ACTIVATIONS)}.")
     return int(codes.shape[0]), int(k)
@@ -124,9 +136,9 @@ def _(x, codes, scales, x_scales, bias, residual, activation, dtype):  # type: i
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, codes, scales, _, bias, residual, activation, _ = inputs
+    x, codes, scales, x_scales, bias, residual, activation, _ = inputs
     ctx.save_for_backward(x if activation != "none" else None, codes, scales, bias)
-    ctx.activation, ctx.x_dtype, ctx.floating = activation, x.dtype, x.is_floating_point()
+    ctx.activation, ctx.x_dtype, ctx.floating = activation, x.dtype, x_scales is None
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (bias, residual))
 
 
@@ -136,7 +148,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     slopes = grad.float()
     if ctx.activation != "none":
         if not ctx.floating:
-            raise UsageError("A quantised linear of int8 x with an activation has no gradient: its x is a constant.")
+            raise UsageError("A quantised linear of codes x with an activation has no gradient: its x is a constant.")
         z = quantized_linear(x, codes, scales, None, bias, None, "none", torch.float32).requires_grad_()
         with torch.enable_grad():
             after = torch.nn.functional.gelu(z) if ctx.activation == "gelu" else torch.nn.functional.silu(z)

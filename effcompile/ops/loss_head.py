@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from effcompile.errors import UsageError
+from effcompile.ops.devices import one_device
 
 __all__ = ["MEAN", "SUM", "chunk_rows", "loss_head_backward", "loss_head_forward", "loss_head_gradients", "workspace_bytes"]
 
@@ -40,8 +41,7 @@ def chunk_rows(rows: int, chunks: int) -> int:
     return -(-rows // chunks)
 
 
-@torch.library.custom_op("effcompile::loss_head_gradients", mutates_args=())
-def loss_head_gradients(
+def gradients_by_chunks(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
     inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -61,6 +61,9 @@ def loss_head_gradients(
         gradients.add(chunk, logits.exp_(), rows, labels)
     loss = labels.loss(reduction).neg_()
     return loss, *gradients.results()
+
+
+loss_head_gradients = torch.library.custom_op("effcompile::loss_head_gradients", gradients_by_chunks, mutates_args=())
 
 
 def forward_by_chunks(
@@ -229,6 +232,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, chunks: int) -> None:
     """Raises UsageError for what the operators do not take."""
+    one_device("A loss head", x=x, W=weight, bias=bias, target=target)
     shapes = f"x {tuple(x.shape)}, W {tuple(weight.shape)}, target {tuple(target.shape)}"
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
         raise UsageError(f"A loss head takes x (N, D), W (V, D) and target (N); given {shapes}. Flatten the batch axes first.")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from effcompile.errors import UsageError
+from effcompile.ops.devices import one_device
 
 __all__ = ["rms_norm", "rms_norm_backward", "rotary", "swiglu", "swiglu_backward"]
 
@@ -85,6 +86,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
     """Raises UsageError for what `rms_norm` does not take."""
+    one_device("An RMSNorm", x=x, residual=residual, weight=weight)
     if weight.dim() != 1 or not x.dim() or x.shape[-1] != weight.shape[0] or (residual is not None and residual.shape != x.shape):
         given = f"x {tuple(x.shape)}, weight {tuple(weight.shape)}" + ("" if residual is None else f", residual {tuple(residual.shape)}")
         raise UsageError(f"An RMSNorm takes x (..., D), a residual of its shape and a weight (D); given {given}.")
@@ -92,6 +94,7 @@ def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
 
 def check_pair(gate: Tensor, up: Tensor) -> None:
     """Raises UsageError for what `swiglu` does not take."""
+    one_device("SwiGLU", gate=gate, up=up)
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise UsageError(
             f"SwiGLU takes gate and up of one shape and dtype; given {tuple(gate.shape)} {gate.dtype}, {tuple(up.shape)} {up.dtype}."
@@ -100,6 +103,7 @@ def check_pair(gate: Tensor, up: Tensor) -> None:
 
 def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raises UsageError for what `rotary` does not take."""
+    one_device("Rotary positions", x=x, cos=cos, sin=sin)
     fits = x.dim() == 4 and x.shape[3] % 2 == 0 and cos.shape == sin.shape and cos.dim() == 3 and cos.shape[1:] == x.shape[2:]
     if not fits or cos.shape[0] not in (1, x.shape[0]):
         given = f"x {tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"

@@ -29,13 +29,13 @@ _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machine
 _MOST_COPIES = 8
 
 
-def measure(call: KernelCall, engine: str) -> float | None:
-    """Seconds of one warm call, or None where torch has no such kernel on CPU.
+def measure(call: KernelCall, engine: str, *, device: str = "cpu") -> float | None:
+    """Seconds of one warm call, or None where torch has no such kernel on this type of device.
 
     `engine`: "eager" and "inductor" as lowered by us, "stock" for the original model's own operators.
     """
     kind, _, option = call.kernel.partition("/")
-    with torch.no_grad():
+    with torch.no_grad(), torch.device(device):
         if call.kernel == "linear/sparse":
             body = _in_turn([_sparse(call.dims) for _ in range(_copies(call))])
         elif kind == "linear":
@@ -43,7 +43,17 @@ def measure(call: KernelCall, engine: str) -> float | None:
         else:
             make = _KERNELS.get(call.kernel)
             body = None if make is None else make(call.dims, engine)
-        return None if body is None else median_seconds(body)
+        return None if body is None else median_seconds(body if device == "cpu" else _awaited(body))
+
+
+def _awaited(body: Body) -> Body:
+    """Calls that return when the GPU is done."""
+
+    def run() -> None:
+        body()
+        torch.cuda.synchronize()
+
+    return run
 
 
 def _copies(call: KernelCall) -> int:

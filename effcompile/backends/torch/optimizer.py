@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.host import host_copies
 from effcompile.errors import FormatError, InputsError
-from effcompile.optimizers import GIVEN, Form, Group, build, pieces, update_options
+from effcompile.ops.states8 import step8
+from effcompile.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, pieces, update_options
 
 
 class PlannedOptimizer(Optimizer):
@@ -118,9 +119,10 @@ class Worker:
         moved = [host_copies([g])[0] for g in gradients] if self.apart else gradients
         for leaf, piece, g in zip(self.leaves, pieces(self.form, self._values()), moved, strict=True):
             leaf.data, leaf.grad = piece, g
-        stance = "default" if self.parameter.is_cuda and not self.apart else "force_eager"  # torchao compiles its update
-        with torch.compiler.set_stance(stance):
-            self.inner.step()
+        if self.form.name != EIGHT_BIT or not step8(self.inner):
+            stance = "default" if self.parameter.is_cuda and not self.apart else "force_eager"  # torchao compiles its update
+            with torch.compiler.set_stance(stance):
+                self.inner.step()
         for leaf in self.leaves:
             leaf.grad = None
         if self.master is not None:

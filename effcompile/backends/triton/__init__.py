@@ -1,26 +1,32 @@
-"""Tiled kernels in Triton. Importing this package imports no triton: `unavailable` says why the kernels cannot run here."""
+"""Tiled kernels in Triton: `use` makes them a model's. Importing this package imports no triton; `unavailable` says why they cannot run."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
+from collections.abc import Collection
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-__all__ = ["interpreting", "register", "unavailable"]
+from effcompile.backends.triton.configs import architecture, found_with, interpreting
+
+__all__ = ["device", "interpreting", "origin", "register", "unavailable", "use"]
 
 #: The oldest triton the kernels are tested with (torch 2.11 brings 3.6).
 _OLDEST = (3, 6)
-#: Modules whose `register` gives a device our kernels.
-_OPERATORS = ("attention", "block_sparse", "group_quant", "loss_head", "rows")
-
-
-def interpreting() -> bool:
-    """Whether this process runs kernels in triton's interpreter: decided by the environment when triton is imported, for good."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+#: Modules whose `register` gives a device our kernels → what those run.
+_OPERATORS = {
+    "attention": "attention",
+    "block_sparse": "block-sparse linears",
+    "compress": "kept values in 8 bits",
+    "group_quant": "8-bit and 4-bit codes",
+    "loss_head": "loss heads",
+    "states8": "8-bit optimizer states",
+    "rows": "norms, gates and rotations",
+}
+_MADE = "NVIDIA GPUs of compute capability 8 to 10 and 12, and AMD gfx942 and gfx950"
 
 
 @cache
@@ -31,9 +37,11 @@ def unavailable() -> str | None:
     found = _version()
     if found is not None and tuple(map(int, found.split(".")[:2])) < _OLDEST:
         return f"triton {found} is older than {_OLDEST[0]}.{_OLDEST[1]}: pip install --upgrade triton"
-    if interpreting() or torch.cuda.is_available():
+    if interpreting():
         return None
-    return "there is no GPU here, and this is not an interpreter process (TRITON_INTERPRET=1)"
+    if not torch.cuda.is_available():
+        return "there is no GPU here, and this is not an interpreter process (TRITON_INTERPRET=1)"
+    return None if architecture() is not None else f"no tiles were made for {torch.cuda.get_device_name()}: there are some for {_MADE}"
 
 
 def _version() -> str | None:
@@ -44,10 +52,36 @@ def _version() -> str | None:
         return None
 
 
+def device() -> str:
+    """The type of device that the kernels are for in this process."""
+    return "cpu" if interpreting() else "cuda"
+
+
 def register(device: str = "cuda") -> str | None:
     """Make the kernels those of our operators for a type of device, in this process. Returns why not, where they cannot run."""
     reason = unavailable()
     if reason is None:
+        if interpreting():  # the stock one computes bf16 on bit patterns
+            importlib.import_module("effcompile.backends.triton.interpreter").patch_interpreter()
         for name in _OPERATORS:
             importlib.import_module(f"effcompile.backends.triton.{name}").register(device)
     return reason
+
+
+def use(devices: Collection[str]) -> tuple[str, ...]:
+    """Make them the kernels of a model with tensors on these types of device; returns the report's line on it, none without a GPU in it."""
+    if device() not in devices:
+        return ()
+    reason = register(device())
+    if reason is not None:
+        return (f"Triton's kernels are declined, torch's own stand in: {reason}",)
+    return (f"Triton's kernels run {', '.join(_OPERATORS.values())}: {origin()}",)
+
+
+def origin() -> str:
+    """Where their tiles come from."""
+    if interpreting():
+        return "in its interpreter"
+    arch = architecture()
+    assert arch is not None, "register() has looked"
+    return f"tiles of {arch}, compiled with triton {found_with(arch)}"

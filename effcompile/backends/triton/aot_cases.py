@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from effcompile.backends.triton import attention, block_sparse, group_quant, loss_head
+from effcompile.backends.triton import attention, block_sparse, compress, group_quant, loss_head, states8
 from effcompile.backends.triton.configs import Config, using
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.loss_head import MEAN
@@ -40,11 +40,12 @@ def attention_launches(
 
 
 def loss_head_launches(*, softcap: bool = False) -> None:
-    """The loss head's two kernels, in bf16."""
+    """The loss head's three kernels, in bf16."""
     x, weight, target = _made(8192, 2048), _made(32000, 2048), _made(8192, dtype=torch.int64)
     form = (MEAN, -100, 1.0, 30.0, softcap, 8)
     _, lse = loss_head.forward(x, weight, None, target, *form)
     loss_head.backward(_made(dtype=torch.float32), x, weight, None, target, lse, *form, [True, True, False])
+    loss_head.gradients(x, weight, None, target, *form, [True, True, False])
 
 
 def block_sparse_launches(*, block: int) -> None:
@@ -58,14 +59,28 @@ def block_sparse_launches(*, block: int) -> None:
 
 
 def group_quant_launches(*, weight: str) -> None:
-    """A quantised linear: `weight` int4 or int8 with bf16 rows and groups of 128, or "int8x8"; and the quantisation to float8."""
+    """A quantised linear: `weight` int4, int8 or fp8 with bf16 rows and groups of 128, or "int8x8", "fp8x8"; and what makes such codes."""
     rows, n, k = 64, 4096, 4096
-    both = weight == "int8x8"
-    codes = _made(n, k // 2, dtype=torch.uint8) if weight == "int4" else _made(n, k, dtype=torch.int8)
-    x, x_scales = (_made(rows, k, dtype=torch.int8), _made(rows, 1, dtype=torch.float32)) if both else (_made(rows, k), None)
+    both, one = weight.endswith("x8"), torch.float8_e4m3fn if weight.startswith("fp8") else torch.int8
+    codes = _made(n, k // 2, dtype=torch.uint8) if weight == "int4" else _made(n, k, dtype=one)
+    x, x_scales = (_made(rows, k, dtype=one), _made(rows, 1, dtype=torch.float32)) if both else (_made(rows, k), None)
     scales = _made(n, 1 if both else k // 128, dtype=torch.float32)
     group_quant.linear(x, codes, scales, x_scales, _made(n), _made(rows, n), "gelu", torch.bfloat16)
-    group_quant.quantize(_made(rows, k), 128, torch.float8_e4m3fn)
+    group_quant.dequantize(*group_quant.quantize(_made(rows, k), 128, torch.float8_e4m3fn), torch.bfloat16)
+
+
+def compress_launches() -> None:
+    """Values of bf16 in 8 bits, and back."""
+    x = _made(8192, 2048)
+    compress.decompress(compress.compress(x, [2048, 1]), [8192, 2048], [2048, 1], torch.bfloat16)
+
+
+def states8_launches() -> None:
+    """A step of AdamW and one of Lion, bf16 parameters."""
+    p, codes, table = _made(1 << 20), _made(1 << 20, dtype=torch.uint8), _made(256, dtype=torch.float32)
+    scale = _made(1 << 12, dtype=torch.float32)
+    states8.adam(p, p, codes, scale, codes, scale, table, table, 1e-3, 0.9, 0.99, 0.1, 1e-8, 3, True)
+    states8.lion(p, p, codes, scale, table, 1e-3, 0.9, 0.99, 0.1)
 
 
 def _made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

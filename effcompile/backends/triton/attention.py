@@ -6,7 +6,7 @@ What the kernels do not take goes to the default kernel, with a reason (`decline
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -16,8 +16,10 @@ import triton
 from torch import Tensor
 
 from effcompile.attention.visibility import Visibility
-from effcompile.backends.triton.configs import Config, architecture, attention_config
+from effcompile.backends.triton import tune
+from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, shared_memory, using
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
+from effcompile.backends.triton.layout import WIDEST, by_rows
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.attention_terms import Terms, check, sink_rows
@@ -25,8 +27,6 @@ from effcompile.tiles import TileList
 
 __all__ = ["backward", "declines", "forward", "register"]
 
-#: Within a tile, offsets are of 32 bits: strides beyond this would overflow them.
-_WIDEST = (2**31 - 1) // 256
 #: The smallest side of a tile that tensor cores take.
 _NARROWEST = 16
 
@@ -40,9 +40,11 @@ def declines(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, backward: bool = 
     for name, block in (("block_q", terms.block_q), ("block_k", terms.block_k)):
         if terms.tiles and math.gcd(block, 2**20) < _NARROWEST:
             return f"{name} {block} is no multiple of {_NARROWEST}"
-    arch = architecture(q.device) if q.is_cuda else None
-    if any(attention_config(kernel, arch, q.dtype, q.shape[3], v.shape[3]) is None for kernel in ("forward", "dq", "dkdv")):
-        return f"no tile of head size {max(q.shape[3], v.shape[3])} in {q.dtype} fits {arch}"
+    if not all(_options(kernel, q.device, q.dtype, q.shape[3], v.shape[3]) for kernel in KERNELS):
+        return f"no tile of head size {max(q.shape[3], v.shape[3])} in {q.dtype} fits this GPU"
+    for name, term in (("bias", terms.bias), ("mask", terms.mask)):
+        if term is not None and max(term.stride()[2:]) > WIDEST:
+            return f"rows or columns of {name} that are more than {WIDEST} elements apart"
     if backward and terms.uniform_empty and not terms.fills and terms.sink is None and (terms.softcap or terms.bias is not None):
         return "rows that see nothing have gradients through the softcap or bias"
     return None
@@ -70,7 +72,7 @@ class _Call:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor]) -> _Call:
-        return cls(_rows(q), _rows(k), _rows(v), terms, tuple(tiles))
+        return cls(by_rows(q), by_rows(k), by_rows(v), terms, tuple(tiles))
 
     @property
     def full(self) -> tuple[int, int, int, int]:
@@ -78,9 +80,7 @@ class _Call:
 
     def config(self, kernel: str) -> Config:
         """The kernel's tiles, cut to divide the given lists'."""
-        arch = architecture(self.q.device) if self.q.is_cuda else None
-        config = attention_config(kernel, arch, self.q.dtype, self.q.shape[3], self.v.shape[3])
-        assert config is not None, "declines() was not asked"
+        config = _chosen(kernel, self.q.device, self.q.dtype, self.q.shape[3], self.v.shape[3])
         if not self.tiles:
             return config
         m, n = math.gcd(config.block_m, self.terms.block_q), math.gcd(config.block_n, self.terms.block_k)
@@ -129,6 +129,45 @@ class _Call:
             "BLOCK_D": max(_NARROWEST, triton.next_power_of_2(d)),
             "BLOCK_DV": max(_NARROWEST, triton.next_power_of_2(dv)),
         }
+
+
+def _options(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> tuple[Config, ...]:
+    """What the kernel can be launched with on a device."""
+    on_gpu = device.type == "cuda"
+    arch, shared = (architecture(device), shared_memory(device)) if on_gpu else (None, None)
+    return () if on_gpu and arch is None else candidates(kernel, arch, dtype, d, dv, shared)
+
+
+def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> Config:
+    """The fastest of them, as measured on this GPU; the likeliest elsewhere."""
+    options = _options(kernel, device, dtype, d, dv)
+    assert options, "declines() was not asked"
+    found = tune.tuner(device) if device.type == "cuda" and len(options) > 1 else None
+    if found is None:
+        return options[0]
+    name = f"{kernel} {dtype_name(dtype)} {head_class(d, dv)}"
+    return found.choose(name, options, lambda config: trial(kernel, config, device, dtype, head_class(d, dv)))
+
+
+def trial(
+    kernel: str, config: Config, device: torch.device, dtype: torch.dtype, d: int, *, length: int = 2048, heads: tuple[int, int] = (16, 4)
+) -> Callable[[], object]:
+    """One call of a kernel, causal with grouped heads, to time a configuration by. The others take their first choice meanwhile."""
+    others = {name: _options(name, device, dtype, d, d)[0] for name in KERNELS}
+    q, grad = (torch.randn(2, heads[0], length, d, device=device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(2, heads[1], length, d, device=device, dtype=dtype) for _ in range(2))
+    terms = Terms(scale=d**-0.5, hi=0)
+    lse = torch.zeros(2, heads[0], length, device=device)
+
+    def run() -> object:
+        with using(**{**others, kernel: config}):
+            if kernel == "forward":
+                return forward(q, k, v, terms)
+            call = _Call.of(q, k, v, terms, ())
+            given = {"grad": grad, "grad_strides": grad.stride()[:3], "lse": lse, "delta": torch.zeros_like(lse)}
+            return _dq(call, given, wanted=False) if kernel == "dq" else _dkdv(call, given)
+
+    return run
 
 
 def register(device: str) -> None:
@@ -185,7 +224,7 @@ def backward(
     bias_gradient: bool = True, sink_gradient: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dbias, dsink) as `effcompile::attention_backward`; the last two of size (0) where not wanted or not there."""
-    call, grad_out = _Call.of(q, k, v, terms, tiles), _rows(grad_out)
+    call, grad_out = _Call.of(q, k, v, terms, tiles), by_rows(grad_out)
     delta = _delta(call, out.contiguous(), grad_out)
     given = {"grad": grad_out, "grad_strides": grad_out.stride()[:3], "lse": lse.contiguous(), "delta": delta}
     dq, dbias = _dq(call, given, wanted=bias_gradient)
@@ -262,11 +301,6 @@ def _add_uniform(call: _Call, grad: Tensor, lse: Tensor, delta: Tensor, dq: Tens
     dq += (factor * (grad @ mixed - delta * summed)).to(dq.dtype)
     pairs, own = (t.unflatten(1, group[1:]).sum(2) for t in (grad.mT @ q, (delta * q).sum(2, keepdim=True)))
     dk += (factor * (v @ pairs - own)).to(dk.dtype)
-
-
-def _rows(t: Tensor) -> Tensor:
-    """With last stride 1 and offsets within a tile of 32 bits; a copy where it is not so."""
-    return t if t.stride(3) == 1 and t.stride(2) <= _WIDEST else t.contiguous()
 
 
 def _strides(t: Tensor | None, axes: int) -> tuple[int, ...]:

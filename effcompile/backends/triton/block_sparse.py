@@ -11,13 +11,16 @@ import torch
 import triton
 from torch import Tensor
 
-from effcompile.backends.triton import interpreting
+from effcompile.backends.triton.configs import interpreting, shared_memory
 from effcompile.backends.triton.kernels.block_sparse import block_sparse_product, block_sparse_sampled
+from effcompile.backends.triton.layout import matrix
 from effcompile.ops.block_sparse import FINDERS
 
 __all__ = ["Kernels", "kernels", "register"]
 
 _BLOCKS = (16, 32, 64, 128)
+#: Shared memory of the largest blocks, in bytes: two tiles of 128 × 128, twice.
+_ROOM = 128 << 10
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -32,6 +35,8 @@ def kernels(x: Tensor, block: int) -> Kernels | str:
         return f"the Triton kernels are for blocks of {', '.join(map(str, _BLOCKS))}; these are of {block}"
     if x.dtype not in _DTYPES or not x.numel():
         return f"the Triton kernels are for tensor cores' dtypes and for some rows; these are {tuple(x.shape)} of {x.dtype}"
+    if block == _BLOCKS[-1] and x.is_cuda and (shared_memory(x.device) or _ROOM) < _ROOM:
+        return f"blocks of {block} take {_ROOM >> 10} KiB of shared memory, and this GPU gives a program less"
     return Kernels()
 
 
@@ -48,7 +53,7 @@ class Kernels:
 
     def grad_values(self, grad: Tensor, x: Tensor, crow: Tensor, col: Tensor) -> Tensor:
         """dvalues (Z, b, b): dyᵀ x at the kept blocks, 0 in places that are not in use."""
-        grad, x = _matrix(grad), _matrix(x)
+        grad, x = matrix(grad), matrix(x)
         b = grad.shape[1] // (crow.shape[0] - 1)
         found = x.new_empty((col.shape[0], b, b))
         places = torch.arange(col.shape[0], device=x.device, dtype=torch.int32)
@@ -63,7 +68,7 @@ class Kernels:
 
 def _product(x: Tensor, values: Tensor, ptr: Tensor, index: Tensor, perm: Tensor | None, bias: Tensor | None) -> Tensor:
     """By rows of blocks, or with `perm` by columns."""
-    b, rows = values.shape[1], _matrix(x)
+    b, rows = values.shape[1], matrix(x)
     y = x.new_empty((*x.shape[:-1], (ptr.shape[0] - 1) * b))
     flat = y.view(-1, y.shape[-1])
     tile = _tile(x, b)
@@ -72,12 +77,6 @@ def _product(x: Tensor, values: Tensor, ptr: Tensor, index: Tensor, perm: Tensor
             rows, values.contiguous(), ptr, index, perm, bias, flat, rows.shape[0], rows.stride(0), flat.stride(0), **tile
         )  # fmt: skip
     return y
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """Rows with last stride 1."""
-    flat = x.reshape(-1, x.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
 
 
 def _tile(x: Tensor, b: int) -> dict[str, Any]:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from effcompile.backends.triton import interpreting
-
-__all__ = ["KERNELS", "TABLE", "Config", "architecture", "attention_config", "dtype_name", "head_class", "using"]
+__all__ = [
+    "KERNELS", "TABLE", "TILE", "Config", "architecture", "architecture_of", "candidates", "dtype_name", "found_with",
+    "head_class", "interpreting", "shared_memory", "using",
+]  # fmt: skip
 
 TABLE = Path(__file__).with_name("configs.toml")
 #: The attention kernels that have tiles of their own.
 KERNELS = ("forward", "dq", "dkdv")
+#: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory.
+TILE = ("block_m", "block_n", "warps", "stages")
 _NAMES = {torch.float32: "fp32", torch.float16: "bf16", torch.bfloat16: "bf16"}  # fp16 needs what bf16 needs: one table
+
+
+def interpreting() -> bool:
+    """Whether this process runs kernels in triton's interpreter: decided by the environment when triton is imported, for good."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +75,27 @@ def head_class(d: int, dv: int) -> int:
 
 
 @cache
-def architecture(device: torch.device) -> str:
-    """The table's name of a GPU: of its generation, or of the nearest older one there is."""
+def architecture(device: torch.device | None = None) -> str | None:
+    """The table's name for a GPU (None: the current one); None where the table has nothing for it."""
     properties = torch.cuda.get_device_properties(device)
-    if torch.version.hip:
-        return "gfx942"
-    return next((f"sm_{at}" for at in (100, 90) if properties.major * 10 >= at), "sm_80")
+    return architecture_of(properties.major, properties.gcnArchName if torch.version.hip else None)
+
+
+def architecture_of(major: int, amd: str | None = None) -> str | None:
+    """By compute capability, or AMD's name: where other GPUs than the table's have the same instructions, its tiles are theirs.
+
+    Capability 12 (consumer Blackwell) has neither Hopper's nor data-centre Blackwell's matrix instructions, and is like sm_80. Before 8
+    there is no bf16 and no asynchronous copy.
+    """
+    if amd is not None:
+        return "gfx942" if amd.partition(":")[0] in ("gfx942", "gfx950") else None
+    return {8: "sm_80", 9: "sm_90", 10: "sm_100", 12: "sm_80"}.get(major)
+
+
+@cache
+def shared_memory(device: torch.device | None = None) -> int | None:
+    """Bytes that one program may take on a GPU; None where torch does not say (HIP: the table's own 64 KiB)."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None) or None
 
 
 @cache
@@ -79,12 +103,28 @@ def _table() -> dict[str, Any]:
     return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
-def attention_config(kernel: str, arch: str | None, dtype: torch.dtype, d: int, dv: int) -> Config | None:
-    """The configuration of one of KERNELS, None where no tile fits the architecture. arch None: the interpreter's."""
+def found_with(arch: str) -> str:
+    """The versions of triton that the architecture's tiles were compiled with."""
+    versions = {row["triton"] for heads in _table()[arch].values() for rows in heads.values() for row in rows.values()}
+    return ", ".join(sorted(versions))
+
+
+def candidates(kernel: str, arch: str | None, dtype: torch.dtype, d: int, dv: int, shared: int | None = None) -> tuple[Config, ...]:
+    """Configurations of one of KERNELS that compile and fit, the likeliest first; none where no tile fits.
+
+    `arch` is of the table (None: the interpreter's); `shared`: bytes that a program may take, where a GPU has less than that architecture.
+    """
     forced = (_forced.get() or {}).get(kernel)
     if forced is not None:
-        return forced
+        return (forced,)
     if arch is None or interpreting():
-        return Config(block_m=32, block_n=32, warps=4, stages=1, precision="ieee" if dtype == torch.float32 else None)
+        return (Config(block_m=32, block_n=32, warps=4, stages=1, precision="ieee" if dtype == torch.float32 else None),)
     row = _table().get(arch, {}).get(dtype_name(dtype), {}).get(str(head_class(d, dv)), {}).get(kernel)
-    return Config(**{field.name: row[field.name] for field in fields(Config) if field.name in row}) if row else None
+    if row is None:
+        return ()
+    first = [row[name] for name in TILE]
+    return tuple(
+        Config(**dict(zip(TILE, numbers, strict=False)), precision=row.get("precision"))
+        for numbers in ([*first, row["shared"]], *row.get("others", []))
+        if shared is None or numbers[len(TILE)] <= shared
+    )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
-from effcompile.backends.triton import interpreting
+from effcompile.backends.triton.configs import interpreting
 from effcompile.backends.triton.kernels.group_quant import dequantize_kernel, quantize_kernel, quantized_product
+from effcompile.backends.triton.layout import by_rows
 from effcompile.ops import group_quant as op
 
 __all__ = ["dequantize", "linear", "quantize", "register"]
@@ -34,10 +36,10 @@ def quantize(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     x = x.contiguous()
     codes, scales = x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.float32)
     if scales.numel():
-        block, rows = _rows(group)
+        block, count = _rows(group)
         with torch.cuda.device_of(x):
-            quantize_kernel[(triton.cdiv(scales.numel(), rows),)](
-                x, codes, scales, scales.numel(), op.LARGEST[dtype], dtype == torch.int8, group, block, rows, **_LAUNCH
+            quantize_kernel[(triton.cdiv(scales.numel(), count),)](
+                x, codes, scales, scales.numel(), op.LARGEST[dtype], dtype == torch.int8, group, block, count, **_LAUNCH
             )
     return codes, scales
 
@@ -48,9 +50,9 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     out = codes.new_empty(codes.shape, dtype=dtype)
     if out.numel():
         group = codes.shape[-1] // scales.shape[-1]
-        block, rows = _rows(group)
+        block, count = _rows(group)
         with torch.cuda.device_of(codes):
-            dequantize_kernel[(triton.cdiv(scales.numel(), rows),)](codes, scales, out, scales.numel(), group, block, rows, **_LAUNCH)
+            dequantize_kernel[(triton.cdiv(scales.numel(), count),)](codes, scales, out, scales.numel(), group, block, count, **_LAUNCH)
     return out
 
 
@@ -58,15 +60,16 @@ def linear(
     x: Tensor, codes: Tensor, scales: Tensor, x_scales: Tensor | None, bias: Tensor | None, residual: Tensor | None,
     activation: str, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """See `effcompile::quantized_linear`. Groups that no block of 32 divides are made dense, and torch computes."""
+    """See `effcompile::quantized_linear`. Groups that no block of 32 divides, and float8 where a GPU has none, are left to torch."""
     n, k = op.check_linear(x, codes, scales, x_scales, activation)
     group = k // scales.shape[1]
     block_k = math.gcd(group, 128) if x_scales is None else 64
     flat = x.reshape(-1, k)
     y = x.new_empty((*x.shape[:-1], n), dtype=dtype)
-    if block_k < _NARROWEST or x.dtype == torch.float64 or not y.numel():
+    narrow = torch.float8_e4m3fn in (x.dtype, codes.dtype) and not _has_float8(x.device)
+    if block_k < _NARROWEST or x.dtype == torch.float64 or not y.numel() or narrow:
         return op.linear_by_torch(x, codes, scales, x_scales, bias, residual, activation, dtype)
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    flat = by_rows(flat)
     block_m = 32 if interpreting() else max(16, min(128, triton.next_power_of_2(flat.shape[0])))
     block_n = 32 if interpreting() else 64
     precision = None if x.dtype != torch.float32 else "ieee" if interpreting() or torch.version.hip else "tf32x3"
@@ -78,6 +81,12 @@ def linear(
             codes.dtype == torch.uint8, activation, block_m, block_n, block_k, precision, num_warps=4, num_stages=3, enable_fp_fusion=True,
         )  # fmt: skip
     return y
+
+
+@cache
+def _has_float8(device: torch.device) -> bool:
+    """Whether e4m3fn can be multiplied: from compute capability 8.9 on; AMD's gfx942 has another e4m3."""
+    return device.type != "cuda" or (not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def _rows(group: int) -> tuple[int, int]:

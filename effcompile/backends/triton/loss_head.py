@@ -1,7 +1,8 @@
-"""The loss head on tiled kernels: `effcompile::loss_head_forward` and `_backward` for a device, once `register` has been called.
+"""The loss head on tiled kernels: `effcompile::loss_head_forward`, `_backward` and `_gradients` for a device, once registered.
 
 The forward stores no logits at all. The backward makes the slopes of one chunk of rows at a time, in x's dtype, with the softmax in the
-product's epilogue, and leaves the two products with them to the vendor's library.
+product's epilogue, and leaves the two products with them to the vendor's library. `gradients`, which does no product twice, leaves all
+three to it, and turns a chunk's logits into slopes in place.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ import torch
 import triton
 from torch import Tensor
 
-from effcompile.backends.triton import interpreting
-from effcompile.backends.triton.kernels.loss_head import loss_head_rows, loss_head_slopes
+from effcompile.backends.triton.configs import interpreting
+from effcompile.backends.triton.kernels.loss_head import loss_head_gradients_kernel, loss_head_rows, loss_head_slopes
+from effcompile.backends.triton.layout import by_rows
 from effcompile.ops import loss_head as op
 from effcompile.ops.loss_head import MEAN, chunk_rows
 
-__all__ = ["backward", "forward", "register"]
+__all__ = ["backward", "forward", "gradients", "register"]
 
 #: Programs that keep a large GPU busy: the vocabulary is split until there are so many.
 _PROGRAMS = 264
+#: Words that one program of `gradients` reads at a time.
+_SPAN = 4096
 
 
 def register(device: str) -> None:
     """Run the loss head on the tiled kernels on this type of device."""
     op.loss_head_forward.register_kernel(device)(forward)
     op.loss_head_backward.register_kernel(device)(backward)
+    op.loss_head_gradients.register_kernel(device)(gradients)
 
 
 def forward(
@@ -38,6 +43,7 @@ def forward(
     op.check(x, weight, bias, target, reduction, chunks)
     if x.dtype == torch.float64 or not x.numel():
         return op.forward_by_chunks(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks)
+    x, weight = by_rows(x), by_rows(weight)
     rows, words = x.shape[0], weight.shape[0]
     arguments, launch = _arguments(x, weight, bias, inner, outer, capped)
     block_m, block_n = arguments["BLOCK_M"], arguments["BLOCK_N"]
@@ -63,12 +69,9 @@ def backward(
     op.check(x, weight, bias, target, reduction, chunks)
     if x.dtype == torch.float64 or not x.numel():
         return op.backward_by_chunks(grad, x, weight, bias, target, lse, reduction, ignore_index, inner, outer, capped, chunks, needs)
-    ignored = target == ignore_index
-    scale = grad / (~ignored).sum().clamp(min=1) if reduction == MEAN else grad
-    factor = scale.float().expand(x.shape[:1]).masked_fill(ignored, 0.0).contiguous()
-    dx = x.new_empty(x.shape) if needs[0] else None
-    dw = torch.empty_like(weight) if needs[1] else None
-    db = x.new_zeros(weight.shape[:1], dtype=torch.float32) if needs[2] and bias is not None else None
+    factor = _factor(grad, target, reduction, ignore_index)
+    dx, dw, db = _sums(x, weight, bias, needs)  # dW in the weight's own strides
+    x, weight = by_rows(x), by_rows(weight)
     arguments, launch = _arguments(x, weight, bias, inner, outer, capped)
     step = chunk_rows(x.shape[0], chunks)
     slopes = x.new_empty((step, weight.shape[0]))
@@ -76,8 +79,57 @@ def backward(
         span = slice(start, min(start + step, x.shape[0]))
         _slopes(arguments, launch, x[span], target[span], lse[span], factor[span], slopes)
         _add(slopes[: span.stop - start], x[span], weight, dx, dw, db, span)
-    results = (dx, dw, None if db is None or bias is None else db.to(bias.dtype))
-    dx, dw, db = (x.new_empty(0) if t is None else t for t in results)
+    return _results(x, bias, dx, dw, db)
+
+
+def gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
+    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(loss, dx, dW, dbias), see `effcompile.ops.loss_head.loss_head_gradients`."""
+    op.check(x, weight, bias, target, reduction, chunks)
+    if x.dtype == torch.float64 or not x.numel():
+        return op.gradients_by_chunks(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks, needs)
+    target = target.contiguous()
+    factor, losses = _factor(x.new_ones((), dtype=torch.float32), target, reduction, ignore_index), x.new_empty(len(x), dtype=torch.float32)
+    dx, dw, db = _sums(x, weight, bias, needs)
+    step, words = chunk_rows(x.shape[0], chunks), weight.shape[0]
+    slopes = x.new_empty((step, words))
+    exact, block = x.dtype == torch.float32, min(_SPAN, triton.next_power_of_2(words))
+    for start in range(0, x.shape[0], step):
+        span = slice(start, min(start + step, x.shape[0]))
+        z = slopes[: span.stop - start]
+        torch.mm(x[span], weight.t(), out=z) if bias is None else torch.addmm(bias, x[span], weight.t(), out=z)
+        with torch.cuda.device_of(x):
+            loss_head_gradients_kernel[(len(z),)](
+                z, target[span], factor[span], losses[span], words, inner, outer if capped else None, exact, block, num_warps=8
+            )  # fmt: skip
+        _add(z, x[span], weight, dx, dw, db, span)
+    ignored = target == ignore_index
+    loss = losses.masked_fill(ignored, 0.0).sum()
+    return loss / (~ignored).sum() if reduction == MEAN else loss, *_results(x, bias, dx, dw, db)
+
+
+def _factor(grad: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
+    """d (the outcome's) loss / d a row's loss, (N) in fp32."""
+    ignored = target == ignore_index
+    scale = grad / (~ignored).sum().clamp(min=1) if reduction == MEAN else grad
+    return scale.float().expand(target.shape).masked_fill(ignored, 0.0).contiguous()
+
+
+def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Memory for the wanted gradients; that of the bias is summed in fp32."""
+    return (
+        x.new_empty(x.shape) if needs[0] else None,
+        torch.empty_like(weight) if needs[1] else None,
+        x.new_zeros(weight.shape[:1], dtype=torch.float32) if needs[2] and bias is not None else None,
+    )
+
+
+def _results(x: Tensor, bias: Tensor | None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As the operators return them: empty tensors where None."""
+    found = (dx, dw, None if db is None or bias is None else db.to(bias.dtype))
+    dx, dw, db = (x.new_empty(0) if t is None else t for t in found)
     return dx, dw, db
 
 
@@ -108,8 +160,7 @@ def _add(slopes: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dw: Tenso
 def _arguments(
     x: Tensor, weight: Tensor, bias: Tensor | None, inner: float, outer: float, capped: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(arguments of both kernels, options of a launch)."""
-    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+    """(arguments of both kernels, options of a launch). x and weight are as `by_rows` leaves them."""
     wide = x.dtype == torch.float32
     block = (32, 32, 32) if interpreting() else (64, 64, 32) if wide else (128, 128, 64)
     precision = None if not wide else "ieee" if interpreting() or torch.version.hip else "tf32x3"

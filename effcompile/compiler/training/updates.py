@@ -23,9 +23,9 @@ from effcompile.plan import Check
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Whole steps: bytes allocated at the highest instant of the first two (None where not known), seconds of the third's updates."""
+    """Whole steps: bytes allocated at the highest instant of the first two, seconds of the third's updates."""
 
-    peak_bytes: int | None
+    peak_bytes: int
     update_seconds: float
 
 
@@ -39,20 +39,20 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer
     with verify.restored(model), _parameters_restored(model):
         _bind(runner, optimizer, lambda consume: consume)
         with torch_compat.memory_profile() as profile:
-            cuda = _step(step, update, optimizer)
+            device = _step(step, update, optimizer)
             _step(step, update, optimizer)
         _bind(runner, optimizer, clock.around)
         _step(step, clock.around(update), optimizer)
-    return Steps(peak_bytes=None if cuda else torch_compat.peak_of_memory_events(profile), update_seconds=clock.seconds)
+    return Steps(peak_bytes=torch_compat.peak_of_memory_events(profile, device), update_seconds=clock.seconds)
 
 
-def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer) -> bool:
-    """One step; whether it ran on a GPU."""
+def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer) -> str:
+    """One step; returns the type of device that it ran on."""
     loss = step()
     loss.backward()
     update()
     optimizer.zero_grad()
-    return loss.is_cuda
+    return loss.device.type
 
 
 def _bind(runner: StepRunner | None, optimizer: Optimizer, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -70,6 +70,8 @@ class _Clock:
         def timed(*args: Any) -> None:
             start = perf_counter()
             function(*args)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             self.seconds += perf_counter() - start
 
         return timed

@@ -48,7 +48,7 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module) -> Result:
             loss = step()
             loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        peak = None if loss.is_cuda else torch_compat.peak_of_memory_events(profile)
+        peak = torch_compat.peak_of_memory_events(profile, loss.device.type)
         return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak)
 
 
@@ -65,7 +65,10 @@ def seconds(step: Callable[[], torch.Tensor], model: nn.Module) -> float:
     """Time of one step (forward and backward), with everything put back as in `run`."""
     with restored(model):
         start = perf_counter()
-        step().backward()
+        loss = step()
+        loss.backward()
+        if loss.is_cuda:
+            torch.cuda.synchronize()
         return perf_counter() - start
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from effcompile.backends import triton
 from effcompile.capture import capture_training
 from effcompile.compiler.machine import resolve
 from effcompile.compiler.progress import QUIET, Progress
@@ -127,7 +128,8 @@ def make_work(
     """The request, with its passes, target and optimizer looked up."""
     checkpoint, heads, pointwise, states = load_training_passes(passes)
     machine = resolve(target, [])
-    notes = list(machine.keep_timings())
+    devices = {tensor.device.type for tensor in model.parameters()}
+    notes = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
     # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
     levers = load_levers(passes, linked=not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0)
     if levers.compress is not None and goal.exact:

@@ -32,6 +32,8 @@ OTHERS = {
     "block_sparse_product": ("block_sparse", {"block": 64}),
     "quantized_product": ("group_quant", {"weight": "int4"}),
 }
+#: Kernels without products.
+PLAIN = {"loss_head_gradients_kernel": "loss_head", "adam8_kernel": "states8", "compress_kernel": "compress"}
 
 
 def test_the_other_kernels_use_tensor_cores_and_do_not_spill() -> None:
@@ -40,6 +42,24 @@ def test_the_other_kernels_use_tensor_cores_and_do_not_spill() -> None:
     jobs = [Job(arch="sm_90", launch=f"{where}:{name}_launches", kernel=kernel, arguments=a) for kernel, (name, a) in OTHERS.items()]
     for one, report in compile_jobs(jobs):
         assert report.fits("sm_90") and report.tensor_ops > 0 and report.spills == 0, (one.kernel, report)
+
+
+def test_kernels_without_products_do_not_spill() -> None:
+    pytest.importorskip("triton")
+    where = LAUNCHES.partition(":")[0]
+    jobs = [Job(arch="sm_90", launch=f"{where}:{name}_launches", kernel=kernel) for kernel, name in PLAIN.items()]
+    for one, report in compile_jobs(jobs):
+        assert report.fits("sm_90") and report.spills == 0, (one.kernel, report)
+
+
+def test_float8_is_multiplied_where_there_is_float8() -> None:
+    """On sm_80 the compiler refuses, which is why the launcher does not ask it."""
+    pytest.importorskip("triton")
+    launch = f"{LAUNCHES.partition(':')[0]}:group_quant_launches"
+    jobs = [Job(arch=arch, launch=launch, kernel="quantized_product", arguments={"weight": "fp8x8"}) for arch in ("sm_90", "sm_80")]
+    (_, hopper), (_, ampere) = compile_jobs(jobs)
+    assert hopper.fits("sm_90") and hopper.tensor_ops > 0 and hopper.spills == 0
+    assert ampere.error is not None and "fp8e4nv" in ampere.error
 
 
 def test_a_worker_that_dies_costs_one_job() -> None:

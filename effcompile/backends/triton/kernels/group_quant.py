@@ -46,7 +46,7 @@ def _activated(z, ACTIVATION: tl.constexpr):
 def quantized_product(x, codes, scales, x_scales, bias, residual, y, rows, n, k, x_stride,
                       GROUP: tl.constexpr, PACKED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                       BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """y [rows, n] = activation(x Wᵀ + bias) + residual. BLOCK_K divides GROUP; int8 x (x_scales given) has one group.
+    """y [rows, n] = activation(x Wᵀ + bias) + residual. BLOCK_K divides GROUP; an x of codes (x_scales given) has one group.
 
     Grid (⌈rows / BLOCK_M⌉ · ⌈n / BLOCK_N⌉,), rows first, so that programs side by side share the weight.
     """
@@ -54,22 +54,24 @@ def quantized_product(x, codes, scales, x_scales, bias, residual, y, rows, n, k,
     start_m, start_n = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles * BLOCK_N
     i, j = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
     i64, j64 = i.to(tl.int64), j.to(tl.int64)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if x_scales is None else tl.int32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32)
     for start_k in range(0, k, BLOCK_K):
         at = start_k + tl.arange(0, BLOCK_K)
-        x_tile = tl.load(x + i64[:, None] * x_stride + at[None, :], mask=(i < rows)[:, None] & (at < k)[None, :], other=0)
+        x_tile = tl.load(x + i64[:, None] * x_stride + at[None, :], mask=(i < rows)[:, None] & (at < k)[None, :], other=0.0)
         if PACKED:
             half = start_k // 2 + tl.arange(0, BLOCK_K // 2)
             pair = tl.load(codes + j64[:, None] * (k // 2) + half[None, :], mask=(j < n)[:, None] & (half < k // 2)[None, :], other=0x88)
             w_tile = tl.reshape(tl.join(pair & 15, pair >> 4), [BLOCK_N, BLOCK_K]).to(tl.int8) - 8
         else:
-            w_tile = tl.load(codes + j64[:, None] * k + at[None, :], mask=(j < n)[:, None] & (at < k)[None, :], other=0)
+            w_tile = tl.load(codes + j64[:, None] * k + at[None, :], mask=(j < n)[:, None] & (at < k)[None, :], other=0.0)
         if x_scales is None:
             scale = tl.load(scales + j64 * (k // GROUP) + start_k // GROUP, mask=j < n, other=0.0)
             part = tl.dot(x_tile, tl.trans(w_tile.to(x_tile.dtype)), input_precision=PRECISION)
             acc += part * scale[None, :]
-        else:
+        elif x.dtype.element_ty == tl.int8:
             acc = tl.dot(x_tile, tl.trans(w_tile), acc, out_dtype=tl.int32)
+        else:
+            acc = tl.dot(x_tile, tl.trans(w_tile), acc)
     z = acc.to(tl.float32)
     if x_scales is not None:
         scale = tl.load(scales + j, mask=j < n, other=0.0)

@@ -48,7 +48,7 @@ def loss_head_rows(x, weight, bias, target, tops, totals, picks, rows, words, wi
     label = tl.load(target + i, mask=i < rows, other=-1)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    pick = tl.zeros([BLOCK_M], tl.float32)
+    pick = tl.where((label >= 0) & (label < words), 0.0, float("nan"))  # no class: ignored, or an error that must be seen
     for t in range(0, part, BLOCK_N):
         start_n = first + t
         logits, _ = _logits(x, weight, bias, start_m, start_n, rows, words, width, x_stride, w_stride, inner, outer, BLOCK_M, BLOCK_N,
@@ -81,3 +81,46 @@ def loss_head_slopes(x, weight, bias, target, lse, factor, slopes, rows, words, 
     found = found * ((1.0 - capped * capped) * (inner * outer) if outer is not None else inner)
     pointers = slopes + i.to(tl.int64)[:, None] * words + n[None, :]
     tl.store(pointers, found.to(slopes.dtype.element_ty), mask=(i < rows)[:, None] & (n < words)[None, :])
+
+
+@triton.jit
+def _logit(z, inner, outer, EXACT: tl.constexpr):
+    """(logit, tanh) of what a product has left."""
+    capped = z.to(tl.float32) * inner
+    logit = capped
+    if outer is not None:
+        capped = tanh(capped, EXACT)
+        logit = capped * outer
+    return logit, capped
+
+
+@triton.jit
+def loss_head_gradients_kernel(z, target, factor, losses, words, inner, outer, EXACT: tl.constexpr, BLOCK: tl.constexpr):
+    """One row of z [rows, V] per program: its loss, and z overwritten by d loss / d z · factor. Read twice, written once.
+
+    Highest logit and sum are kept lane by lane and united at the end (online softmax, Milakov and Gimelshein, arXiv 1805.02867).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    z += row * words
+    label, weight = tl.load(target + row), tl.load(factor + row)
+    lane = tl.arange(0, BLOCK)
+    top, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
+    pick = tl.zeros([BLOCK], tl.float32)  # read in this loop, for the other one overwrites it
+    for start in range(0, words, BLOCK):
+        inside = start + lane < words
+        logit, _ = _logit(tl.load(z + start + lane, mask=inside, other=0.0), inner, outer, EXACT)
+        pick += tl.where(start + lane == label, logit, 0.0)
+        higher = tl.maximum(top, tl.where(inside, logit, float("-inf")))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.math.exp2((top - finite) * LOG2E) + tl.where(inside, tl.math.exp2((logit - finite) * LOG2E), 0.0)
+        top = higher
+    highest = tl.max(top, 0)
+    lse = highest + tl.math.log2(tl.sum(total * tl.math.exp2((top - highest) * LOG2E), 0)) / LOG2E
+    known = (label >= 0) & (label < words)
+    tl.store(losses + row, tl.where(known, lse - tl.sum(pick, 0), float("nan")))  # no class: ignored, or an error that must be seen
+    for start in range(0, words, BLOCK):
+        inside = start + lane < words
+        logit, capped = _logit(tl.load(z + start + lane, mask=inside, other=0.0), inner, outer, EXACT)
+        slope = (tl.math.exp2((logit - lse) * LOG2E) - tl.where(start + lane == label, 1.0, 0.0)) * weight
+        slope = slope * ((1.0 - capped * capped) * (inner * outer) if outer is not None else inner)
+        tl.store(z + start + lane, slope.to(z.dtype.element_ty), mask=inside)

@@ -54,13 +54,17 @@ def forms() -> Iterator[tuple[str, dict[str, Any]]]:
     codes = torch.randint(-127, 128, (37, 192), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     x_scales = make(37, 1, seed=2).abs()
     yield "int8 times int8", {"x": codes, "x_scales": x_scales, "bits": 8, "groups": 1, "activation": "none", "dtype": torch.float32}
+    narrow = {"x": make(37, 192, seed=1).to(torch.float8_e4m3fn), "x_scales": x_scales, "bits": 0, "groups": 1}
+    yield "float8 times float8", {**narrow, "activation": "silu", "dtype": torch.bfloat16}
+    yield "float8 weight", {"x": make(37, 192), "bits": 0, "groups": 3, "activation": "none", "dtype": torch.float32}
 
 
 @pytest.mark.parametrize(("name", "form"), list(forms()), ids=lambda f: f if isinstance(f, str) else "")
 def test_linear(name: str, form: dict[str, Any]) -> None:
     x, n, k = form["x"], 45, 192
-    top = 2 ** (form["bits"] - 1)
+    top = 2 ** (form["bits"] - 1) if form["bits"] else 4
     codes = torch.randint(1 - top, top, (n, k), generator=torch.Generator().manual_seed(3), dtype=torch.int8)
+    codes = codes if form["bits"] else (codes / 8).to(torch.float8_e4m3fn)
     scales, x_scales = make(n, form["groups"], seed=4).abs() / top, form.get("x_scales")
     bias, residual = make(n, seed=5, dtype=form["dtype"]), make(37, n, seed=6, dtype=form["dtype"])
     stored = pack_int4(codes) if form["bits"] == 4 else codes

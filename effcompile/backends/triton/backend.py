@@ -1,0 +1,99 @@
+"""Models on a GPU: torch's graph with our operators on their tiled kernels, replayed as one CUDA graph where its shapes are fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from effcompile.backends import triton as kernels
+from effcompile.backends.base import Run
+from effcompile.backends.torch import TorchEager, TorchLowered
+from effcompile.backends.torch.edit import edit
+from effcompile.backends.torch.lowered import lower_eager
+from effcompile.backends.torch.measure import measure
+from effcompile.backends.triton import graphs
+from effcompile.errors import LoweringError
+from effcompile.goal import Goal
+from effcompile.plan import Plan
+from effcompile.program import Program
+from effcompile.target import KernelCall
+
+
+class Triton:
+    """The edited graph on the device that the model lies on."""
+
+    name: ClassVar[str] = "triton"
+    conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
+    slack: ClassVar[float] = 1.0
+
+    def unavailable(self) -> str | None:
+        return kernels.unavailable()
+
+    def refuses(self, program: Program, goal: Goal) -> str | None:
+        if goal.mode != "inference":
+            return "it lowers forward calls only; training runs through the training backend, on the same kernels"
+        found = device_types(program)
+        wanted = kernels.device()
+        return None if found == {wanted} else f"its kernels are for tensors on {wanted}; the model's are on {' and '.join(sorted(found))}"
+
+    def measure(self, call: KernelCall) -> float | None:
+        """On the GPU, with the tiled kernels; None for what only a CPU has."""
+        device = kernels.device()
+        if kernels.register(device) is not None:
+            return None
+        return measure(call, "stock" if call.kernel.startswith("linear/") else "eager", device=device)
+
+    def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
+        """See `backends.base.Backend.lower`; acts on `program.tags`."""
+        reason = kernels.register(kernels.device())
+        if reason is not None:
+            raise LoweringError(f"The Triton kernels cannot run {program.name}: {reason}. Plan again with another backend.")
+        lowered = lower_eager(edit(program, calibration))
+        fixed = all(isinstance(size, int) for spec in program.inputs for size in spec.shape)
+        refused = graphs.declines(lowered.program.graph, fixed=fixed)
+        run = lowered.run if refused is not None else graphs.Replayed(lowered.run, program.flat_inputs())
+        settings = {"kernels": _told(lowered.program), "CUDA graph": "whole call" if refused is None else f"none: {refused}"}
+        return OnDevice(**{**_fields(lowered), "run": run, "settings": settings})
+
+    def open(self, directory: Path, plan: Plan) -> Run:
+        """See `backends.base.Backend.open`."""
+        kernels.register(kernels.device())
+        return TorchEager().open(directory, plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice(TorchLowered):
+    """What is lowered for a GPU; its memory is that of torch's CUDA allocator."""
+
+    def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
+        if not all(t.is_cuda for t in inputs):
+            return super().peak_bytes(inputs)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self(*inputs)
+        torch.cuda.synchronize()
+        return self.weight_bytes + torch.cuda.max_memory_allocated() - before
+
+
+def device_types(program: Program) -> set[str]:
+    """The types of device of a program's weights and inputs."""
+    tensors = [*program.module.parameters(), *program.module.buffers(), *program.flat_inputs()]
+    return {t.device.type for t in tensors}
+
+
+def _told(program: Program) -> str:
+    """Which of our operators stand in the graph, and where their tiles come from."""
+    names = [getattr(node.target, "_schema", None) for node in program.graph.nodes if node.op == "call_function"]
+    ours = [schema.name.partition("::")[2] for schema in names if schema is not None and schema.name.startswith("effcompile::")]
+    counts = {name: ours.count(name) for name in sorted(set(ours))}
+    found = ", ".join(f"{name} ×{count}" for name, count in counts.items()) or "none of ours in this plan"
+    return f"{found}; {kernels.origin()}"
+
+
+def _fields(lowered: TorchLowered) -> dict[str, Any]:
+    return {name: getattr(lowered, name) for name in lowered.__dataclass_fields__}

@@ -1,0 +1,99 @@
+"""The fastest of the configurations that compile, measured at first use and kept per GPU and triton in the cache folder.
+
+The file is `tiles-<device>-triton<version>.json`. EFFCOMPILE_TUNE=off takes the table's first choice instead. A file that is damaged, or
+that names a tile that is not among the table's any more, is measured again: it can cost time, never a result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+from effcompile.backends.triton.configs import Config
+from effcompile.machines import cache_folder
+
+__all__ = ["Timer", "Tuner", "tuner"]
+
+#: Seconds of one call.
+Timer = Callable[[Callable[[], object]], float]
+#: What a configuration is tried with: a call of its kernel.
+Trial = Callable[[Config], Callable[[], object]]
+
+
+def gpu_seconds(run: Callable[[], object]) -> float:
+    """The median over some 50 ms, by CUDA events."""
+    return float(do_bench(run, warmup=10, rep=50, return_mode="median")) / 1e3
+
+
+class Tuner:
+    """The choices of one device, held in a file."""
+
+    def __init__(self, path: Path, timer: Timer = gpu_seconds) -> None:
+        self.path, self.timer = path, timer
+        self._found: dict[str, Config] = {}
+
+    def choose(self, name: str, options: Sequence[Config], trial: Trial) -> Config:
+        """The fastest of `options` (one or more), from memory, the file, or by measuring. `name`: of kernel, dtype and head size."""
+        if len(options) == 1 or os.environ.get("EFFCOMPILE_TUNE", "").lower() in ("off", "0", "no"):
+            return options[0]
+        if name not in self._found:
+            known = _read(self.path).get(name)
+            kept = next((option for option in options if asdict(option) == known), None)
+            self._found[name] = kept or self._measured(name, options, trial)
+        return self._found[name]
+
+    def _measured(self, name: str, options: Sequence[Config], trial: Trial) -> Config:
+        seconds: dict[int, float] = {}
+        for index, option in enumerate(options):
+            try:
+                seconds[index] = self.timer(trial(option))
+            except Exception:  # triton's errors have no common base: this version cannot build it, or the GPU cannot hold it
+                continue
+        best = options[min(seconds, key=seconds.__getitem__)] if seconds else options[0]
+        if seconds:
+            _write(self.path, {**_read(self.path), name: asdict(best)})
+        return best
+
+
+_tuners: dict[int, Tuner] = {}
+
+
+def tuner(device: torch.device) -> Tuner | None:
+    """The GPU's; None while a CUDA graph is being captured, where nothing can be timed."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in _tuners:
+        name = re.sub(r"\W+", "-", torch.cuda.get_device_name(index)).strip("-").lower()
+        _tuners[index] = Tuner(cache_folder() / f"tiles-{name}-triton{version('triton')}.json")
+    return _tuners[index]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What the file holds; nothing where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, choices: dict[str, Any]) -> None:
+    """Whole or not at all; a folder that cannot be written costs another measurement next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+            json.dump(choices, file, indent=1)
+        os.replace(file.name, path)
+    except OSError:
+        return

@@ -1,0 +1,75 @@
+"""Plans carried out on the kernels, in the interpreter in the place of a GPU: a small Llama's outputs, and a training step's gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import effcompile
+from effcompile.backends.triton import attention, loss_head
+from effcompile.backends.triton.backend import Triton
+from effcompile.target import KernelCall
+
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=64, attn_implementation="sdpa")
+    return LlamaForCausalLM(config).eval(), {
+        "input_ids": torch.randint(0, 40, (1, 24)),
+        "attention_mask": torch.ones(1, 24, dtype=torch.long),
+    }
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were launched, by name."""
+    names: list[str] = []
+    for module, found in ((attention, ("attention_forward", "attention_dq", "attention_dkdv")), (loss_head, ("loss_head_rows",))):
+        for name in found:
+            monkeypatch.setattr(module, name, Spy(getattr(module, name), names))
+    return names
+
+
+class Spy:
+    def __init__(self, kernel: Any, names: list[str]) -> None:
+        self.kernel, self.names = kernel, names
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.names.append(self.kernel.__name__)
+        return self.kernel[grid]
+
+
+def test_a_plan_of_inference(llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = llama
+    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == "attention/tiled" else 1e-3)
+    executable = effcompile.optimize(model, inputs=inputs, backend="triton")
+    plan = executable.plan
+    assert {d.applied for d in plan.decisions if d.kind == "attention"} == {"tiled"}
+    assert "attention ×1; in its interpreter" in plan.settings["kernels"]
+    assert plan.settings["CUDA graph"].startswith("none: ")
+    assert all(check.passed for check in plan.checks)
+    launched.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(executable(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+    assert launched == ["attention_forward"]
+
+
+def test_kernels_are_timed_where_they_run(launched: list[str]) -> None:
+    assert Triton().measure(KernelCall("attention/tiled", (1, 1, 16, 16, 16, 8))) is not None
+    assert "attention_forward" in launched
+    assert Triton().measure(KernelCall("linear/fp32", (8, 16, 16))) is not None
+    assert Triton().measure(KernelCall("linear/int8_dynamic", (8, 16, 16))) is None
+
+
+def test_a_training_step(llama: Any, launched: list[str]) -> None:
+    model, inputs = llama
+    model.train()
+    executable = effcompile.optimize(model, inputs={**inputs, "labels": inputs["input_ids"]}, mode="training")
+    assert any("Triton's kernels run attention" in note for note in executable.plan.notes)
+    assert {"attention_forward", "attention_dq", "attention_dkdv"} <= set(launched)
