@@ -1,9 +1,10 @@
 """The Triton kernels on a GPU, in one call: ceilings, correctness, then ratios against what else there is. One JSON line per figure.
 
-    python benchmarks/gpu.py [--only ceilings correctness attention loss_head block_sparse] [--seconds 540] [--out gpu.jsonl]
+    python benchmarks/gpu.py [--only ceilings correctness step gemm loss_head states block_sparse attention] [--seconds 540] [--out F.jsonl]
     python benchmarks/gpu.py --dry        # tiny shapes in triton's interpreter, no GPU: does the script run
 
-Needs torch ≥ 2.11, triton ≥ 3.6 and msgspec (on the H200 machines here: carry its wheel), and no other package of effcompile's. Figures
+Needs torch ≥ 2.11, triton ≥ 3.6, numpy and msgspec (on the H200 machines here: carry its wheel). Only `step` plans, and so needs z3 too:
+without its wheel that section says so and times the other contestants; torchao's are left out where it is not there. Figures
 are medians of CUDA-event times, every contestant of a case in one process, the whole round twice; `spread` is how far the rounds lie
 apart. `predicted…` is the ratio that the visited tiles allow: it is printed beside what was measured. What fails is a line with its
 error, and the rest goes on.
@@ -12,8 +13,6 @@ error, and the rest goes on.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
 import traceback
@@ -21,81 +20,35 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-DRY = "--dry" in sys.argv
-if DRY:
-    os.environ["TRITON_INTERPRET"] = "1"
+import torch
+import torch.nn.functional as F  # noqa: N812
+from _gpu_common import (
+    DEVICE,
+    DRY,
+    DTYPE,
+    END,
+    OUT,
+    Timed,
+    close,
+    compare,
+    late,
+    make,
+    say,
+    seconds,
+)
+from _gpu_products import products, states
+from _gpu_step import step
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402, N812
-from torch import Tensor  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
-
-from effcompile.attention.visibility import Visibility  # noqa: E402
-from effcompile.backends import triton as ours  # noqa: E402
-from effcompile.ops.attention import attention  # noqa: E402
-from effcompile.ops.attention_terms import Terms, visible_pairs  # noqa: E402
-from effcompile.ops.block_sparse import block_sparse_linear  # noqa: E402
-from effcompile.ops.loss_head import MEAN, loss_head_backward, loss_head_forward  # noqa: E402
-from effcompile.sparse.pattern import BlockPattern  # noqa: E402
-
-DEVICE = "cpu" if DRY else "cuda"
-DTYPE = torch.float32 if DRY else torch.bfloat16
-Timed = dict[str, Callable[[], Any]]
-
-_out: list[Any] = []
-_end = time.monotonic()
-
-
-def say(**figures: Any) -> None:
-    """One result: to the screen and to --out."""
-    line = json.dumps({key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()})
-    print(line, flush=True)
-    for file in _out:
-        file.write(line + "\n")
-        file.flush()
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    """Median of one call."""
-    if DRY:
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    from triton.testing import do_bench
-
-    return float(do_bench(run, warmup=25, rep=150, return_mode="median")) / 1e3
-
-
-def compare(case: str, flops: float, contestants: Timed, **notes: Any) -> None:
-    """Time all contestants twice, ours first; say each one's time, rate, and how much faster ours is."""
-    rounds: dict[str, list[float]] = {}
-    for _ in range(1 if DRY else 2):
-        for name, run in contestants.items():
-            if time.monotonic() > _end:
-                say(case=case, name=name, error="out of time")
-                continue
-            try:
-                rounds.setdefault(name, []).append(seconds(run))
-            except Exception as error:  # a backend that does not take the case, or has no memory
-                rounds.pop(name, None)
-                say(case=case, name=name, error=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}")
-    mine = min(rounds.get("ours", [float("nan")]))
-    for name, times in rounds.items():
-        best = min(times)
-        say(case=case, name=name, ms=best * 1e3, tflops=flops / best / 1e12, ours_is=best / mine, spread=max(times) / best - 1, **notes)
-
-
-def close(case: str, found: Tensor, expected: Tensor, limit: float) -> None:
-    """Say the relative error in the Euclidean norm."""
-    error = float((found.double() - expected.double()).norm() / expected.double().norm())
-    say(case=f"correct: {case}", error=error, ok=bool(error <= limit))
-
-
-def make(*shape: int, dtype: torch.dtype = DTYPE, grad: bool = False) -> Tensor:
-    return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=grad)
-
+from effcompile.attention.visibility import Visibility
+from effcompile.backends import triton as ours
+from effcompile.ops.attention import attention
+from effcompile.ops.attention_terms import Terms, visible_pairs
+from effcompile.ops.block_sparse import block_sparse_linear
+from effcompile.ops.loss_head import MEAN, loss_head_backward, loss_head_forward, loss_head_gradients
+from effcompile.sparse.pattern import BlockPattern
 
 # ------------------------------------------------------------------ sections
 
@@ -168,13 +121,13 @@ def call(q: Tensor, k: Tensor, v: Tensor, scale: float, form: dict[str, Any], li
 
 def attention_cases() -> None:
     """Forward, and forward with backward: 16k tokens, 2048 wide, against each SDPA backend and FlexAttention, both pinned."""
-    lengths, tokens = ((64,), 64) if DRY else ((1024, 4096, 16384), 16384)
-    for d in (16,) if DRY else (64, 128):
-        equal = (2, 2) if DRY else (2048 // d, 2048 // d)
-        for s in lengths:
+    lengths, tokens = ((64,), 64) if DRY else ((4096, 16384, 1024), 16384)  # by what matters: the time may end
+    for s in lengths:
+        for d in (16,) if DRY else (64, 128):
+            equal = (2, 2) if DRY else (2048 // d, 2048 // d)
             for name, form in forms(s).items():
                 for heads in (equal, (equal[0], max(1, equal[1] // 8))) if name == "causal" else (equal,):
-                    if time.monotonic() < _end:
+                    if not late():
                         one_case(name, form, tokens // s, heads, s, d)
 
 
@@ -268,11 +221,16 @@ def loss_head() -> None:
 
     compiled = torch.compile(eager)
     leaves = (x.detach().requires_grad_(), weight.detach().requires_grad_())
-    theirs: Timed = {"ours": mine, "eager": lambda: torch.autograd.grad(eager(*leaves), leaves)}
+    once = lambda: loss_head_gradients(x, weight, None, target, *form, [True, True, False])  # noqa: E731
+    theirs: Timed = {"ours": mine, "ours in one pass": once, "eager": lambda: torch.autograd.grad(eager(*leaves), leaves)}
     if not DRY:
         theirs["torch.compile"] = lambda: torch.autograd.grad(compiled(*leaves), leaves)
     _, gradients = mine()
-    close("loss head dx", gradients[0], torch.autograd.grad(eager(*leaves), leaves)[0], 6e-3)
+    wanted = torch.autograd.grad(eager(*leaves), leaves)
+    for name, found in (("loss head", gradients), ("loss head in one pass", once()[1:])):
+        close(f"{name} dx", found[0], wanted[0], 6e-3)
+        close(f"{name} dW", found[1], wanted[1], 6e-3)
+    del wanted, found, gradients
     compare(f"loss head N{n} D{d} V{words}", 6.0 * n * d * words, theirs)
     if not DRY:
         for name, run in theirs.items():
@@ -300,21 +258,21 @@ def one_sparsity(b: int, sparsity: float, rows: int, n: int) -> None:
 
 
 SECTIONS: dict[str, Callable[[], None]] = {
-    "ceilings": ceilings, "correctness": correctness, "attention": attention_cases, "loss_head": loss_head, "block_sparse": block_sparse,
+    "ceilings": ceilings, "correctness": correctness, "step": step, "gemm": products, "loss_head": loss_head, "states": states,
+    "block_sparse": block_sparse, "attention": attention_cases,
 }  # fmt: skip
 
 
 def main() -> None:
-    global _end
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing further after this time")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    _end = time.monotonic() + options.seconds
+    END[0] = time.monotonic() + options.seconds
     if options.out:
-        _out.append(options.out.open("a"))
+        OUT.append(options.out.open("a"))
     torch.manual_seed(0)
     if DRY:
         from effcompile.backends.triton.interpreter import patch_interpreter

@@ -242,12 +242,29 @@ def memory_profile() -> torch.profiler.profile:
     return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
 
 
-def peak_of_memory_events(profile: torch.profiler.profile, device: str = "cpu") -> int:
-    """Highest running sum of a type of device's allocations and frees that a profile with `profile_memory=True` recorded."""
+@contextlib.contextmanager
+def watched_memory(device: str) -> Iterator[Callable[[], int]]:
+    """What it yields says, after the context, how many bytes beyond those before it were allocated on a type of device at the most."""
+    found: list[int] = []
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield lambda: found[0]
+        torch.cuda.synchronize()
+        found.append(torch.cuda.max_memory_allocated() - before)
+    else:
+        with memory_profile() as profile:
+            yield lambda: found[0]
+        found.append(peak_of_memory_events(profile))
+
+
+def peak_of_memory_events(profile: torch.profiler.profile) -> int:
+    """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True` recorded."""
     live = peak = 0
     events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     for event in events:
-        if event.name() == "[memory]" and event.device_type().name == device.upper():
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
             live += event.nbytes()
             peak = max(peak, live)
     return peak

@@ -40,12 +40,12 @@ def baseline_totals(program: Program, model: nn.Module, seconds: Mapping[str, fl
     """Measured figures of the original model at the example inputs."""
     with as_reference(model):
         model(*program.args, **program.kwargs)
-        with torch_compat.memory_profile() as profile:
+        on_gpu = any(tensor.is_cuda for tensor in program.flat_inputs())
+        with torch_compat.watched_memory("cuda" if on_gpu else "cpu") as peak:
             model(*program.args, **program.kwargs)
     weights = program.weight_bytes()
     inputs = sum(tensor.nbytes for tensor in program.flat_inputs())
-    peak = weights + inputs + torch_compat.peak_of_memory_events(profile)
-    return Totals(seconds=seconds[ORIGINAL], weight_bytes=weights, peak_bytes=peak, error=0.0)
+    return Totals(seconds=seconds[ORIGINAL], weight_bytes=weights, peak_bytes=weights + inputs + peak(), error=0.0)
 
 
 def totals(outcome: Outcome, seconds: Mapping[str, float], error: float) -> Totals:

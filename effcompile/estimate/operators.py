@@ -70,9 +70,9 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
         return result
 
     with torch.no_grad():
-        with torch_compat.memory_profile() as profile:
+        with torch_compat.watched_memory("cuda" if on_gpu else "cpu") as peak:
             result = call()
-        workspace = torch_compat.peak_of_memory_events(profile, "cuda" if on_gpu else "cpu") - _bytes(result, args)
+        workspace = peak() - _bytes(result, args)
         del result
         return Measured(seconds=_seconds(call, seconds_each), workspace=max(0, workspace))
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from effcompile import torch_compat
 from effcompile.backends import triton as kernels
 from effcompile.backends.base import Run
 from effcompile.backends.torch import TorchEager, TorchLowered
@@ -72,12 +73,10 @@ class OnDevice(TorchLowered):
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         if not all(t.is_cuda for t in inputs):
             return super().peak_bytes(inputs)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         self(*inputs)
-        torch.cuda.synchronize()
-        return self.weight_bytes + torch.cuda.max_memory_allocated() - before
+        with torch_compat.watched_memory("cuda") as peak:
+            self(*inputs)
+        return self.weight_bytes + peak()
 
 
 def device_types(program: Program) -> set[str]:

@@ -33,6 +33,8 @@ def register(device: str) -> None:
 def quantize(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(codes, scales), see `effcompile::quantize_groups`."""
     op.check_groups(x, group, dtype)
+    if _lacks(dtype, x.device):
+        return op.quantize_by_torch(x, group, dtype)
     x = x.contiguous()
     codes, scales = x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], x.shape[-1] // group), dtype=torch.float32)
     if scales.numel():
@@ -46,6 +48,8 @@ def quantize(x: Tensor, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """codes · scale, see `effcompile::dequantize_groups`."""
+    if _lacks(codes.dtype, codes.device):
+        return op.dequantize_by_torch(codes, scales, dtype)
     codes, scales = codes.contiguous(), scales.contiguous()
     out = codes.new_empty(codes.shape, dtype=dtype)
     if out.numel():
@@ -66,8 +70,7 @@ def linear(
     block_k = math.gcd(group, 128) if x_scales is None else 64
     flat = x.reshape(-1, k)
     y = x.new_empty((*x.shape[:-1], n), dtype=dtype)
-    narrow = torch.float8_e4m3fn in (x.dtype, codes.dtype) and not _has_float8(x.device)
-    if block_k < _NARROWEST or x.dtype == torch.float64 or not y.numel() or narrow:
+    if block_k < _NARROWEST or x.dtype == torch.float64 or not y.numel() or _lacks(codes.dtype, x.device):
         return op.linear_by_torch(x, codes, scales, x_scales, bias, residual, activation, dtype)
     flat = by_rows(flat)
     block_m = 32 if interpreting() else max(16, min(128, triton.next_power_of_2(flat.shape[0])))
@@ -84,9 +87,11 @@ def linear(
 
 
 @cache
-def _has_float8(device: torch.device) -> bool:
-    """Whether e4m3fn can be multiplied: from compute capability 8.9 on; AMD's gfx942 has another e4m3."""
-    return device.type != "cuda" or (not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9))
+def _lacks(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a GPU cannot take such codes: e4m3fn is there from compute capability 8.9 on; AMD's gfx942 has another e4m3."""
+    if dtype != torch.float8_e4m3fn or device.type != "cuda":
+        return False
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) < (8, 9)
 
 
 def _rows(group: int) -> tuple[int, int]:

@@ -38,21 +38,19 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer
     update = optimizer.step
     with verify.restored(model), _parameters_restored(model):
         _bind(runner, optimizer, lambda consume: consume)
-        with torch_compat.memory_profile() as profile:
-            device = _step(step, update, optimizer)
+        with torch_compat.watched_memory(verify.device_of(model)) as peak:
+            _step(step, update, optimizer)
             _step(step, update, optimizer)
         _bind(runner, optimizer, clock.around)
         _step(step, clock.around(update), optimizer)
-    return Steps(peak_bytes=torch_compat.peak_of_memory_events(profile, device), update_seconds=clock.seconds)
+    return Steps(peak_bytes=peak(), update_seconds=clock.seconds)
 
 
-def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer) -> str:
-    """One step; returns the type of device that it ran on."""
-    loss = step()
-    loss.backward()
+def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer) -> None:
+    """One step."""
+    step().backward()
     update()
     optimizer.zero_grad()
-    return loss.device.type
 
 
 def _bind(runner: StepRunner | None, optimizer: Optimizer, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

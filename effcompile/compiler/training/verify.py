@@ -44,12 +44,16 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module) -> Result:
     """
     with restored(model):
         torch.manual_seed(_SEED)
-        with torch_compat.memory_profile() as profile:
+        with torch_compat.watched_memory(device_of(model)) as peak:
             loss = step()
             loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        peak = torch_compat.peak_of_memory_events(profile, loss.device.type)
-        return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak)
+        return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak())
+
+
+def device_of(model: nn.Module) -> str:
+    """The type of device that a model's steps run on: that of its first parameter."""
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def into_gradients(model: nn.Module) -> Callable[[str, torch.Tensor], None]:

@@ -78,6 +78,18 @@ def test_linear(name: str, form: dict[str, Any]) -> None:
     assert (default.double() - wanted).norm() <= LIMITS[form["dtype"]] * wanted.norm()
 
 
+def test_a_gpu_without_float8_has_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A100's compiler refuses e4m3fn: neither codes nor products may reach it."""
+    x, wanted = make(3, 64), quantize_by_torch(make(3, 64), 32, torch.float8_e4m3fn)
+    monkeypatch.setattr(tiled, "_lacks", lambda dtype, device: dtype == torch.float8_e4m3fn)
+    for kernel in ("quantize_kernel", "dequantize_kernel", "quantized_product"):
+        monkeypatch.setattr(tiled, kernel, None)
+    codes, scales = tiled.quantize(x, 32, torch.float8_e4m3fn)
+    torch.testing.assert_close((codes.float(), scales), (wanted[0].float(), wanted[1]))
+    assert torch.equal(tiled.dequantize(codes, scales, torch.float32), dequantize_by_torch(*wanted, torch.float32))
+    tiled.linear(x, codes, scales, None, None, None, "none", torch.float32)
+
+
 def test_packing() -> None:
     codes = torch.randint(-8, 8, (5, 12), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
     assert torch.equal(unpack_int4(pack_int4(codes)), codes)
