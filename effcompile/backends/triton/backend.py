@@ -55,10 +55,9 @@ class Triton:
             raise LoweringError(f"The Triton kernels cannot run {program.name}: {reason}. Plan again with another backend.")
         lowered = lower_eager(edit(program, calibration))
         fixed = all(isinstance(size, int) for spec in program.inputs for size in spec.shape)
-        refused = graphs.declines(lowered.program.graph, fixed=fixed)
-        run = lowered.run if refused is not None else graphs.Replayed(lowered.run, program.flat_inputs())
-        settings = {"kernels": _told(lowered.program), "CUDA graph": "whole call" if refused is None else f"none: {refused}"}
-        return OnDevice(**{**_fields(lowered), "run": run, "settings": settings})
+        run = graphs.declines(lowered.program.graph, fixed=fixed) or graphs.replayed(lowered.run, program.flat_inputs())
+        settings = {"kernels": _told(lowered.program), "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
+        return OnDevice(**{**_fields(lowered), "run": lowered.run if isinstance(run, str) else run, "settings": settings})
 
     def open(self, directory: Path, plan: Plan) -> Run:
         """See `backends.base.Backend.open`."""

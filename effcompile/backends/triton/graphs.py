@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Replayed", "declines"]
+__all__ = ["Replayed", "declines", "replayed"]
 
 Run = Callable[..., Sequence[torch.Tensor]]
 
@@ -34,8 +34,16 @@ def declines(graph: fx.Graph, *, fixed: bool) -> str | None:
     return None
 
 
+def replayed(run: Run, example: Sequence[torch.Tensor]) -> Replayed | str:
+    """The function, captured now at these inputs; or why CUDA would not capture it (an operator that waits for the GPU in its own code)."""
+    try:
+        return Replayed(run, example)
+    except RuntimeError as error:
+        return f"it cannot be captured: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+
+
 class Replayed:
-    """A function of tensors as a graph, captured at its first call with these shapes; other shapes run kernel by kernel.
+    """A function of tensors as a graph, captured at the shapes of an example; other shapes run kernel by kernel.
 
     Inputs are copied into the graph's own, results are copied out of it: a result stays as it is when the next call is made. The graph
     has a pool of memory of its own, which it keeps.
@@ -44,23 +52,20 @@ class Replayed:
     def __init__(self, run: Run, example: Sequence[torch.Tensor]) -> None:
         self._run = run
         self._form = [(t.shape, t.stride(), t.dtype, t.device) for t in example]
-        self._graph: Any = None
-        self._inputs: list[torch.Tensor] = []
-        self._outputs: list[torch.Tensor] = []
+        self._inputs = [t.clone() for t in example]
+        self._graph, self._outputs = self._captured()
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         if [(t.shape, t.stride(), t.dtype, t.device) for t in inputs] != self._form:
             return list(self._run(*inputs))
-        if self._graph is None:
-            self._capture(inputs)
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         self._graph.replay()
         return [output.clone() for output in self._outputs]
 
-    def _capture(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Record one call, after some on a stream of their own (as torch.cuda.graph's documentation asks)."""
-        self._inputs = [t.clone() for t in inputs]
+    @torch.no_grad()
+    def _captured(self) -> tuple[Any, list[torch.Tensor]]:
+        """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's documentation asks)."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -69,5 +74,5 @@ class Replayed:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
-            self._outputs = list(self._run(*self._inputs))
-        self._graph = graph
+            outputs = list(self._run(*self._inputs))
+        return graph, outputs

@@ -86,7 +86,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Model:
 
 def test_a_replay_is_a_call(played: Model) -> None:
     example = torch.ones(2, 3)
-    run = graphs.Replayed(played, [example])
+    run = graphs.replayed(played, [example])
+    assert isinstance(run, graphs.Replayed)
     first, second = run(example)[0], run(torch.full((2, 3), 5.0))[0]
     assert first.eq(2).all(), "a later call changed an earlier result"
     assert second.eq(10).all()
@@ -95,9 +96,16 @@ def test_a_replay_is_a_call(played: Model) -> None:
     assert played.calls == calls, "the model ran instead of its graph"
 
 
+def test_what_cuda_does_not_capture_is_told(played: Model) -> None:
+    def waits(x: torch.Tensor) -> list[torch.Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    assert graphs.replayed(waits, [torch.ones(2)]) == "it cannot be captured: operation not permitted when stream is capturing"
+
+
 def test_other_shapes_run_by_themselves(played: Model) -> None:
-    run = graphs.Replayed(played, [torch.ones(2, 3)])
-    run(torch.ones(2, 3))
+    run = graphs.replayed(played, [torch.ones(2, 3)])
+    assert isinstance(run, graphs.Replayed)
     for other in (torch.ones(4, 3), torch.ones(3, 2).t(), torch.ones(2, 3, dtype=torch.float64)):
         calls = played.calls
         assert torch.equal(run(other)[0], 2 * other)
