@@ -22,6 +22,8 @@ from effcompile.backends.triton.configs import KERNELS, TABLE
 
 FIELDS = ("block_m", "block_n", "warps", "stages")
 LAUNCHES = "effcompile.backends.triton.aot_cases:attention_launches"
+#: How many more of a row's candidates are tried on a GPU: each is compiled there, some seconds.
+MOST = 4
 Candidate = tuple[int, int, int, int]
 
 #: (BLOCK_M, BLOCK_N, warps, stages), best first: larger tiles read K and V less often; eight warps halve the registers of a thread on
@@ -75,7 +77,7 @@ def choose(arch: str, dtype: str, d: int, kernel: str, *, others: bool) -> dict[
     if not found:
         return None
     best, report = min(found, key=lambda one: one[1].spills)
-    rest = [[*candidate, needs.shared] for candidate, needs in found if candidate != best and not needs.spills]
+    rest = [[*candidate, needs.shared] for candidate, needs in found if candidate != best and not needs.spills][:MOST]
     return dict(zip(FIELDS, best, strict=True)) | precision(arch, dtype) | {
         "shared": report.shared, "registers": report.registers, "spills": report.spills, "triton": version("triton"),
         **({"others": rest} if others else {}),

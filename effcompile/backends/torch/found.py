@@ -11,6 +11,7 @@ from torch import fx
 from effcompile import torch_compat
 from effcompile.attention.predictors import STATIC
 from effcompile.backends.torch.edit import SITE
+from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.program import Program, module_path
 from effcompile.sites import add_norms, argument, linears, merges
 from effcompile.sparse.forms import form_name
@@ -122,6 +123,16 @@ def _w4(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return None if weight is None else ("w4", 2 * int(weight.shape[1]), int(weight.shape[0]))
 
 
+def _coded(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """Our own products with codes: with those of x, or of the weight alone, a byte or half of one each."""
+    codes = _constant(module, node.args[1])
+    if codes is None:
+        return None
+    halves = codes.dtype == torch.uint8
+    option = "int8_channel" if node.args[3] is not None else "w4" if halves else "w8"
+    return option, int(codes.shape[1]) * (2 if halves else 1), int(codes.shape[0])
+
+
 def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     values, crow, col, ccol = (_constant(module, argument) for argument in node.args[1:5])
     if values is None or crow is None or col is None or ccol is None:
@@ -150,6 +161,7 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     aten._weight_int4pack_mm_for_cpu: _w4,
     aten.embedding: _embedding,
     torch.ops.effcompile.block_sparse_linear: _sparse,
+    torch.ops.effcompile.quantized_linear: _coded,
 }
 
 

@@ -37,16 +37,16 @@ def measure(call: KernelCall, engine: str, *, device: str = "cpu") -> float | No
     kind, _, option = call.kernel.partition("/")
     with torch.no_grad(), torch.device(device):
         if call.kernel == "linear/sparse":
-            body = _in_turn([_sparse(call.dims) for _ in range(_copies(call))])
+            body = in_turn([_sparse(call.dims) for _ in range(copies(call))])
         elif kind == "linear":
-            body = _in_turn([_linear(option, call.dims, engine) for _ in range(_copies(call))])
+            body = in_turn([_linear(option, call.dims, engine) for _ in range(copies(call))])
         else:
             make = _KERNELS.get(call.kernel)
             body = None if make is None else make(call.dims, engine)
-        return None if body is None else median_seconds(body if device == "cpu" else _awaited(body))
+        return None if body is None else median_seconds(body if device == "cpu" else awaited(body))
 
 
-def _awaited(body: Body) -> Body:
+def awaited(body: Body) -> Body:
     """Calls that return when the GPU is done."""
 
     def run() -> None:
@@ -56,7 +56,7 @@ def _awaited(body: Body) -> Body:
     return run
 
 
-def _copies(call: KernelCall) -> int:
+def copies(call: KernelCall) -> int:
     """Linears with weights of their own that together exceed the last-level cache, as the layers of a model do."""
     if call.kernel == "linear/sparse":
         kept, block = call.dims[3:]
@@ -66,7 +66,7 @@ def _copies(call: KernelCall) -> int:
     return max(1, min(_MOST_COPIES, _CACHE_BYTES // (k * n * width)))
 
 
-def _in_turn(bodies: list[Body | None]) -> Body | None:
+def in_turn(bodies: list[Body | None]) -> Body | None:
     """One callable that runs the next of them at each call."""
     present = [body for body in bodies if body is not None]
     following = itertools.cycle(present)

@@ -15,13 +15,14 @@ from effcompile.backends.base import Run
 from effcompile.backends.torch import TorchEager, TorchLowered
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import lower_eager
-from effcompile.backends.torch.measure import measure
-from effcompile.backends.triton import graphs
+from effcompile.backends.torch.measure import awaited, copies, in_turn, measure
+from effcompile.backends.triton import graphs, linears
 from effcompile.errors import LoweringError
 from effcompile.goal import Goal
 from effcompile.plan import Plan
 from effcompile.program import Program
 from effcompile.target import KernelCall
+from effcompile.timing import median_seconds
 
 
 class Triton:
@@ -46,14 +47,21 @@ class Triton:
         device = kernels.device()
         if kernels.register(device) is not None:
             return None
-        return measure(call, "stock" if call.kernel.startswith("linear/") else "eager", device=device)
+        kind, _, option = call.kernel.partition("/")
+        if kind != "linear" or option not in linears.OPTIONS:
+            return measure(call, "stock" if kind == "linear" else "eager", device=device)
+        if linears.why_not(option, call.dims[1]) is not None:
+            return None
+        with torch.no_grad(), torch.device(device):
+            run = in_turn([linears.body(option, call.dims) for _ in range(copies(call))])
+            return None if run is None else median_seconds(run if device == "cpu" else awaited(run))
 
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
         reason = kernels.register(kernels.device())
         if reason is not None:
             raise LoweringError(f"The Triton kernels cannot run {program.name}: {reason}. Plan again with another backend.")
-        lowered = lower_eager(edit(program, calibration))
+        lowered = lower_eager(edit(linears.emit(program), calibration))
         fixed = all(isinstance(size, int) for spec in program.inputs for size in spec.shape)
         run = graphs.declines(lowered.program.graph, fixed=fixed) or graphs.replayed(lowered.run, program.flat_inputs())
         settings = {"kernels": _told(lowered.program), "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}

@@ -119,7 +119,12 @@ def candidates(kernel: str, arch: str | None, dtype: torch.dtype, d: int, dv: in
         return (forced,)
     if arch is None or interpreting():
         return (Config(block_m=32, block_n=32, warps=4, stages=1, precision="ieee" if dtype == torch.float32 else None),)
-    row = _table().get(arch, {}).get(dtype_name(dtype), {}).get(str(head_class(d, dv)), {}).get(kernel)
+    return _of_table(kernel, arch, dtype_name(dtype), head_class(d, dv), shared)
+
+
+@cache
+def _of_table(kernel: str, arch: str, dtype: str, size: int, shared: int | None) -> tuple[Config, ...]:
+    row = _table().get(arch, {}).get(dtype, {}).get(str(size), {}).get(kernel)
     if row is None:
         return ()
     first = [row[name] for name in TILE]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import effcompile
-from effcompile.backends.triton import attention, loss_head
+from effcompile.backends.triton import attention, group_quant, linears, loss_head
 from effcompile.backends.triton.backend import Triton
 from effcompile.target import KernelCall
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture
@@ -30,7 +31,9 @@ def llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, by name."""
     names: list[str] = []
-    for module, found in ((attention, ("attention_forward", "attention_dq", "attention_dkdv")), (loss_head, ("loss_head_rows",))):
+    watched = {attention: ("attention_forward", "attention_dq", "attention_dkdv"), loss_head: ("loss_head_rows",),
+               group_quant: ("quantized_product",)}  # fmt: skip
+    for module, found in watched.items():
         for name in found:
             monkeypatch.setattr(module, name, Spy(getattr(module, name), names))
     return names
@@ -60,11 +63,31 @@ def test_a_plan_of_inference(llama: Any, launched: list[str], monkeypatch: pytes
     assert launched == ["attention_forward"]
 
 
+#: The linears by K and N → the form that is made to seem cheap.
+FORMS = {(32, 32): "w4", (32, 64): "w8", (64, 32): "int8_channel"}
+
+
+def test_weights_in_codes(llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Found in what was built, within the error that was predicted and measured; the kernel ran, not its stand-in."""
+    model, inputs = llama
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))  # times that were made up for another test
+    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == f"linear/{FORMS.get(call.dims[1:])}" else 1e-3)
+    plan = effcompile.optimize(model, inputs=inputs, backend="triton", max_error=0.3).plan
+    found = [d.applied for d in plan.decisions if d.kind == "linear" and d.option in linears.OPTIONS]
+    assert set(found) == set(linears.OPTIONS)
+    assert all(check.passed for check in plan.checks)
+    assert f"quantized_linear ×{len(found)}" in plan.settings["kernels"]
+    assert "quantized_product" in launched
+
+
 def test_kernels_are_timed_where_they_run(launched: list[str]) -> None:
     assert Triton().measure(KernelCall("attention/tiled", (1, 1, 16, 16, 16, 8))) is not None
     assert "attention_forward" in launched
     assert Triton().measure(KernelCall("linear/fp32", (8, 16, 16))) is not None
     assert Triton().measure(KernelCall("linear/int8_dynamic", (8, 16, 16))) is None
+    assert Triton().measure(KernelCall("linear/w4", (8, 48, 16))) is None
+    assert Triton().measure(KernelCall("linear/w4", (8, 64, 16))) is not None
+    assert "quantized_product" in launched
 
 
 def test_a_training_step(llama: Any, launched: list[str]) -> None:
