@@ -76,7 +76,7 @@ def test_weights_in_codes(llama: Any, launched: list[str], monkeypatch: pytest.M
     found = [d.applied for d in plan.decisions if d.kind == "linear" and d.option in linears.OPTIONS]
     assert set(found) == set(linears.OPTIONS)
     assert all(check.passed for check in plan.checks)
-    assert f"quantized_linear ×{len(found)}" in plan.settings["kernels"]
+    assert "quantized_linear ×" in plan.settings["kernels"]
     assert "quantized_product" in launched
 
 
