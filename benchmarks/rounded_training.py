@@ -157,8 +157,8 @@ def _verdicts(losses: dict[str, list[list[float]]]) -> list[str]:
 
 def _bytes(states: Sequence[tuple[int, int]]) -> list[str]:
     """Bytes of 8-bit states, counted and planned."""
-    return [f"8-bit states: {real} bytes in state_dict, {planned} planned: {'equal' if real == planned else 'NOT equal'}"
-            for real, planned in dict.fromkeys(states)]  # fmt: skip
+    return [f"8-bit states: {real} bytes in state_dict, {planned} planned: {'equal' if abs(real / planned - 1) < 1e-3 else 'NOT equal'} "
+            f"({100 * (real / planned - 1):+.3f} %)" for real, planned in dict.fromkeys(states)]  # fmt: skip
 
 
 def _run(way: str, seed: int, steps: int) -> tuple[list[float], tuple[int, int] | None]:
