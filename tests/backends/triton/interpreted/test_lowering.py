@@ -12,6 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import effcompile
 from effcompile.backends.triton import attention, group_quant, linears, loss_head
 from effcompile.backends.triton.backend import Triton
+from effcompile.compiler import measure
+from effcompile.compiler.training import confirm
 from effcompile.target import KernelCall
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -25,6 +27,14 @@ def llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
         "input_ids": torch.randint(0, 40, (1, 24)),
         "attention_mask": torch.ones(1, 24, dtype=torch.long),
     }
+
+
+@pytest.fixture(autouse=True)
+def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter takes tells nothing: no more rounds than there must be."""
+    monkeypatch.setattr(confirm, "_TIMING_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_BUDGET", 0.0)
+    monkeypatch.setattr(measure, "_LEAST", 1)
 
 
 @pytest.fixture
