@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import torch
 
+from effcompile.capture.float8 import unavailable
 from effcompile.errors import UnknownNameError, UsageError
 from effcompile.estimate.halves import draws_as_fp32, product_ratio
 from effcompile.step import Step
@@ -22,11 +23,12 @@ from effcompile.torch_compat_aot import is_random
 SITE, KIND = "step", "precision"
 BASELINE = "fp32"
 
-BF16, FP16 = "bf16", "fp16"
+BF16, FP16, FP8 = "bf16", "fp16", "fp8"
 #: Those whose loss is scaled, so that small gradients do not vanish.
 SCALED = frozenset({FP16})
-#: What products may be computed in.
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType({BF16: torch.bfloat16, FP16: torch.float16})
+#: What products may be computed in → the dtype of autocast, under which fp8 has its linears alone.
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType({BF16: torch.bfloat16, FP16: torch.float16, FP8: torch.bfloat16})
+_NAMES = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class Precision:
     """Not exact: proposed only where the goal allows an error, which is measured against the fp32 step.
 
     `dtypes`: in order of preference: the first that the machine is fast in is planned, the next where its error is too large. bf16 has
-    fp32's range; fp16 has three more bits, and its loss is scaled (torch.amp.GradScaler). `always`: also where fp32 is predicted faster.
+    fp32's range; fp16 has three more bits, and its loss is scaled (torch.amp.GradScaler); fp8, only where it is named, is that of torchao's
+    linears on GPUs that have it. `always`: also where fp32 is predicted faster.
     """
 
     dtypes: tuple[str, ...] = (BF16, FP16)
@@ -59,10 +62,14 @@ class Precision:
         """Why a step in fp32 cannot, or need not, be planned in `dtype`; None where it can. `here`: the target is this machine."""
         if (own := narrow_dtype(step)) is not None:
             return f"the step computes in {own} already, as it was given"
+        if dtype == FP8 and not here:
+            return "its error cannot be measured from here: plan it on the machine itself"
         if not here:
             known = ", ".join(target.peak_flops)
             return None if dtype in target.peak_flops else f"{target.name} has no arithmetic in {dtype} (it has {known})"
         device = step.loss.meta["val"].device.type
+        if dtype == FP8 and (reason := unavailable(device)) is not None:
+            return reason
         ratio = product_ratio(DTYPES[dtype], device)
         if ratio > 1 and not self.always:
             return f"products in {dtype} take {ratio:.1f} × as long as in fp32 on this machine, measured"
@@ -73,11 +80,10 @@ class Precision:
 
 def narrow_dtype(step: Step) -> str | None:
     """The 16-bit dtype that a step computes in, under the user's own autocast or by its parameters; None for none."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
     values = (node.meta.get("val") for node in step.graph.nodes)
-    return next((names[value.dtype] for value in values if isinstance(value, torch.Tensor) and value.dtype in names), None)
+    return next((_NAMES[value.dtype] for value in values if isinstance(value, torch.Tensor) and value.dtype in _NAMES), None)
 
 
 def label(dtype: str) -> str:
     """In the plan's words."""
-    return f"{dtype} autocast"
+    return "fp8 linears" if dtype == FP8 else f"{dtype} autocast"

@@ -161,7 +161,7 @@ def test_a_saved_plan_in_an_unknown_precision_is_refused() -> None:
     model, batch = line()
     data = plan_training(model, (), batch, goal=goal(), passes=ALWAYS).to_dict()
     data["schedule"]["precision"] = "fp2"
-    with pytest.raises(FormatError, match=r"precision 'fp2'; known: bf16, fp16"):
+    with pytest.raises(FormatError, match=r"precision 'fp2'; known: bf16, fp16, fp8"):
         optimize_training(model, (), batch, goal=goal(), plan=Plan.from_dict(data), passes=AS_WRITTEN)
 
 
@@ -235,6 +235,32 @@ def test_unknown_dtypes_are_told() -> None:
         plan_training(model, (), batch, goal=goal(), passes=["precision.dtypes=bf61"])
     with pytest.raises(UsageError, match="empty"):
         plan_training(model, (), batch, goal=goal(), passes=["precision.dtypes="])
+
+
+def test_fp8_needs_a_gpu_that_has_it() -> None:
+    model, batch = line()
+    named = [*AS_WRITTEN, "precision.dtypes=fp8"]
+    assert "compute capability 8.9" in reasons(plan_training(model, (), batch, goal=goal(), passes=named))["fp8 linears"]
+    there = plan_training(model, (), batch, goal=goal(), passes=named, target="h100-sxm")
+    assert "cannot be measured from here" in reasons(there)["fp8 linears"]
+
+
+def test_fp8_linears_are_torchaos_with_emulated_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    monkeypatch.setattr("effcompile.passes.precision.unavailable", lambda _: None)
+    torch.manual_seed(0)
+    model, batch = Line().train(), {"x": torch.randn(32, 32), "y": torch.randn(32, 16)}
+    model.net = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16), nn.Linear(16, 16))
+    executable = optimize_training(model, (), batch, goal=goal(error=0.5), passes=[*ALWAYS, "precision.dtypes=fp8"])
+    assert precision(executable.plan) == "fp8 linears" and executable.plan.met
+    assert {type(m) for m in model.net} == {nn.Linear, nn.Tanh}
+    found = measured(lambda: executable(**batch), model, 0)[0]
+    assert 1e-3 < whole_error(found, eager(model, batch)) <= executable.plan.checks[0].error * 1.000001
+    kinds = {n.meta["val"].dtype for n in executable.runner.step.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+    assert torch.float8_e4m3fn in kinds and torch.float8_e5m2 in kinds
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    assert whole_error(found, under_autocast(model, batch)) < 1e-3
 
 
 # ------------------------------------------------------------------ fp16: the scaled loss

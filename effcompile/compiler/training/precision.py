@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import fx
 from effcompile.attention.normalise import OUR_ATTENTIONS
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
+from effcompile.capture.float8 import float8_linears
 from effcompile.compiler.training.attend import Captured, Narrow
 from effcompile.compiler.training.moved import TooCoarseError
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
@@ -20,7 +22,7 @@ from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.verify import Result
 from effcompile.cost import Cost
 from effcompile.errors import CaptureError, EffcompileError, FormatError
-from effcompile.passes.precision import BASELINE, DTYPES, KIND, SCALED, SITE, Precision, label
+from effcompile.passes.precision import BASELINE, DTYPES, FP8, KIND, SCALED, SITE, Precision, label
 from effcompile.plan import Decision, Declined, Plan
 from effcompile.step import Step
 from effcompile.units import format_bytes, format_seconds
@@ -71,7 +73,8 @@ def under(dtype: str, wide: Step) -> Capture:
                 edit(front, inputs)
             _settle(front, DTYPES[dtype])
 
-        with torch.autocast(device, dtype=DTYPES[dtype]):
+        linears = float8_linears(args[0]) if dtype == FP8 else contextlib.nullcontext()
+        with linears, torch.autocast(device, dtype=DTYPES[dtype]):
             return _cast_once(capture_training(*args, edit=edited, **options))
 
     return capture

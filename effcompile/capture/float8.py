@@ -1,0 +1,57 @@
+"""Linears in float8 by torchao, put into a model for as long as its step is captured: tensorwise dynamic scales, bf16 results.
+
+Micikevicius et al. 2022 (arXiv 2209.05433): e4m3 in the forward, e5m2 for gradients. Weights stay the model's own parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+
+from effcompile.errors import CaptureError
+
+#: The first compute capability with float8 products: Ada (Hopper is 9.0).
+CAPABILITY = (8, 9)
+#: torch._scaled_mm takes sizes that are multiples of this.
+_MULTIPLE = 16
+
+
+def unavailable(device: str) -> str | None:
+    """Why there are no float8 products on this machine; None where there are."""
+    if device != "cuda":
+        return f"float8 products need a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or above; the model is on {device}"
+    found = torch.cuda.get_device_capability()
+    if found < CAPABILITY:
+        return f"float8 products need compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or above; this GPU has {found[0]}.{found[1]}"
+    return None if find_spec("torchao") else "it needs torchao: pip install torchao"
+
+
+@contextlib.contextmanager
+def float8_linears(model: nn.Module) -> Iterator[None]:
+    """The model with its linears in float8, where their sizes allow it, put back at the end.
+
+    Without such a GPU torchao emulates their products, in the time of fp32: for tests of what is captured.
+
+    Raises:
+        CaptureError: no linear can be.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    own = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if _fits(child)]
+    if not own:
+        raise CaptureError(f"no linear of {type(model).__name__} has sizes that are multiples of {_MULTIPLE}, as float8 products need")
+    config = Float8LinearConfig(emulate=unavailable(next(model.parameters()).device.type) is not None)
+    try:
+        convert_to_float8_training(model, module_filter_fn=lambda module, _: _fits(module), config=config)
+        yield
+    finally:
+        for parent, name, child in own:
+            setattr(parent, name, child)
+
+
+def _fits(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.in_features % _MULTIPLE == 0 and module.out_features % _MULTIPLE == 0
