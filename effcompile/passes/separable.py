@@ -32,7 +32,8 @@ _SAME = (
     operator.getitem,
 )  # fmt: skip
 #: What capture leaves out where it does nothing, as it may where a micro-batch is one example.
-_ELIDED = (aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)  # of a copy, or of what needs none
+_ELIDED = (*_VIEWS, aten.expand.default, aten.clone.default)
 _TIMES = (aten.mul.Tensor, aten.mul.Scalar)
 _OVER = (aten.div.Tensor, aten.div.Scalar)
 _ADDED = (aten.add.Tensor, aten.sub.Tensor)
@@ -115,7 +116,7 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
     pairs.update(zip(whole.inputs, part.inputs, strict=True))
     theirs = _made_from(part.loss)
     for a in _made_from(whole.loss):
-        if theirs and a.target == theirs[0].target and [pairs[n] for n in a.all_input_nodes] == theirs[0].all_input_nodes:
+        if theirs and _alike(a, theirs[0]) and [pairs[n] for n in a.all_input_nodes] == theirs[0].all_input_nodes:
             pairs[a] = theirs.pop(0)
         elif a.target in _ELIDED:
             pairs[a] = pairs[a.args[0]]  # type: ignore[index]
@@ -125,6 +126,10 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
     if theirs:
         raise Refusal(f"the model does something else with a micro-batch: it also needs {operator_name(theirs[0])}")
     return pairs
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    return a.target == b.target or (a.target in _VIEWS and b.target in _VIEWS)
 
 
 def _made_from(loss: fx.Node) -> list[fx.Node]:

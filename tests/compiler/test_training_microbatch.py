@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from train_helpers import MODELS, VOCABULARY, Batch, gpt2, measured
+from train_helpers import VOCABULARY, Batch, Skips, gpt2, measured
 
 import effcompile
 from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
@@ -98,7 +98,7 @@ def assert_same(planned: TrainingExecutable, model: nn.Module, batch: Batch) -> 
         torch.testing.assert_close(ours[1][name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("make", "count"), [(plain_gpt2, 4), (vit, 2), (bert, 2)])
+@pytest.mark.parametrize(("make", "count"), [(plain_gpt2, 2), (vit, 2), (bert, 4)])
 def test_loss_gradients_and_bytes_are_as_planned(make: Any, count: int) -> None:
     model, batch = make()
     planned = optimize(model, batch, count)
@@ -237,7 +237,8 @@ def test_the_fastest_division_is_taken_and_a_frontier_has_several() -> None:
 
 def test_all_levers_together_are_within_their_budget() -> None:
     """Micro-batches beside recomputation, offload, 8-bit values and optimizer states."""
-    model, batch = MODELS["skips"]()
+    torch.manual_seed(0)
+    model, batch = Skips(layers=1).train(), {"x": torch.randn(6, 24), "y": torch.randint(0, 8, (6,))}
     named = [*BASE, "microbatch.count=3", "offload.bandwidth=12GB", "compress", "states.eight_bit=true"]
     low = least_memory(model, batch, named, max_error=0.05, optimizer=torch.optim.AdamW)
     goal = Goal(mode="training", max_error=0.05, memory=low)

@@ -368,7 +368,7 @@ def _timeline(joint: Joint) -> MemoryTimeline:
     return MemoryTimeline(
         points=(*first, *second, *([joint.update_bytes] if joint.states else [])),
         forward_points=len(first),
-        parameter_bytes=joint.schedule.prepared.cut.base_bytes + beside,
+        parameter_bytes=joint.schedule.prepared.cut.base_bytes + beside - (joint.parts.gradient_bytes if joint.parts else 0),
         peak_phase="optimizer's step" if updating else trace.peak.phase,
         peak_site="" if updating else blocks[trace.peak.stage].name,
         peak_node="" if updating else trace.peak.node,
