@@ -348,13 +348,16 @@ def _compared(better: Sequence[Result], worse: Sequence[Result]) -> str:
 
 def _needed_flops(found: dict[str, list[Result]], block: int) -> str:
     """F_dense / F_sparse at equal loss, from the two dense models' line in log FLOPs: eps must stay below it."""
+    from effcompile.sparsity import MATCHED_BREAK_EVEN
+
     one, two, sparse = found["dense"], found["dense 2×"], found[f"dynamic {block}"]
     slope = (_mean(two) - _mean(one)) / math.log(two[0].flops / one[0].flops)
-    published = {1: "2.0", 4: "about 1.4", 8: "about 1.3", 16: "1.2"}[block]
+    limit, quoted = MATCHED_BREAK_EVEN[block]
+    published = f"published {limit}" if quoted else f"not published; {limit} by linear interpolation of published losses"
     if slope >= 0:
-        return f"- F_dense / F_sparse at equal loss, blocks of {block}: the larger dense model is no better here (published {published})"
+        return f"- F_dense / F_sparse at equal loss, blocks of {block}: the larger dense model is no better here ({published})"
     ratio = one[0].flops / sparse[0].flops * math.exp((_mean(sparse) - _mean(one)) / slope)
-    return f"- F_dense / F_sparse at equal loss, blocks of {block}: {ratio:.2f} (published {published}): eps must be below that to win"
+    return f"- F_dense / F_sparse at equal loss, blocks of {block}: {ratio:.2f} ({published}): eps must be below that to win"
 
 
 def efficiency(setup: Setup, rounds: int) -> list[str]:

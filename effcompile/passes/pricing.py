@@ -11,10 +11,13 @@ from effcompile.units import format_seconds
 #: What a `site` of one refusal for all sites of a kind is called.
 EVERYWHERE = ""
 
+#: The backend name under which the unplanned model's operators are priced: `F.linear`, its weight not packed.
+STOCK = "torch"
 
-def price(context: Context, kernel: str, *dims: int) -> Cost | None:
-    """Seconds of one kernel on the context's backend; None where it has no such kernel."""
-    found = context.target.price(context.backend, KernelCall(kernel, dims))
+
+def price(context: Context, kernel: str, *dims: int, backend: str | None = None) -> Cost | None:
+    """Seconds of one kernel on the context's backend, or another; None where it has no such kernel."""
+    found = context.target.price(backend or context.backend, KernelCall(kernel, dims))
     return None if found is None else Cost(seconds=found[0], provenance=found[1])
 
 

@@ -18,7 +18,7 @@ from effcompile.cost import Cost, Provenance
 from effcompile.errors import LoweringError, UnknownNameError, UsageError
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes.base import Choice, Context, Declined, Option
-from effcompile.passes.pricing import no_error_allowed, no_kernel, price
+from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
 from effcompile.passes.rewire import readers, replace_constant, storage_of
 from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_masks, weight_of
 from effcompile.passes.sparse_forms import Form, fitting, given_forms, keep, masked_forms, pruned_forms
@@ -178,13 +178,17 @@ class Sparsify:
         cost = price(context, "linear/sparse", *site.dims, timed, form.block)
         if cost is None:
             why = fallback_reason(torch.empty(0), form.block)
-            return self._declined(site.site, form.option, no_kernel(context, "linear/sparse") + (f": {why}" if why else ""))
+            reason = f": {why}" if why else "" if context.backend.startswith("torch") else "; the torch backends have"
+            return self._declined(site.site, form.option, no_kernel(context, "linear/sparse") + reason)
         size = stored_bytes(form.kept, form.block, site.n, site.k)
         error = 0.0 if form.given else context.sensitivity.get((site.site, form.option))
         cost = replace(cost, weight_bytes=size, error_squared=error or 0.0)
         wanted = context.goal.minimize == "memory" or context.goal.memory is not None
         eps = cost.seconds / (timed / form.blocks) / base.seconds
-        text = f"eps = time per sparse FLOP / time per dense FLOP = {eps:.1f}, break-even {1 / form.density:.1f}"
+        stock = price(context, f"linear/{BASELINE}", *site.dims, backend=STOCK)
+        loose = eps * base.seconds / stock.seconds if stock is not None else eps
+        over = f" ({loose:.1f} over F.linear)" if f"{loose:.1f}" != f"{eps:.1f}" else ""
+        text = f"eps = time per sparse FLOP / time per dense FLOP = {eps:.1f}{over}, break-even {1 / form.density:.1f}"
         if cost.provenance is not Provenance.MEASURED:
             reason = "sparse products are not modelled, only measured, and this target has no measurement of them"
         elif cost.seconds >= base.seconds and not (wanted and size < 4 * site.n * site.k):

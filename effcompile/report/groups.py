@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +29,12 @@ class Group:
 
     @property
     def notes(self) -> dict[str, int]:
-        """What is known of the places, and of how many."""
-        return dict(Counter(d.note for d in self.decisions if d.note))
+        """What is known of the places, and of how many; notes that differ in figures only are one, with ranges."""
+        alike: dict[str, list[str]] = {}
+        for d in self.decisions:
+            if d.note:
+                alike.setdefault(_NUMBER.sub("#", d.note), []).append(d.note)
+        return {_spread(notes): len(notes) for notes in alike.values()}
 
     @property
     def error_squared(self) -> float:

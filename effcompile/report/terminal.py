@@ -152,7 +152,9 @@ def _group_rows(page: Page, plan: Plan, ledger: Ledger, group: Group, kind: str,
     option = Text(choice(group.kind, group.option, group.baseline), style=DIM if group.kept else STRONG)
     cells: list[Cell] = [kind, option, str(len(group.decisions)), *_figures(ledger.figures(plan, group.decisions))]
     where: list[Cell] = [] if verbose else _where(group.sites)
-    where += [Text(note + (f" ({count})" if len(group.notes) > 1 else ""), style=DIM) for note, count in group.notes.items()]
+    for note, count in group.notes.items():
+        line = Text(note + (f" ({count})" if len(group.notes) > 1 else ""), style=DIM)
+        where += [line] if page.wide else page.wrap(line, page.width - 5)
     strayed = group.strayed
     if strayed:
         found = ", ".join(dict.fromkeys(d.applied for d in strayed))

@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from effcompile.errors import UsageError
 from effcompile.sparse.held import Held
+from effcompile.sparse.layer import BlockSparseLinear
+from effcompile.sparse.select import is_inside
 from effcompile.sparsity import Efficiency, StepFlops
 from effcompile.timing import faster_half_median, interleaved
 from effcompile.torch_compat import flop_counter
 
-__all__ = ["measure", "per_row"]
+__all__ = ["measure", "per_row", "per_row_of"]
 
 
 @dataclass(slots=True)
@@ -47,6 +49,19 @@ def per_row(model: nn.Module, inside: Sequence[str], held: Sequence[Held]) -> St
     within = sum(weights[name] for name in inside)
     saved = sum(map(_saved_weights, held))
     return StepFlops(inside=6 * within, outside=6 * (sum(weights.values()) - within), rest=0, saved=6 * saved, of="row")
+
+
+def per_row_of(model: nn.Module) -> StepFlops | None:
+    """The same of a model's own block-sparse layers, whoever made them; None when it has none."""
+    sparse = {name: layer for name, layer in model.named_modules() if isinstance(layer, BlockSparseLinear)}
+    if not sparse:
+        return None
+    dense = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    weights = {name: layer.out_features * layer.in_features for name, layer in sparse.items()}
+    weights |= {name: layer.out_features * layer.in_features for name, layer in dense.items()}
+    inside = sum(count for name, count in weights.items() if name in sparse or is_inside(model, name))
+    saved = sum(weights[name] - layer.pattern().nnz * layer.block**2 for name, layer in sparse.items())
+    return StepFlops(inside=6 * inside, outside=6 * (sum(weights.values()) - inside), rest=0, saved=6 * saved, of="row")
 
 
 def measure(

@@ -10,7 +10,7 @@ from torch import nn
 
 from effcompile.errors import UnknownNameError, UsageError
 
-__all__ = ["check_block", "choose", "inside_blocks"]
+__all__ = ["check_block", "choose", "inside_blocks", "is_inside"]
 
 
 def inside_blocks(model: nn.Module) -> dict[str, nn.Linear]:
@@ -20,6 +20,11 @@ def inside_blocks(model: nn.Module) -> dict[str, nn.Linear]:
     """
     roots = tuple(f"{name}." for name in _repeated(model))
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.startswith(roots)}
+
+
+def is_inside(model: nn.Module, name: str) -> bool:
+    """Whether a module stands in a repeated block."""
+    return name.startswith(tuple(f"{root}." for root in _repeated(model)))
 
 
 def _repeated(model: nn.Module) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,10 @@ from effcompile.estimate import sensitivity
 from effcompile.estimate.nodes import kernel_calls
 from effcompile.goal import Goal
 from effcompile.ops.block_sparse import fallback_reason
-from effcompile.passes import propose_all
+from effcompile.passes import propose_all, sparsify
 from effcompile.passes.base import Context, Option
 from effcompile.passes.quantize import Quantize
+from effcompile.passes.scores import Scores
 from effcompile.passes.sparse_forms import given_forms
 from effcompile.passes.sparsify import Sparsify
 from effcompile.program import Program
@@ -140,9 +142,9 @@ def test_names() -> None:
 
 
 def test_pruning_competes_in_the_choice_of_a_linear_inside_a_block(dense: Program) -> None:
-    sparsify = Sparsify(sparsity=(0.75,))
-    errors = dict.fromkeys(sparsify.replaced_weights(dense), 1e-06) | {(s.site, "bf16"): 1e-6 for s in linears(dense)}
-    choices, declined = propose_all((Quantize(options=("bf16",)), sparsify), dense, context(by_flops, sensitivity=errors))
+    made = Sparsify(sparsity=(0.75,))
+    errors = dict.fromkeys(made.replaced_weights(dense), 1e-06) | {(s.site, "bf16"): 1e-6 for s in linears(dense)}
+    choices, declined = propose_all((Quantize(options=("bf16",)), made), dense, context(by_flops, sensitivity=errors))
     names = {c.site: [o.name for o in c.options] for c in choices}
     sparse = [f"{head}@0.75" for head in ("unstructured", "sparse4", "sparse8", "sparse16")]
     assert names[UP][0] == "fp32" and set(sparse) < set(names[UP]) and names[HEAD] == ["fp32", "bf16"]
@@ -166,12 +168,12 @@ def test_what_is_slower_but_smaller_is_offered_where_memory_counts(masks: dict[s
 @pytest.mark.parametrize("saliency", ["magnitude", "wanda"])
 def test_measured_errors_are_those_of_the_pruned_model(dense: Program, saliency: str) -> None:
     """Against running the model with the pruned weight. The head is linear, so that first order is all there is."""
-    sparsify = Sparsify(sparsity=(0.5,), block=4, saliency=saliency, sites=(HEAD,))
-    weights = sparsify.replaced_weights(dense)
+    made = Sparsify(sparsity=(0.5,), block=4, saliency=saliency, sites=(HEAD,))
+    weights = made.replaced_weights(dense)
     measured = sensitivity.measure(dense, [(dense.args, {})], {}, weights=weights, probes=64)
     (reference,) = outputs(dense)
     assert list(weights) == [(HEAD, "sparse4@0.50")]
-    after = sparsify.apply(dense, plan_with({HEAD: "sparse4@0.50"}))
+    after = made.apply(dense, plan_with({HEAD: "sparse4@0.50"}))
     (found,) = outputs(after)
     assert measured.errors[HEAD, "sparse4@0.50"] == pytest.approx(float(((found - reference).norm() / reference.norm()) ** 2), rel=0.3)
 
@@ -194,8 +196,8 @@ def test_wanda_weighs_inputs() -> None:
 
 def test_a_given_mask_prunes_what_it_leaves_out(dense: Program, masks: dict[str, torch.Tensor], tmp_path: Path) -> None:
     torch.save(masks, tmp_path / "masks.pt")
-    sparsify = Sparsify(saliency="given", masks=str(tmp_path / "masks.pt"), block=4)
-    weights = sparsify.replaced_weights(dense)
+    made = Sparsify(saliency="given", masks=str(tmp_path / "masks.pt"), block=4)
+    weights = made.replaced_weights(dense)
     assert {site for site, _ in weights} == {UP, DOWN}
     for (site, _), weight in weights.items():
         assert torch.equal(weight(), dense.module.get_parameter(f"{site}.weight").detach() * masks[site])
@@ -258,6 +260,49 @@ def test_refusals_name_their_reason(dense: Program) -> None:
     )  # fmt: skip
     _, declined = options(dense, half, Context(goal=LOOSE, target=modelled, backend="b", sensitivity={}))
     assert "not modelled" in declined[UP, "sparse8@0.69"]
+
+
+def test_without_kernels_it_says_what_is_lacking_or_who_has_them(dense: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Sparsify(sparsity=(0.5,), block=8)
+    none = lambda call: None if call.kernel == "linear/sparse" else 1.0  # noqa: E731
+    monkeypatch.setattr(sparsify, "fallback_reason", lambda x, block: None)
+    _, declined = options(dense, half, context(none))
+    assert declined[UP, "sparse8@0.50"] == "onnxruntime has no linear/sparse kernel here; the torch backends have"
+    monkeypatch.setattr(sparsify, "fallback_reason", lambda x, block: "no C++ compiler: c++ is not on the PATH")
+    _, declined = options(dense, half, context(none, backend="torch-eager"))
+    assert declined[UP, "sparse8@0.50"] == "torch-eager has no linear/sparse kernel here: no C++ compiler: c++ is not on the PATH"
+
+
+def test_eps_is_told_over_this_backends_dense_product_and_over_the_plain_one(masks: dict[str, torch.Tensor]) -> None:
+    def price(backend: str, call: KernelCall) -> float:
+        return by_flops(call) * (2 if backend == "torch" else 1)  # not packed, it takes twice as long
+
+    target = replace(context().target, probe=price)
+    found, _ = options(program_of(model(masks)), Sparsify(), Context(goal=Goal(), target=target, backend="torch-eager"))
+    assert "= 2.5 (1.2 over F.linear), break-even 4.0" in found[UP]["sparse8@0.75"].note
+
+
+def test_empty_rows_are_served(masks: dict[str, torch.Tensor]) -> None:
+    mask = masks[UP].clone()
+    mask[16:40] = 0
+    made = model({UP: mask})
+    (option,) = (form.option for form in given_forms(made.get_parameter(f"{UP}.weight").detach()) if form.block == 8)
+    x = torch.randn(3, 5, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(_lowered(made, {UP: option})(x)[0], made(x), rtol=1e-4, atol=1e-5)
+
+
+def test_several_shares_compete_in_one_choice(dense: Program) -> None:
+    found, _ = options(dense, Sparsify(sparsity=(0.75, 0.9), block=8), context(by_flops))
+    assert list(found[UP]) == ["fp32", "sparse8@0.75", "sparse8@0.91"]
+
+
+def test_snip_scores_are_taken_for_blocks_too(dense: Program) -> None:
+    ((_, weight),) = Sparsify(sparsity=(0.5,), block=8, saliency="snip", sites=(HEAD,)).replaced_weights(dense).items()
+    head = next(site for site in linears(dense) if site.site == HEAD)
+    scores = Scores(dense, "snip", [head]).of(head).view(1, 8, 4, 8).sum((1, 3)).flatten()
+    kept = weight().view(8, 4, 8).abs().sum((0, 2)) > 0
+    assert set(kept.nonzero().flatten().tolist()) == set(scores.topk(2).indices.tolist())
 
 
 def test_tied_and_narrow_weights_are_refused(masks: dict[str, torch.Tensor]) -> None:

@@ -31,6 +31,7 @@ from effcompile.passes.pointwise import Pointwise
 from effcompile.passes.precision import Precision
 from effcompile.passes.states import States, StatesOption
 from effcompile.plan import Declined
+from effcompile.sparse.costs import per_row_of
 from effcompile.step import Step
 from effcompile.target import Target
 
@@ -130,6 +131,8 @@ def make_work(
     machine = resolve(target, [])
     devices = {tensor.device.type for tensor in model.parameters()}
     notes = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
+    if (sparse := per_row_of(model)) is not None:
+        notes.append(sparse.matched_note())
     # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
     levers = load_levers(passes, linked=not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0)
     if levers.compress is not None and goal.exact:
