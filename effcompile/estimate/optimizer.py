@@ -112,7 +112,7 @@ def _traced(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[to
     for p in parameters:
         p.grad = torch.empty_like(p)
     unfused = Form(form.name, False, form.piece)  # the fused kernels do not run without data; they make the same states
-    inner = build(unfused, optimizer, group, parameters)
+    inner = build(unfused, optimizer, {**group, "fused": None} if group.get("fused") else group, parameters)
     states, working, first = _run(inner)
     untraced = _tables(inner) + (_counters(inner) if device == "cpu" else 0)
     states, first = states + untraced, first + untraced
