@@ -313,3 +313,13 @@ def test_gradients_are_not_consumed_before_an_overflow_is_seen() -> None:
     assert not any(d.option == "consumed in the backward" for d in plan.decisions)
     refused = [d.reason for d in plan.declined if "gradients consumed in the backward" in d.option]
     assert refused and all("an overflow must be seen" in reason for reason in refused)
+
+
+def test_micro_batches_in_bf16_and_none_in_fp16(made: Any) -> None:
+    model, batch = made["llama"]
+    divided = [*ALWAYS, "microbatch.count=2"]
+    plan = optimize_training(model, (), batch, goal=goal(), passes=[*divided, "precision.dtypes=bf16"]).plan
+    assert precision(plan) == "bf16 autocast" and plan.met and any(d.kind == "micro-batches" for d in plan.decisions)
+    whole = plan_training(model, (), batch, goal=goal(), passes=[*divided, "precision.dtypes=fp16"])
+    assert precision(whole) == "fp16 autocast" and not any(d.kind == "micro-batches" for d in whole.decisions)
+    assert any("its loss is scaled in the backward" in d.reason for d in whole.declined)
