@@ -153,7 +153,7 @@ def quick_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_compression_is_measured_and_its_cosine_told(made: Any, name: str) -> None:
     model, batch = made[name]
-    passes = [*OFFLOAD[:2], "compress", "compress.share=0.0"]
+    passes = [*OFFLOAD[:2], "no-precision", "compress", "compress.share=0.0"]
     memory = (3 * least(model, batch, passes, max_error=0.05) + whole(model, batch)) // 4
     plan = optimize_training(model, (), batch, goal=goal(memory, max_error=0.05), passes=passes).plan
     assert plan.met
@@ -166,7 +166,7 @@ def test_compression_is_measured_and_its_cosine_told(made: Any, name: str) -> No
 @pytest.mark.usefixtures("quick_packing")
 def test_compression_that_changes_too_much_is_left_out_and_told(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = made["gpt2"]
-    passes = [*OFFLOAD[:2], "compress", "compress.share=0.0"]
+    passes = [*OFFLOAD[:2], "no-precision", "compress", "compress.share=0.0"]
     memory = whole(model, batch) * 9 // 10
     plan = optimize_training(model, (), batch, goal=goal(memory, max_error=1e-7), passes=passes).plan
     assert plan.checks[0].passed
@@ -180,7 +180,7 @@ def test_compression_that_changes_too_much_is_left_out_and_told(made: Any, monke
         return real(found, *args, **kwargs)
 
     monkeypatch.setattr(work, "best_joint", only_with_compression)
-    with pytest.raises(InfeasibleError, match=r"No plan\. Here nothing is compressed"):
+    with pytest.raises(InfeasibleError, match=r"No plan\..*Here nothing is compressed"):
         optimize_training(model, (), batch, goal=goal(memory, max_error=1e-7), passes=passes)
 
 
