@@ -153,7 +153,7 @@ def test_what_is_not_as_guarded_is_as_written(
 
 
 @pytest.mark.slow
-@cases
+@pytest.mark.parametrize(("how", "guard", "holding", "failing"), [case for case in CASES if case[0] == "product"])
 def test_compiled_too(
     how: str, guard: str, holding: dict[str, Tensor], failing: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

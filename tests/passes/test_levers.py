@@ -39,7 +39,7 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     assert load_levers(["compress.share=0.1", "no-compress"]) == Levers()
     assert load_levers(None, linked=True) == load_levers(["no-pointwise"], linked=True) == Levers(offload=Offload())
     assert load_levers(["no-offload"], linked=True) == load_levers(["checkpoint"], linked=True) == Levers()
-    assert {name for name, cls in TRAINING_PASSES.items() if not cls.exact} == {"compress"}
+    assert {name for name, cls in TRAINING_PASSES.items() if not cls.exact} == {"compress", "precision"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs the tests in interpreted/, each file in a process of its own: whether triton compiles or interprets is fixed when it is imported."""
+"""Runs the tests in interpreted/, in processes of their own: whether triton compiles or interprets is fixed when it is imported."""
 
 import os
 import subprocess
@@ -9,12 +9,15 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "interpreted").glob("test_*.py"))
+#: Files that take long, or register kernels for good, have a process of their own; the others share one.
+ALONE = ("test_attention", "test_attention_op", "test_lowering")
+GROUPS = [[file] for file in FILES if file.stem in ALONE] + [[file for file in FILES if file.stem not in ALONE]]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_in_the_interpreter(file: Path) -> None:
+@pytest.mark.parametrize("files", GROUPS, ids=lambda files: "+".join(f.stem.removeprefix("test_") for f in files))
+def test_in_the_interpreter(files: list[Path]) -> None:
     pytest.importorskip("triton")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *map(str, files)]
     done = subprocess.run(command, env=env, cwd=HERE.parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
