@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import statistics
 import sys
 import tempfile
@@ -182,6 +183,20 @@ def file_name(text: str) -> str:
 def folder_bytes(folder: Path) -> int:
     """Bytes of an artifact folder, less what only describes it."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file() and f.name not in ("plan.json", "report.html"))
+
+
+def time_in_turn(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int) -> str:
+    """Time all calls in turn, into the rows of their names; says how far other processes disturbed the timing."""
+    from effcompile.timing import interleaved
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    with told(f"timing {len(calls)} ways, {rounds} rounds"):
+        samples = interleaved(calls, rounds)
+    switches = (resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before) / max(1, 3 * len(calls) * rounds)
+    for row in rows:
+        row.samples = samples.get(row.name, [])
+    disturbed = f"while timing, other work took a core from this process {switches:.1f} times per call (load {os.getloadavg()[0]:.1f})"
+    return f"{rounds} rounds × 2 calls each; {disturbed}. Near 0 the figures hold"
 
 
 def write_out(out: Path | None, lines: Sequence[str], data: Mapping[str, Any]) -> None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import os
-import resource
 import time
 import warnings
 from collections.abc import Sequence
@@ -89,21 +87,11 @@ def _case(name: str, shape: str, threads: int) -> Case:
 
 def _run(case: Case, options: argparse.Namespace) -> tuple[list[Row], str]:
     """Load all rows, then time all of them in turn; also how far other processes disturbed the timing."""
-    from effcompile.timing import interleaved
 
     calls: dict[str, Call] = {}
     rows = [*_load_peers(case, options, calls), *_load_ours(case, options, calls)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    with _common.told(f"timing {len(calls)} ways, {options.rounds} rounds"):
-        samples = interleaved(calls, options.rounds)
-    switches = (resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before) / max(1, 3 * len(calls) * options.rounds)
-    for row in rows:
-        row.samples = samples.get(row.name, [])
-    load = os.getloadavg()[0]
-    return rows, (
-        f"{options.rounds} rounds × 2 calls each; while timing, other work took a core from this process {switches:.1f} times per call "
-        f"(load {load:.1f}). Near 0 the figures hold; above 1 even minima are inflated, and OpenMP's (torch) the most."
-    )
+    disturbed = _common.time_in_turn(calls, rows, options.rounds)
+    return rows, f"{disturbed}; above 1 even minima are inflated, and OpenMP's (torch) the most."
 
 
 def _wanted(name: str, options: argparse.Namespace) -> bool:

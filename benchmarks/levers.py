@@ -76,11 +76,7 @@ def _request(name: str, options: argparse.Namespace) -> Request:
     found = work.prepare(work.capture(False))
     divisions = Divisions(work=work)
     list(divisions.every(found))
-    subsets = Subsets(
-        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures,
-        divided=divisions.made,
-    )  # fmt: skip
-    return Request(name=name, work=work, found=found, subsets=subsets, divisions=divisions)
+    return Request(name=name, work=work, found=found, subsets=Subsets.of(divisions, found), divisions=divisions)
 
 
 def _quiet() -> Any:

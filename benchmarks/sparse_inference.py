@@ -10,9 +10,7 @@ exact. Ways are timed in turn in one process. The bar: sparse at least twice as 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -84,8 +82,6 @@ def _model(options: argparse.Namespace) -> Any:
 def _run(shape: str, options: argparse.Namespace) -> tuple[list[Row], str]:
     import torch
 
-    from effcompile.timing import interleaved
-
     model = _model(options)
     batch, seq = (int(part) for part in shape.split("x"))
     ids = torch.randint(0, 30522, (batch, seq), generator=torch.Generator().manual_seed(1))
@@ -106,14 +102,7 @@ def _run(shape: str, options: argparse.Namespace) -> tuple[list[Row], str]:
             if call is not None:
                 calls[row.name] = call
             rows.append(row)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
-    with _common.told(f"timing {len(calls)} ways, {options.rounds} rounds"):
-        samples = interleaved(calls, options.rounds)
-    switches = (resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw - before) / max(1, 3 * len(calls) * options.rounds)
-    for row in rows:
-        row.samples = samples.get(row.name, [])
-    noise = f"while timing, other work took a core from this process {switches:.1f} times per call (load {os.getloadavg()[0]:.1f})"
-    return rows, f"{options.rounds} rounds × 2 calls each; {noise}. Near 0 the figures hold."
+    return rows, f"{_common.time_in_turn(calls, rows, options.rounds)}."
 
 
 def _name(backend: str, form: str) -> str:

@@ -101,7 +101,6 @@ def optimize_training(
         joint = divisions.solve(found, budget)
         best = joint.schedule
         made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
-        made = _with_levers(divisions, found, joint, made)
         runner = runner_of(model, best.prepared, best.emitted, joint.parts)
         try:
             result, excess = verified(work, best.prepared, runner, made, joint.states, joint.parts)
@@ -113,10 +112,12 @@ def optimize_training(
         except InseparableError as error:
             divisions.drop(error)
             continue
+        taken = divisions, found, joint
         if excess <= 0 or budget is None:
-            return result
+            break
         work.notes.append(f"the allocator's peak was {format_bytes(excess)} above the budget: solved again with so much less")
         budget -= excess
+    result.plan = _with_levers(*taken, result.plan)  # once, of the plan that is returned
     return result
 
 
@@ -125,12 +126,7 @@ def _with_levers(divisions: Divisions, found: Preparation, joint: Joint, plan: P
     budget, captured = plan.goal.memory, plan.baseline.peak_bytes
     if budget is None or captured is None or captured <= budget:
         return plan
-    work = divisions.work
-    subsets = Subsets(
-        found=found, ways=work.ways(found.captured)[0], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures,
-        divided=divisions.made,
-    )  # fmt: skip
-    rows, notes = lever_rows(subsets, joint, budget, work.progress)
+    rows, notes = lever_rows(Subsets.of(divisions, found), joint, budget, divisions.work.progress)
     return replace(plan, levers=rows, notes=(*plan.notes, *notes))
 
 

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import combinations
 
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training.microbatch import Divisions
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
 from effcompile.compiler.training.solve import best_schedule
 from effcompile.compiler.training.states import Joint, Parts, best_joint
@@ -59,6 +60,15 @@ class Subsets:
     figures: Figures
     divided: Mapping[int, tuple[Preparation, Parts]] = field(default_factory=dict)
     known: MutableMapping[tuple[tuple[str, ...], int], list[Prepared]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, divisions: Divisions, found: Preparation) -> Subsets:
+        """Those of one request, with the micro-batches that were prepared so far."""
+        work = divisions.work
+        ways, _ = work.ways(found.captured)
+        return cls(
+            found=found, ways=ways, levers=work.levers, checkpoint=work.checkpoint, figures=work.figures, divided=divisions.made
+        )  # fmt: skip
 
     @property
     def names(self) -> tuple[str, ...]:
