@@ -205,7 +205,7 @@ def write_out(out: Path | None, lines: Sequence[str], data: Mapping[str, Any]) -
         return
     import msgspec
 
-    from effcompile.plan import write_atomically
+    from effcompile.files import write_atomically
 
     write_atomically(out.with_suffix(".md"), ("\n".join(lines) + "\n").encode())
     write_atomically(out.with_suffix(".json"), msgspec.json.format(msgspec.json.encode(data), indent=1))

@@ -18,8 +18,9 @@ import typer
 
 from effcompile import console, report
 from effcompile.errors import EffcompileError, UsageError
+from effcompile.files import write_atomically
 from effcompile.goal import Goal
-from effcompile.plan import Plan, write_atomically
+from effcompile.plan import Plan
 from effcompile.units import format_seconds
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ and [sources], which says where each figure was read.
 from __future__ import annotations
 
 import os
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Annotated
@@ -40,18 +39,6 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     host_bandwidth: _Positive = HOST_BANDWIDTH
     host_memory_bytes: _Count | None = None
     sources: dict[str, str] = {}
-
-
-def cache_folder() -> Path:
-    """Where effcompile keeps what it measured and built."""
-    if own := os.environ.get("EFFCOMPILE_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "effcompile"
-    try:
-        return Path.home() / ".cache" / "effcompile"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "effcompile"
 
 
 def known_targets() -> list[str]:

@@ -1,21 +1,20 @@
 """The Plan: what was decided, what was declined, at what predicted and measured cost, with which proof.
 
-Stable, versioned JSON; saved atomically; validated on load (never unpickled); knows no torch.
+Stable, versioned JSON; saved atomically; validated on load (never unpickled); knows no torch. msgspec is imported where a plan is written
+or read, so that the kernels alone run on machines without it (benchmarks/gpu.py).
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import msgspec
-
 from effcompile.cost import Cost
 from effcompile.errors import FormatError, UnknownNameError, UsageError
+from effcompile.files import write_atomically
 from effcompile.goal import Goal
 
 if TYPE_CHECKING:
@@ -274,6 +273,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-ready data, `format` and `version` first."""
+        import msgspec
+
         body: dict[str, Any] = msgspec.to_builtins(self)
         return {"format": FORMAT, "version": VERSION, **body}
 
@@ -284,6 +285,8 @@ class Plan:
         Raises:
             FormatError: foreign data, another version, or a field of the wrong type (named).
         """
+        import msgspec
+
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise FormatError(f"{source} is not an effcompile plan: it has no 'format': {FORMAT!r}. Make one with `effcompile plan`.")
         if data.get("version") != VERSION:
@@ -295,6 +298,8 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON: to a temporary file first, then renamed over `path`."""
+        import msgspec
+
         return write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(self.to_dict()), indent=1))
 
     @classmethod
@@ -304,6 +309,8 @@ class Plan:
         Raises:
             UsageError: no such file. FormatError: not a valid plan.
         """
+        import msgspec
+
         try:
             raw = Path(path).read_bytes()
         except OSError as error:
@@ -319,27 +326,3 @@ class Plan:
         if Plan.printer is None:
             raise UsageError("No printer is installed: `import effcompile` first.")
         Plan.printer(self, console, verbose)
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a file so that it is whole or absent: temporary file beside it, fsync, rename.
-
-    Raises:
-        UsageError: the folder cannot be made or written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise UsageError(f"Cannot write {str(path)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error
-    return path

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "effcompile"
 #: Lowest first. Modules and subpackages of one row do not import each other, unless they are one subpackage.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "timing"),
-    ("units",),
+    ("files", "units"),
     ("cost",),
     ("goal", "target"),
     ("plan", "machines", "sparsity", "torch_compat", "torch_compat_aot"),

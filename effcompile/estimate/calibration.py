@@ -18,8 +18,7 @@ import msgspec
 
 from effcompile.errors import FormatError, UsageError
 from effcompile.estimate.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
-from effcompile.machines import cache_folder
-from effcompile.plan import write_atomically
+from effcompile.files import cache_folder, write_atomically
 from effcompile.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
 
 FORMAT = "effcompile-calibration"

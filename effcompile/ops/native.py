@@ -22,7 +22,7 @@ import torch
 
 from effcompile import torch_compat
 from effcompile.errors import LoweringError
-from effcompile.machines import cache_folder
+from effcompile.files import cache_folder
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 _SECONDS = 120  # for one compilation: some second of work on an idle machine

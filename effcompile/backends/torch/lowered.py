@@ -19,7 +19,7 @@ from effcompile.backends.torch import found
 from effcompile.backends.torch.pack import flatten, pack
 from effcompile.errors import FormatError, LoweringError, UsageError
 from effcompile.export import reexport
-from effcompile.plan import write_atomically
+from effcompile.files import write_atomically
 from effcompile.program import Program
 
 ARTIFACT = "model.pt2"

@@ -12,7 +12,7 @@ import torch
 from effcompile.errors import UsageError
 from effcompile.estimate.calibration import calibration_path
 from effcompile.estimate.operators import Measured
-from effcompile.plan import write_atomically
+from effcompile.files import write_atomically
 
 _FORMAT = "effcompile-operators"
 #: More than this many, and the file is begun anew.
