@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
@@ -100,6 +101,7 @@ def python_gradients() -> Iterator[list[str]]:
     It traces through the forward of a torch.autograd.Function and forgets its backward; of a tensor's hook nothing is left.
     """
     noted: list[str] = []
+    saver = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # of checkpoint in torch 2.11: changes no gradient
     apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
 
     def note(what: str) -> None:
@@ -109,7 +111,7 @@ def python_gradients() -> Iterator[list[str]]:
         noted.append(f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})")
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+        if cls is not saver and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
             note(f"the torch.autograd.Function {cls.__name__}")
         return apply.__func__(cls, *args, **kwargs)
 
