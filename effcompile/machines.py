@@ -1,8 +1,8 @@
 """The machines we know: target files shipped in `effcompile/targets/*.toml`, or a user's own file of that form.
 
 A file gives, in SI units: description, device, cores, memory_bytes, memory_bandwidth, link_bandwidth, [peak_flops]
-by dtype (dense), and optionally efficiency, launch_seconds, host_bandwidth, host_memory_bytes,
-and [sources], which says where each figure was read.
+by dtype (dense), and optionally efficiency, launch_seconds, host_bandwidth, host_memory_bytes, [gains] by form
+("2:4", for sparse tensor cores), and [sources], which says where each figure was read.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     peak_flops: Annotated[dict[str, _Positive], msgspec.Meta(min_length=1)]
     efficiency: _Share = 0.75
     launch_seconds: Annotated[float, msgspec.Meta(ge=0)] = 5e-6
+    gains: dict[str, Annotated[float, msgspec.Meta(ge=1)]] = {}
     host_bandwidth: _Positive = HOST_BANDWIDTH
     host_memory_bytes: _Count | None = None
     sources: dict[str, str] = {}

@@ -24,6 +24,7 @@ class KernelSpec:
     dtype: str
     flops: Callable[[Dims], float]
     bytes: Callable[[Dims], float]
+    gain: str = ""  # what in `Target.gains` makes its arithmetic faster than the dense one; "": nothing
 
 
 def _linear(dtype: str, weight_bytes: float, activation_bytes: float = 4.0) -> KernelSpec:
@@ -42,6 +43,12 @@ def _sparse_linear() -> KernelSpec:
         return 4.0 * (kept * block**2 + m * k + m * n)
 
     return KernelSpec("M K N Z B", "fp32", lambda d: 2.0 * d[0] * d[3] * d[4] ** 2, size)
+
+
+def _two_of_four() -> KernelSpec:
+    """The dense product's FLOPs and bytes: what torch's kernels save of the bytes they lose to padding few rows (pytorch #111339)."""
+    dense = _linear("bf16", 2, 2)
+    return KernelSpec(dense.dims, dense.dtype, dense.flops, dense.bytes, gain="2:4")
 
 
 def _attention(dtype: str = "fp32", width: int = 4) -> KernelSpec:
@@ -96,6 +103,7 @@ KERNELS: dict[str, KernelSpec] = {
     "linear/int8_static": _linear("int8", 1),  # activation scales fixed from calibration inputs, per-channel weights
     "linear/w8": _linear("fp32", 1.125),  # 8-bit weights in groups of 32 along K, fp32 activations
     "linear/w4": _linear("fp32", 0.625),  # 4-bit weights in groups of 32 along K, fp32 activations
+    "linear/2:4": _two_of_four(),  # bf16 or fp16, two of every four weights of a row on sparse tensor cores
     "linear/sparse": _sparse_linear(),  # fp32, block-sparse weight with its pattern as constants
     "matmul/fp32": KernelSpec(
         "B M K N", "fp32", lambda d: 2.0 * math.prod(d), lambda d: 4.0 * d[0] * (d[1] * d[2] + d[2] * d[3] + d[1] * d[3])
@@ -195,6 +203,7 @@ class Target:
         memory_bandwidth: device memory, read. `link_bandwidth`: device to host, one direction.
         efficiency: share of the peak that good kernels reach; scales the roofline.
         launch_seconds: fixed cost of one kernel.
+        gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that arithmetic binds.
         host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
@@ -211,6 +220,7 @@ class Target:
     peak_flops: Mapping[str, float]
     efficiency: float = 0.75
     launch_seconds: float = 5e-6
+    gains: Mapping[str, float] = field(default_factory=dict)
     host_bandwidth: float = HOST_BANDWIDTH
     host_memory_bytes: int | None = None
     calibrated: str | None = None
@@ -237,12 +247,13 @@ class Target:
         return self.roofline(call)
 
     def roofline(self, call: KernelCall) -> tuple[float, Provenance] | None:
-        """The modelled time from peaks; None when the target has no arithmetic of that dtype."""
-        peak = self.peak_flops.get(call.spec.dtype)
-        if peak is None:
+        """The modelled time from peaks; None when the target has no arithmetic of that dtype or form."""
+        spec = call.spec
+        peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain) if spec.gain else 1.0
+        if peak is None or gain is None:
             return None
-        seconds = max(call.flops / (peak * self.efficiency), call.bytes / (self.memory_bandwidth * self.efficiency))
-        return seconds + self.launch_seconds, Provenance.MODELLED
+        seconds = max(call.flops / (peak * gain * self.efficiency), call.bytes / (self.memory_bandwidth * self.efficiency))
+        return seconds + self.launch_seconds, Provenance.PUBLISHED if spec.gain else Provenance.MODELLED
 
     def describe(self) -> str:
         """One line for the report's head."""

@@ -1,4 +1,7 @@
-"""Linears with mostly zero weights served as blocks: exactly where the model is sparse already, by pruning where it is asked for."""
+"""Linears with mostly zero weights served as blocks, or 2:4 on sparse tensor cores.
+
+Exactly where the model is sparse already, by pruning where it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,13 @@ from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
 from effcompile.passes.rewire import readers, replace_constant, storage_of
 from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_masks, weight_of
 from effcompile.passes.sparse_forms import Form, fitting, given_forms, keep, masked_forms, pruned_forms
+from effcompile.passes.two_of_four import offered as offered_on_cores
+from effcompile.passes.two_of_four import on_cores
 from effcompile.plan import Plan
 from effcompile.program import Program
 from effcompile.sites import LinearSite, linears
 from effcompile.sparse import BLOCKS
-from effcompile.sparse.forms import block_of, stored_bytes
+from effcompile.sparse.forms import TWO_OF_FOUR, block_of, stored_bytes
 from effcompile.sparse.pattern import check_block
 
 BASELINE = "fp32"
@@ -76,16 +81,17 @@ class Sparsify:
         yield from self._misfits(program)
         tied = readers(program)
         for site, found in forms:
-            base = price(context, f"linear/{BASELINE}", *site.dims)
+            weight = program.tensor(site.weight)
+            assert weight is not None
+            half = weight.element_size() == 2
+            base = price(context, "linear/bf16" if half else f"linear/{BASELINE}", *site.dims)
             possible = [form for form in found if form.given or not context.goal.exact]
-            reason = no_kernel(context, f"linear/{BASELINE}") if base is None else _refusal(program, site, tied)
-            if reason or base is None:
-                yield from (self._declined(site.site, form.option, reason) for form in possible)
-                continue
-            offered = [self._option(context, site, form, base) for form in possible]
-            yield from (item for item in offered if isinstance(item, Declined))
-            if options := [item for item in offered if isinstance(item, Option)]:
-                dense = Option(name=BASELINE, cost=replace(base, weight_bytes=4 * site.n * site.k), by=self.name)
+            reason = no_kernel(context, f"linear/{BASELINE}") if base is None and not half else _tied(weight, tied)
+            items = [self._declined(site.site, form.option, reason) if reason else self._item(context, site, weight, form, base)
+                     for form in possible]  # fmt: skip
+            yield from (item for item in items if isinstance(item, Declined))
+            if base is not None and (options := [item for item in items if isinstance(item, Option)]):
+                dense = Option(name=BASELINE, cost=replace(base, weight_bytes=weight.nbytes), by=self.name)
                 yield Choice(site=site.site, kind="linear", baseline=BASELINE, options=(dense, *options))
 
     def replaced_weights(self, program: Program) -> dict[tuple[str, str], Callable[[], Tensor]]:
@@ -94,7 +100,7 @@ class Sparsify:
         return {
             (site.site, form.option): functools.partial(keep, weight_of(program, site), form)
             for site, found in self._forms(program)
-            if not _refusal(program, site, tied)
+            if not _tied(weight_of(program, site), tied)
             for form in found
             if not form.given
         }
@@ -173,6 +179,16 @@ class Sparsify:
 
     # ------------------------------------------------------------------ what it costs
 
+    def _item(self, context: Context, site: LinearSite, weight: Tensor, form: Form, base: Cost | None) -> Option | Declined:
+        """A form as an option, or why it is none here."""
+        if form.option == TWO_OF_FOUR and on_cores(context, weight):
+            found = offered_on_cores(context, site, weight, form, self.name)
+            return found if isinstance(found, Option) else self._declined(site.site, form.option, *found)
+        reason = _refusal(weight)
+        if reason or base is None:
+            return self._declined(site.site, form.option, reason or no_kernel(context, f"linear/{BASELINE}"))
+        return self._option(context, site, form, base)
+
     def _option(self, context: Context, site: LinearSite, form: Form, base: Cost) -> Option | Declined:
         timed = min(form.blocks, int(float(f"{form.kept:.1e}")))  # two digits: layers that differ by a few blocks share a measurement
         cost = price(context, "linear/sparse", *site.dims, timed, form.block)
@@ -210,16 +226,17 @@ def _not_there(site: str, option: str) -> LoweringError:
     )
 
 
-def _refusal(program: Program, site: LinearSite, tied: Counter[int]) -> str:
-    """Why a linear cannot be made sparse; "" if it can."""
-    weight = program.tensor(site.weight)
-    assert weight is not None
-    if tied[storage_of(weight)] > 1:
-        return "its weight is tied: something else reads it, which a pattern of its own cannot serve"
+def _tied(weight: Tensor, found: Counter[int]) -> str:
+    """Why a weight cannot have a pattern of its own, by `readers`; "" if it can."""
+    return "its weight is tied: something else reads it, which a pattern of its own cannot serve" if found[storage_of(weight)] > 1 else ""
+
+
+def _refusal(weight: Tensor) -> str:
+    """Why a linear cannot be served as blocks; "" if it can."""
     if weight.device.type not in ("cpu", "meta"):
-        return f"its weight is on {weight.device}; sparse products are planned for CPU"
+        return f"its weight is on {weight.device}; products of blocks are planned for CPU"
     if weight.dtype != torch.float32:
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; sparse products are measured in float32"
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; products of blocks are measured in float32"
     return ""
 
 

@@ -18,10 +18,11 @@ from effcompile import torch_compat
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.errors import LoweringError
+from effcompile.ops import two_of_four
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
 from effcompile.program import Program, dtype_of, shape_of
 from effcompile.sites import AttentionSite, LinearSite, argument, attentions, embeddings, linears
-from effcompile.sparse.forms import block_of
+from effcompile.sparse.forms import TWO_OF_FOUR, block_of
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
@@ -88,15 +89,17 @@ class _Editor:
     def linear(self, site: LinearSite, option: str) -> None:
         stored = self.program.tensor(site.weight)
         assert stored is not None
-        block = block_of(option)
-        refusal = numerics.why_not(option, *site.dims) if block is None else None
-        if option != "fp32" and stored.device.type != "cpu":
-            refusal = f"the weight is on {stored.device}, and reduced precision is implemented for CPU"
+        refusal = _refusal(site, stored, option)
         if refusal is not None:
             raise LoweringError(f"Cannot run {site.site} as {option}: {refusal}. Plan again with another backend.")
         weight = (stored.t() if site.transposed else stored).detach()  # (N, K)
+        cores = option == TWO_OF_FOUR and two_of_four.no_cores(stored.device) is None
+        block = block_of(option)
         with self.graph.inserting_before(site.node):
-            result = _EMITTERS[option](self, site, weight) if block is None else _sparse(self, site, weight, block)
+            if cores:
+                result = _two_of_four(self, site, weight)
+            else:
+                result = _EMITTERS[option](self, site, weight) if block is None else _sparse(self, site, weight, block)
         if result is not site.node:
             result.meta = {**site.node.meta, **result.meta}
             site.node.replace_all_uses_with(result)
@@ -138,6 +141,23 @@ class _Editor:
         return node
 
 
+def _refusal(site: LinearSite, weight: torch.Tensor, option: str) -> str | None:
+    """None, or why a linear cannot be carried out so, where its weight lies."""
+    cores = two_of_four.no_cores(weight.device) if option == TWO_OF_FOUR else ""
+    if cores is None:
+        return two_of_four.misfit(_half(weight), site.n, site.k)
+    if weight.device.type == "cpu":
+        return numerics.why_not(option, *site.dims) if block_of(option) is None else None
+    if option not in ("fp32", "bf16"):
+        return cores or f"the weight is on {weight.device}, and this form is implemented for CPU"
+    return None
+
+
+def _half(weight: torch.Tensor) -> torch.dtype:
+    """The 16-bit dtype that a weight is multiplied in."""
+    return weight.dtype if weight.dtype in two_of_four.DTYPES else torch.bfloat16
+
+
 def _inline(graph: fx.Graph, function: Callable[..., object], *args: object) -> object:
     """Trace `function` (of aten calls) into a graph at its insertion point; returns what it returns, as nodes."""
     traced = fx.symbolic_trace(function).graph
@@ -161,8 +181,13 @@ def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
 
 
 def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
+    on_cpu = weight.device.type == "cpu"
+    if not on_cpu and weight.dtype == torch.bfloat16 == dtype_of(site.x):
+        site.node.meta[SITE] = site.site
+        return site.node
     narrow = editor.constant(weight.to(torch.bfloat16).contiguous())
-    y = _packed_float(editor, site, editor.bf16(site.x), narrow, None)
+    x = editor.bf16(site.x)
+    y = _packed_float(editor, site, x, narrow, None) if on_cpu else editor.call(site, aten.linear.default, x, narrow)
     return _in_fp32(editor, y, site.bias)
 
 
@@ -235,6 +260,18 @@ def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, block: int)
     constants = [editor.constant(tensor) for tensor in (values, *pattern.indices)]
     whole = site.bias is None or shape_of(site.bias) == (site.n,)
     y = editor.call(site, torch.ops.effcompile.block_sparse_linear.default, site.x, *constants, site.bias if whole else None)
+    return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
+
+
+def _two_of_four(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
+    """On sparse tensor cores, in the weight's 16-bit dtype, or in bf16 for a model in fp32."""
+    packed, meta = two_of_four.compress(weight.to(_half(weight)))
+    constants = editor.constant(packed), None if meta is None else editor.constant(meta)
+    target = torch.ops.effcompile.two_of_four_linear.default
+    if weight.dtype not in two_of_four.DTYPES:
+        return _in_fp32(editor, editor.call(site, target, editor.bf16(site.x), *constants, None, site.n), site.bias)
+    whole = site.bias is None or shape_of(site.bias) == (site.n,)
+    y = editor.call(site, target, site.x, *constants, site.bias if whole else None, site.n)
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
 
 

@@ -12,9 +12,10 @@ from effcompile import torch_compat
 from effcompile.attention.predictors import STATIC
 from effcompile.backends.torch.edit import SITE
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
+from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
 from effcompile.program import Program, module_path
 from effcompile.sites import add_norms, argument, linears, merges
-from effcompile.sparse.forms import form_name
+from effcompile.sparse.forms import TWO_OF_FOUR, form_name
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
@@ -142,6 +143,15 @@ def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return form_name(BlockPattern.from_indices(n, k, block, crow, col).blocks(), block), k, n
 
 
+def _two_of_four(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """By what is held: half of the values, beside their places (CUTLASS) or before them (cuSPARSELt, in 16ths)."""
+    packed, meta, n = _constant(module, node.args[1]), _constant(module, node.args[2]), node.args[4]
+    if packed is None or not isinstance(n, int):
+        return None
+    weights = 2 * packed.numel() if meta is not None else packed.numel() * 16 // 9
+    return TWO_OF_FOUR, weights // n, n
+
+
 def _embedding(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     table = _constant(module, node.args[0])
     if table is None:
@@ -161,6 +171,7 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     aten._weight_int4pack_mm_for_cpu: _w4,
     aten.embedding: _embedding,
     torch.ops.effcompile.block_sparse_linear: _sparse,
+    torch.ops.effcompile.two_of_four_linear: _two_of_four,
     torch.ops.effcompile.quantized_linear: _coded,
 }
 

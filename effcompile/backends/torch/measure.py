@@ -62,7 +62,7 @@ def copies(call: KernelCall) -> int:
         kept, block = call.dims[3:]
         return max(1, min(_MOST_COPIES, _CACHE_BYTES // (4 * kept * block**2)))
     _, k, n = call.dims
-    width = {"fp32": 4, "bf16": 2}.get(call.kernel.partition("/")[2], 1)
+    width = {"fp32": 4, "bf16": 2, "2:4": 2}.get(call.kernel.partition("/")[2], 1)
     return max(1, min(_MOST_COPIES, _CACHE_BYTES // (k * n * width)))
 
 

@@ -48,12 +48,14 @@ class Triton:
         if kernels.register(device) is not None:
             return None
         kind, _, option = call.kernel.partition("/")
-        if kind != "linear" or option not in linears.OPTIONS:
+        halves = option in linears.HALVES and device == "cuda"
+        if kind != "linear" or not (halves or option in linears.OPTIONS):
             return measure(call, "stock" if kind == "linear" else "eager", device=device)
-        if linears.why_not(option, call.dims[1]) is not None:
+        if not halves and linears.why_not(option, call.dims[1]) is not None:
             return None
+        make = linears.half_body if halves else linears.body
         with torch.no_grad(), torch.device(device):
-            run = in_turn([linears.body(option, call.dims) for _ in range(copies(call))])
+            run = in_turn([make(option, call.dims) for _ in range(copies(call))])
             return None if run is None else median_seconds(run if device == "cpu" else awaited(run))
 
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:

@@ -15,16 +15,19 @@ from torch import Tensor, fx
 
 from effcompile.backends.torch.edit import SITE
 from effcompile.errors import LoweringError
+from effcompile.ops import two_of_four
 from effcompile.ops.group_quant import pack_int4, quantize_by_torch, quantize_groups, quantized_linear
 from effcompile.program import Program, dtype_of, shape_of
 from effcompile.sites import LinearSite, linears
 from effcompile.target import Dims
 
-__all__ = ["OPTIONS", "body", "emit", "stored", "why_not"]
+__all__ = ["HALVES", "OPTIONS", "body", "emit", "half_body", "stored", "why_not"]
 
 #: Options of a linear that are carried out here.
 OPTIONS = ("w8", "w4", "int8_channel")
 GROUP = 32
+#: Those in 16 bits on a GPU, which torch's own products carry out (see backends/torch/edit.py).
+HALVES = ("bf16", "2:4")
 
 
 def why_not(option: str, k: int) -> str | None:
@@ -50,6 +53,18 @@ def body(option: str, dims: Dims) -> Callable[[], Tensor]:
     if option == "int8_channel":
         return lambda: quantized_linear(*_swapped(quantize_groups(x, k, torch.int8), codes, scales), bias, None, "none", x.dtype)
     return lambda: quantized_linear(x, codes, scales, None, bias, None, "none", x.dtype)
+
+
+def half_body(option: str, dims: Dims) -> Callable[[], Tensor] | None:
+    """One call in bf16 on made-up values, around it the casts of a model in fp32; None where this GPU has no such product."""
+    m, k, n = dims
+    x, weight, bias = torch.randn(m, k), torch.randn(n, k, dtype=torch.bfloat16), torch.randn(n)
+    if option == "bf16":
+        return lambda: torch.nn.functional.linear(x.bfloat16(), weight).float() + bias
+    if two_of_four.no_cores(weight.device) is not None or two_of_four.misfit(weight.dtype, n, k) is not None:
+        return None
+    packed, meta = two_of_four.compress(weight * torch.tensor([1, 0, 0, 1], dtype=torch.bfloat16).repeat(k // 4))
+    return lambda: two_of_four.two_of_four_linear(x.bfloat16(), packed, meta, None, n).float() + bias
 
 
 def _swapped(pair: tuple[Tensor, Tensor], codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

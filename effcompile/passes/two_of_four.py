@@ -1,0 +1,75 @@
+"""2:4 on sparse tensor cores: for weights that lie on a GPU, or are planned for one. Elsewhere it is a pattern of single weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from effcompile.cost import Cost, Provenance
+from effcompile.ops import two_of_four
+from effcompile.passes.base import Context, Option
+from effcompile.passes.pricing import no_error_allowed, no_kernel, price
+from effcompile.passes.sparse_forms import Form
+from effcompile.sites import LinearSite
+
+__all__ = ["offered", "on_cores"]
+
+#: Backends that lower it.
+BACKENDS = ("torch-eager", "torch-inductor", "triton")
+
+
+def on_cores(context: Context, weight: Tensor) -> bool:
+    """Whether products with this weight run on a CUDA GPU: it lies on one, or the target is one."""
+    return weight.device.type == "cuda" or (context.target.device == "cuda" and weight.device.type in ("cpu", "meta"))
+
+
+def offered(context: Context, site: LinearSite, weight: Tensor, form: Form, by: str) -> Option | tuple[str, Cost | None]:
+    """2:4 as an option of a linear, or why it is none, with what it would cost.
+
+    It is priced by the target's law, which gives it the published gain where arithmetic binds and nothing where bytes do, or as measured
+    where the GPU is. A weight in fp32 is multiplied in bf16: that error is added.
+    """
+    half = weight.dtype in two_of_four.DTYPES
+    cost, dense = (price(context, f"linear/{kernel}", *site.dims) for kernel in (form.option, "bf16"))
+    error = _error(context, site, form, half)
+    if reason := _refusal(context, site, weight, form, half):
+        return reason, cost
+    if cost is None or dense is None:
+        return _no_cores(context, form.option if cost is None else "bf16"), cost
+    cost = replace(cost, weight_bytes=two_of_four.stored_bytes(site.n, site.k), error_squared=error or 0.0)
+    eps = cost.seconds / form.density / dense.seconds
+    text = f"eps = time per sparse FLOP / time per dense FLOP in 16 bits = {eps:.1f}, break-even {1 / form.density:.1f}"
+    wanted = context.goal.minimize == "memory" or context.goal.memory is not None
+    if cost.seconds >= dense.seconds and not wanted:
+        return f"no gain here: {text}", cost
+    if error is None:
+        return f"its error at the output was not measured{'' if half else ', or that of bf16, in which it multiplies'}", cost
+    if cost.provenance is Provenance.PUBLISHED:
+        source = context.target.sources.get("gains", "its source is not given")
+        text += f"; ×{context.target.gains[form.option]:.2f} where arithmetic binds: {source}"
+    return Option(name=form.option, cost=cost, by=by, note=text)
+
+
+def _refusal(context: Context, site: LinearSite, weight: Tensor, form: Form, half: bool) -> str:
+    """Why a linear has no such form, whatever it would cost; "" if it has."""
+    if context.backend not in BACKENDS:
+        return f"{no_kernel(context, f'linear/{form.option}')}; {', '.join(BACKENDS)} have"
+    if context.goal.exact and not half:
+        return f"it multiplies in bf16, and the {no_error_allowed('linear', form.option, '').reason}"
+    return two_of_four.misfit(weight.dtype if half else torch.bfloat16, site.n, site.k) or ""
+
+
+def _error(context: Context, site: LinearSite, form: Form, half: bool) -> float | None:
+    """Squared, at the output: of what is pruned, and of bf16 where the model is in fp32. None where one of them was not measured."""
+    pruned = 0.0 if form.given else context.sensitivity.get((site.site, form.option))
+    rounded = 0.0 if half else context.sensitivity.get((site.site, "bf16"))
+    return None if pruned is None or rounded is None else pruned + rounded
+
+
+def _no_cores(context: Context, option: str) -> str:
+    """Why the target has no price for it."""
+    if context.target.laws or context.target.probe is not None:
+        return no_kernel(context, f"linear/{option}")
+    return f"{context.target.name} has no sparse tensor cores on record: its file gives no [gains] for '2:4', or no bf16"
