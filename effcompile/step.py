@@ -106,6 +106,8 @@ class DividedStep:
         factor: wᵢ where it is the same for all (1 / count for a mean over all elements, 1 for a sum).
         counts: where it is not: `part`'s inputs → what its mean is over (its labels, say): wᵢ is nᵢ / Σ n.
         random: whether random numbers are drawn in the forward.
+        pair: where `part` has one example and is another graph, for torch specialises what has length 1: the step over two, which
+            the division was read off. `counts` takes its inputs then: every example twice.
     """
 
     whole: Step
@@ -116,3 +118,4 @@ class DividedStep:
     factor: float = 1.0
     counts: fx.Graph | None = None
     random: bool = False
+    pair: Step | None = None

@@ -78,6 +78,16 @@ def part_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int, count:
     return parts
 
 
+def doubled(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs with every example given twice."""
+
+    def twice(value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([value, value]) if value.dim() and value.shape[0] == batch else value
+
+    given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, twice, (args, dict(kwargs)))
+    return given
+
+
 def accumulating(step: Step) -> Step:
     """A copy of the step that hands each gradient on as soon as it is there, to be added up."""
     return with_consumed_gradients(step, step.gradients.keys(), {}, updates=False)

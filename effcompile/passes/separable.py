@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,9 +41,18 @@ _JOINED = (aten.stack.default, aten.cat.default)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 _MEANS = (aten.mean.default, aten.mean.dim)
 _NLL = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+#: Of their tensor they read the dtype and the device, at most the shape.
+_BLANK = tuple(
+    getattr(aten, name).default
+    for name in ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
+)
 #: Operators with an axis over which they mix values, and where it stands among their arguments.
 _MIXES = {aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cumsum.default: 1, aten.sort.default: 1, aten.flip.default: 1}
 _MEAN, _SUM = 1, 2  # of losses' `reduction`
+
+
+class AnotherGraph(Refusal):
+    """A micro-batch is captured as other operators than the batch, so that nothing can be read off the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,8 @@ def divided(whole: Step, part: Step, count: int, examples: int) -> DividedStep:
         examples: in each of them.
 
     Raises:
-        Refusal: its loss and gradients are not known to be a weighted sum over micro-batches. Says why.
+        AnotherGraph: the two cannot be compared. Refusal: its loss and gradients are not known to be a weighted sum over
+            micro-batches. Says why.
     """
     _refuse_state(whole)
     pairs = _aligned(whole, part)
@@ -81,6 +91,28 @@ def divided(whole: Step, part: Step, count: int, examples: int) -> DividedStep:
         counts=None if rule.counted is None else found.counts(rule, part),
         random=any(_draws(node) for node in pairs),
     )  # fmt: skip
+
+
+def divided_into_single(whole: Step, part: Step, count: int, doubled: Step, pair: Step) -> DividedStep:
+    """The step as micro-batches of one example, whose graph need not be that of several: axes of length 1 are specialised.
+
+    It is read off two larger batches. That one example is treated as one of two has to be seen by running.
+
+    Args:
+        whole: the step, captured over the batch.
+        part: the same over one example.
+        count: of micro-batches.
+        doubled: the step over the batch with every example given twice.
+        pair: the same over one example, given twice.
+
+    Raises:
+        Refusal: the loss is not known to be a weighted sum over examples.
+    """
+    _aligned(doubled, whole)
+    if set(whole.parameters.values()) != set(part.parameters.values()) or whole.gradients.keys() != part.gradients.keys():
+        raise Refusal("one example reads other parameters than the batch does")
+    found = divided(doubled, pair, count, 2)
+    return replace(found, whole=whole, part=part, examples=1, pair=pair)
 
 
 def _refuse_state(step: Step) -> None:
@@ -105,13 +137,13 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
     for all_of, of_part in ((whole.parameters, part.parameters), (whole.buffers, part.buffers)):
         here = {name: node for node, name in of_part.items()}
         if set(all_of.values()) != set(here):
-            raise Refusal("a micro-batch reads other parameters or buffers than the batch does")
+            raise AnotherGraph("a micro-batch reads other parameters or buffers than the batch does")
         pairs.update({node: here[name] for node, name in all_of.items()})
     if len(whole.constants) != len(part.constants) or len(whole.inputs) != len(part.inputs):
-        raise Refusal("a micro-batch has other constants or inputs than the batch has")
+        raise AnotherGraph("a micro-batch has other constants or inputs than the batch has")
     for a, b in zip(whole.constants.values(), part.constants.values(), strict=True):
         if isinstance(a, torch.Tensor) and a.shape == b.shape and not is_fake(a) and not torch.equal(a, b):
-            raise Refusal(f"a constant of shape {tuple(a.shape)} is another for a micro-batch")
+            raise AnotherGraph(f"a constant of shape {tuple(a.shape)} is another for a micro-batch")
     pairs.update(zip(whole.constants, part.constants, strict=True))
     pairs.update(zip(whole.inputs, part.inputs, strict=True))
     theirs = _made_from(part.loss)
@@ -122,9 +154,9 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
             pairs[a] = pairs[a.args[0]]  # type: ignore[index]
         else:
             other = operator_name(theirs[0]) if theirs else "missing"
-            raise Refusal(f"the model does something else with a micro-batch: {operator_name(a)} at {_place(a)} is {other} then")
+            raise AnotherGraph(f"the model does something else with a micro-batch: {operator_name(a)} at {_place(a)} is {other} then")
     if theirs:
-        raise Refusal(f"the model does something else with a micro-batch: it also needs {operator_name(theirs[0])}")
+        raise AnotherGraph(f"the model does something else with a micro-batch: it also needs {operator_name(theirs[0])}")
     return pairs
 
 
@@ -154,11 +186,12 @@ class _Separation:
         for a, b in pairs.items():
             if axes := self._grown(a, b):
                 self.axes[a] = axes
-            elif any(arg in self.axes or arg in self.over for arg in a.all_input_nodes):
+            elif a.target not in _BLANK and any(arg in self.axes or arg in self.over for arg in a.all_input_nodes):
                 self.over.add(a)
             if a.target in _MIXES and self._axis(a) in axes:
                 raise Refusal(f"{operator_name(a)} at {_place(a)} goes over the examples of the batch")
-            if not (a in self.over and a.target in (*_TIMES, *_OVER)) and repr(_numbers(a)) != repr(_numbers(b)):
+            elided = a.target in _ELIDED and not _alike(a, b)  # b made what a is a copy or view of
+            if not elided and not (a in self.over and a.target in (*_TIMES, *_OVER)) and repr(_numbers(a)) != repr(_numbers(b)):
                 raise Refusal(f"{operator_name(a)} at {_place(a)} computes with the size of the batch")
 
     def _axis(self, node: fx.Node) -> int:
@@ -170,7 +203,7 @@ class _Separation:
         axes: set[int] = set()
         for x, y in zip(_tensors(a), _tensors(b), strict=True):
             if x.dim() != y.dim():
-                raise Refusal(f"{operator_name(a)} at {_place(a)} has another number of axes for a micro-batch")
+                raise AnotherGraph(f"{operator_name(a)} at {_place(a)} has another number of axes for a micro-batch")
             grown = [i for i, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n]
             if len(grown) > 1:
                 raise Refusal(f"{operator_name(a)} at {_place(a)} compares examples with each other: its shape is {tuple(x.shape)}")

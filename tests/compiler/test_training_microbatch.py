@@ -111,6 +111,84 @@ def test_loss_gradients_and_bytes_are_as_planned(make: Any, count: int) -> None:
     assert plan.memory_timeline.peak_bytes == plan.predicted.peak_bytes == sum(plan.memory_timeline.parts.values())
 
 
+def llama() -> tuple[nn.Module, Batch]:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(1, VOCABULARY, (2, 12))
+    labels = torch.where(ids > 60, -100, ids)
+    labels[1, 5:] = -100
+    return hf.LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": labels}
+
+
+def small_t5() -> tuple[nn.Module, Batch]:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, num_heads=2, d_ff=32, dropout_rate=0.1,
+        decoder_start_token_id=0, pad_token_id=0, use_cache=False,
+    )  # fmt: skip
+    ids, labels = torch.randint(1, VOCABULARY, (2, 12)), torch.randint(1, VOCABULARY, (2, 7))
+    labels[0, 4:] = -100
+    return hf.T5ForConditionalGeneration(config).train(), {"input_ids": ids, "labels": labels}
+
+
+def sliding() -> tuple[nn.Module, Batch]:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        sliding_window=4, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(1, VOCABULARY, (2, 12))
+    return hf.MistralForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("make", [llama, small_t5, sliding])
+def test_one_example_at_a_time(make: Any) -> None:
+    model, batch = make()
+    planned = optimize(model, batch, 2)
+    assert planned.plan.options()["batch"] == "2 micro-batches of 1"
+    if make is not small_t5:  # whose dropout draws other numbers
+        assert_same(planned, model, batch)
+
+
+class Specialised(nn.Module):
+    """Computes one example by other operators than several, times `factor`."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.up, self.down, self.factor = nn.Linear(6, 16), nn.Linear(16, 5), factor
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        single = x.shape[0] == 1
+        h = (self.up.weight @ x[0] + self.up.bias)[None] * self.factor if single else self.up(x)
+        return nn.functional.cross_entropy(self.down(torch.relu(h)), y)
+
+
+def test_one_example_may_be_captured_as_other_operators() -> None:
+    torch.manual_seed(0)
+    model, batch = Specialised(1.0).train(), {"x": torch.randn(4, 6), "y": torch.tensor([1, -100, 3, 0])}
+    planned = optimize(model, batch, 4)
+    assert planned.plan.options()["batch"] == "4 micro-batches of 1"
+    assert any("read off two at a time" in note for note in planned.plan.notes)
+    assert_same(planned, model, batch)
+    assert_same(planned, model, {**batch, "y": torch.tensor([-100, 2, -100, 4])})
+
+
+def test_one_example_that_is_computed_otherwise_is_found_by_running() -> None:
+    torch.manual_seed(0)
+    plan = optimize(Specialised(2.0).train(), {"x": torch.randn(4, 6), "y": torch.tensor([1, 2, 3, 0])}, 4).plan
+    assert "batch" not in plan.options()
+    assert any("run, and not the whole batch's" in d.reason for d in plan.declined if d.kind == "micro-batches")
+
+
 def test_labels_that_fall_otherwise_are_weighted_otherwise() -> None:
     model, batch = plain_gpt2()
     planned = optimize(model, batch, 2)

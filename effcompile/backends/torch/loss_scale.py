@@ -6,12 +6,18 @@ are withheld and the scale is lowered: `optimizer.step()` then leaves the parame
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
+
+from effcompile.errors import UsageError
+
+#: A gradient at the loss that is a power of two from here up was made by an outer GradScaler: no loop weighs a loss so.
+_OUTER = 2.0**10
 
 
 class LossScale:
@@ -42,6 +48,30 @@ class LossScale:
             stacklevel=2,
         )
         return [None] * len(kept)
+
+
+def unscaled_factor(tangent: Tensor) -> float:
+    """The gradient that arrived at the loss.
+
+    Raises:
+        UsageError: an outer loss scale is in it.
+    """
+    factor = float(tangent)
+    if factor >= _OUTER and math.frexp(factor)[0] == 0.5:
+        raise UsageError(
+            f"The gradient that arrives at the loss is {factor:g}, as from torch.amp.GradScaler. This plan is in fp16 and scales its loss "
+            "itself, and two scales do not know of each other's overflows. Leave yours out, or make it with GradScaler(enabled=False); "
+            "the plan's own is `planned.scaler`."
+        )
+    return factor
+
+
+def times(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    """Gradients of a loss times a factor, in place: after the scale is gone, so that no factor makes fp16 overflow."""
+    distinct = {_place(gradient): gradient for gradient in gradients if gradient is not None}
+    for gradient in distinct.values() if factor != 1.0 else ():
+        gradient.mul_(factor)
+    return list(gradients)
 
 
 class _Holder(torch.optim.Optimizer):

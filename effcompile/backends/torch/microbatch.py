@@ -1,11 +1,12 @@
 """Runs a step as micro-batches: forward and backward of each in turn, gradients added up; `loss.backward()` hands them out.
 
-Every part's gradients are added as soon as they are made, so that beside one micro-batch only the sums are alive.
+Every part's gradients are added as soon as they are made, so that beside one micro-batch only the sums are alive. In fp16 all
+parts have one loss scale: the sums are divided by it once, and an overflow in any part withholds them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
+from effcompile.backends.torch.loss_scale import times, unscaled_factor
 from effcompile.backends.torch.training import StepRunner
 from effcompile.errors import InputsError
 from effcompile.remat.emit import Emitted
@@ -22,8 +24,8 @@ from effcompile.step import DividedStep, Step
 class MicrobatchRunner(StepRunner):
     """A divided step bound to a model. `step`: one micro-batch as planned, which hands its gradients on."""
 
-    def __init__(self, model: nn.Module, divided: DividedStep, step: Step, emitted: Emitted) -> None:
-        super().__init__(model, step, emitted)
+    def __init__(self, model: nn.Module, divided: DividedStep, step: Step, emitted: Emitted, *, scaled: bool = False) -> None:
+        super().__init__(model, step, emitted, scaled=scaled)
         self.divided = divided
         self._counts = None if divided.counts is None else boxed(divided.counts)
         self._dtypes = {name: node.meta["val"].dtype for name, node in divided.part.gradients.items()}
@@ -55,16 +57,26 @@ class MicrobatchRunner(StepRunner):
         """What each micro-batch counts in the loss. Where no label counts at all, the loss is not a number, as the model's own."""
         if self._counts is None:
             return [self.divided.factor] * len(parts)
-        counts = []
-        for leaves in parts:
-            values = self._values(leaves)
-            counts.append(self._counts([values[node] for node in self._forward_inputs])[0])
+        counts = [self._counted(leaves, self._counts) for leaves in parts]
         numbers = [float(n) for n in torch.stack([n.double() for n in counts]).tolist()]
         whole = sum(numbers)
         return [n / whole if whole else 1.0 / len(parts) for n in numbers]
 
-    def accumulate(self, parts: list[list[Any]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(loss, gradients in the order of `step.consumed`) of the whole batch. A micro-batch without weight is not run."""
+    def _counted(self, leaves: list[Any], counts: Callable[[list[Any]], tuple[Any, ...]]) -> torch.Tensor:
+        """What the mean of one micro-batch is over; twice that where its examples have to be given twice, which no ratio sees."""
+        pair = self.divided.pair
+        if pair is None:
+            values = self._values(leaves)
+            return counts([values[node] for node in self._forward_inputs])[0]
+        twice = [torch.cat([leaf, leaf]) if yes else leaf for leaf, yes in zip(leaves, self.divided.batched, strict=True)]
+        values = self._values(twice, pair)
+        return counts([values[node] for node in pair.graph.nodes if node in values])[0]
+
+    def accumulate(self, parts: list[list[Any]]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """(loss, gradients in the order of `step.consumed`) of the whole batch. A micro-batch without weight is not run.
+
+        The gradients are None where one of them overflowed in fp16.
+        """
         weights = self.weights(parts)
         names = self.step.consumed
         sums = {name: torch.zeros_like(self.model.get_parameter(name), dtype=self._dtypes[name], requires_grad=False) for name in names}
@@ -82,20 +94,23 @@ class MicrobatchRunner(StepRunner):
         finally:
             self.sink = None
         assert total is not None
-        return total, list(sums.values())
+        gradients: list[torch.Tensor | None] = list(sums.values())
+        return total, gradients if self.loss_scale is None else self.loss_scale.unscaled(gradients)
 
     def _one(self, leaves: list[Any], weight: float) -> torch.Tensor:
         """Forward and backward of one micro-batch; its weighted loss."""
         values = self._values(leaves)
         results, saved = self.run_forward(values)
         loss: torch.Tensor = results[0]
-        self.run_backward(saved, values, torch.full_like(loss, weight))
+        tangent = torch.full_like(loss, weight)
+        self.differentiate(saved, values, tangent if self.loss_scale is None else self.loss_scale.scaled(tangent))
         return loss * weight
 
 
 class _Accumulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: MicrobatchRunner, parts: list[list[Any]], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.runner = runner
         loss, ctx.sums = runner.accumulate(parts)
         return loss
 
@@ -108,7 +123,4 @@ class _Accumulated(torch.autograd.Function):
                 "Call the model again for a new loss."
             )
         sums, ctx.sums = ctx.sums, None
-        if float(tangent) != 1.0:
-            for gradient in sums:
-                gradient.mul_(tangent)
-        return (None, None, *sums)
+        return (None, None, *times(sums, float(tangent) if ctx.runner.loss_scale is None else unscaled_factor(tangent)))

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
-from effcompile.backends.torch.loss_scale import LossScale
+from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
 from effcompile.errors import InputsError
 from effcompile.ops.consume import Sink, consuming
 from effcompile.remat.emit import Emitted
@@ -99,9 +99,9 @@ class StepRunner:
                 "Plan and call within the same torch.autocast(...)."
             )
 
-    def _values(self, leaves: list[Any]) -> dict[fx.Node, Any]:
-        """Placeholder of the step → its value now."""
-        step = self.step
+    def _values(self, leaves: list[Any], step: Step | None = None) -> dict[fx.Node, Any]:
+        """Placeholder of the step (or another capture of it) → its value now."""
+        step = step or self.step
         values: dict[fx.Node, Any] = dict(zip(step.inputs, leaves, strict=True))
         for node, name in step.parameters.items():
             values[node] = _fitting(node, name, self.model.get_parameter(name).detach())
@@ -125,17 +125,21 @@ class StepRunner:
         Where the loss is scaled they are None if one of them overflowed.
         """
         scale = self.loss_scale
-        tangent = tangent if scale is None else scale.scaled(tangent)
+        if scale is None:
+            return (*self.differentiate(saved, values, tangent), *[None] * len(self.step.consumed))
+        factor = unscaled_factor(tangent)
+        gradients = scale.unscaled(self.differentiate(saved, values, scale.scaled(torch.ones_like(tangent))))
+        return (*times(gradients, factor), *[None] * len(self.step.consumed))
+
+    def differentiate(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
+        """What the backward graph makes of a gradient at the loss; what it consumes goes to `sink`. Empties `saved`."""
         inputs = [
             saved[source] if isinstance(source, int) else tangent if source is None or source is self.step.tangent else values[source]
             for source in self._backward_inputs
         ]
         saved.clear()
         with consuming(self.sink):
-            gradients = self._without_autocast(self.backward_graph, inputs)
-        if scale is not None:
-            gradients = tuple(scale.unscaled(gradients))
-        return (*gradients, *[None] * len(self.step.consumed))
+            return self._without_autocast(self.backward_graph, inputs)
 
     def versions(self, values: Mapping[fx.Node, Any]) -> list[tuple[str, int]]:
         """(placeholder, autograd's count of changes in place) of what the backward reads again."""

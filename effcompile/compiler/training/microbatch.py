@@ -28,21 +28,21 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.training import StepRunner
+from effcompile.capture import capture_training
 from effcompile.compiler.progress import QUIET
 from effcompile.compiler.training.attend import WRITTEN, as_written
-from effcompile.compiler.training.precision import whole_loss
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
 from effcompile.compiler.training.states import Joint, Parts
 from effcompile.compiler.training.work import Work
 from effcompile.cost import Cost
 from effcompile.errors import CaptureError, FormatError, InfeasibleError, InputsError, UsageError, VerificationError
 from effcompile.passes.loss_head_match import Refusal
-from effcompile.passes.microbatch import KIND, SITE, accumulating, batch_size, first_part, part_of
+from effcompile.passes.microbatch import KIND, SITE, accumulating, batch_size, doubled, first_part, part_of
 from effcompile.passes.precision import SCALED
-from effcompile.passes.separable import divided
+from effcompile.passes.separable import AnotherGraph, divided, divided_into_single
 from effcompile.plan import Decision, Declined
 from effcompile.remat.emit import Emitted
-from effcompile.step import DividedStep
+from effcompile.step import DividedStep, Step
 from effcompile.units import format_bytes, format_seconds
 
 _BY = "microbatch"
@@ -145,11 +145,31 @@ class Divisions:
     ) -> tuple[Preparation, Parts]:
         args, kwargs = first_part(self.work.args, self.work.kwargs, self.batch, count)
         work = replace(self.work, args=args, kwargs=kwargs)
-        captured = whole_loss(work.capture(False))
+        captured = work.capture(False)
         captured = captured if fused else as_written(captured)
-        step = divided(found.captured, captured.step, count, self.batch // count)
+        step = self._divided(found.captured, captured.step, count)
         of_part = work.prepare(captured, unfused, accumulating)
         return of_part, _parts(found, of_part, step, self.work.figures)
+
+    def _divided(self, whole: Step, part: Step, count: int) -> DividedStep:
+        """The division as the two graphs show it, or, where one example's graph is another, as larger batches do.
+
+        Raises:
+            Refusal: it is not known to be one. CaptureError, InputsError: larger batches cannot be captured.
+        """
+        examples = self.batch // count
+        try:
+            return divided(whole, part, count, examples)
+        except AnotherGraph:
+            if examples > 1:
+                raise
+        work = self.work
+        args, kwargs = doubled(work.args, work.kwargs, self.batch)
+        with work.progress.step("capture larger batches"):
+            large = capture_training(work.model, args, kwargs, loss=work.loss)
+            args, kwargs = first_part(args, kwargs, 2 * self.batch, count)
+            pair = capture_training(work.model, args, kwargs, loss=work.loss)
+        return divided_into_single(whole, part, count, large, pair)
 
 
 def _parts(found: Preparation, of_part: Preparation, step: DividedStep, figures: Figures) -> Parts:
@@ -284,6 +304,8 @@ def notes(joint: Joint) -> list[str]:
         f"{step.count} micro-batches, each with the weight {weights} in the loss: the effective batch, and so the learning rate, stay as "
         "they are. Times and bytes of blocks are of one micro-batch. Gradients are made with the loss; backward() hands them out"
     ]
+    if step.pair is not None:
+        lines.append("one example is captured as other operators than several; that examples add up was read off two at a time")
     if step.random:
         lines.append("dropout draws other numbers for micro-batches than for the whole batch: the same distribution, not the same numbers")
     return lines
@@ -316,9 +338,10 @@ def restored_parts(
 
 def runner_of(model: torch.nn.Module, prepared: Prepared, emitted: Emitted, parts: Parts | None) -> StepRunner:
     """What runs a plan."""
+    scaled = prepared.variant.precision in SCALED
     if parts is None:
-        return StepRunner(model, prepared.step, emitted, scaled=prepared.variant.precision in SCALED)
-    return MicrobatchRunner(model, parts.step, prepared.step, emitted)
+        return StepRunner(model, prepared.step, emitted, scaled=scaled)
+    return MicrobatchRunner(model, parts.step, prepared.step, emitted, scaled=scaled)
 
 
 # ------------------------------------------------------------------ is it the whole batch's?

@@ -21,7 +21,7 @@ from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.verify import Result
 from effcompile.cost import Cost
-from effcompile.errors import CaptureError, EffcompileError, FormatError
+from effcompile.errors import EffcompileError, FormatError
 from effcompile.passes.precision import BASELINE, DTYPES, FP8, KIND, SCALED, SITE, Precision, label
 from effcompile.plan import Decision, Declined, Plan
 from effcompile.step import Step
@@ -114,19 +114,6 @@ def _cast(graph: fx.Graph, node: Any, dtype: torch.dtype) -> fx.Node:
     made = graph.call_function(aten.to.dtype, (node, dtype))
     made.meta = {**node.meta, "val": node.meta["val"].to(dtype)}
     return made
-
-
-def whole_loss(captured: Captured) -> Captured:
-    """What can be divided into micro-batches, whose gradients are made with the loss, before any scale of it is known.
-
-    Raises:
-        CaptureError: the step's loss has to be scaled.
-    """
-    if captured.narrow is None or captured.narrow.dtype not in SCALED:
-        return captured
-    if captured.narrow.only:
-        raise CaptureError("its loss is scaled in the backward, and micro-batches make their gradients in the forward")
-    return replace(captured, narrow=None)
 
 
 def settled(run: Callable[[], Result], runner: StepRunner) -> Result:
