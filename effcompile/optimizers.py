@@ -19,13 +19,19 @@ import torch
 from torch.optim import Optimizer
 
 from effcompile.errors import UsageError
+from effcompile.ops.lion8 import Lion8bit
 
 Group = Mapping[str, Any]
 
-GIVEN, EIGHT_BIT = "given", "8-bit"
-#: Optimizers of pytorch-optimizer that the user may allow instead → (class, factor of the learning rate, of the weight decay).
+GIVEN, EIGHT_BIT, LION8 = "given", "8-bit", "lion8"
+#: Optimizers that the user may allow instead, ours or pytorch-optimizer's → (class, factor of the learning rate, of the weight decay).
 #: Lion: learning rate 3–10 times smaller, decay as much larger than AdamW's (Chen et al. 2023, arXiv 2302.06675, §5).
-CHANGES: Mapping[str, tuple[str, float, float]] = {"lion": ("Lion", 1 / 3, 3.0), "lamb": ("Lamb", 1.0, 1.0), "lars": ("LARS", 1.0, 1.0)}
+CHANGES: Mapping[str, tuple[str, float, float]] = {
+    "lion": ("Lion", 1 / 3, 3.0),
+    "lamb": ("Lamb", 1.0, 1.0),
+    "lars": ("LARS", 1.0, 1.0),
+    LION8: ("Lion8bit", 1 / 3, 3.0),
+}
 
 #: torch.optim's classes with one kernel for all of a parameter's update.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -104,7 +110,7 @@ def declined(name: str, optimizer: Optimizer) -> str | None:
         if special:
             return f"the option {special[0]}={True} of this {kind.__name__} is not in the 8-bit one"
         return None if find_spec("torchao") else "it needs torchao: pip install torchao"
-    if name in CHANGES:
+    if name in CHANGES and name != LION8:
         return None if find_spec("pytorch_optimizer") else "it needs pytorch-optimizer: pip install pytorch-optimizer"
     return None
 
@@ -113,6 +119,8 @@ def build(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torc
     """An optimizer of this form with the group's options, for these tensors alone, without states."""
     if form.name == GIVEN:
         return _rebuilt(optimizer, options(form, group), tensors)
+    if form.name == LION8:
+        return Lion8bit(tensors, **options(form, group))
     module = import_module("torchao.optim" if form.name == EIGHT_BIT else "pytorch_optimizer")
     name = f"{type(optimizer).__name__}8bit" if form.name == EIGHT_BIT else CHANGES[form.name][0]
     made: Optimizer = getattr(module, name)(list(tensors), **options(form, group))

@@ -25,7 +25,7 @@ BLOCK = 256
 #: Types of device with kernels that do a whole update at once: there `step8` is used.
 FUSED: set[str] = set()
 #: torchao keeps smaller tensors in 32 bits.
-_LEAST = 4096
+LEAST = 4096
 
 
 def adam8_by_torch(
@@ -111,7 +111,7 @@ def step8(optimizer: Optimizer) -> bool:
 
 def _takes(p: Tensor) -> bool:
     dense = p.is_contiguous() and p.grad is not None and not p.grad.is_sparse
-    return p.device.type in FUSED and dense and p.numel() >= _LEAST and p.numel() % BLOCK == 0
+    return p.device.type in FUSED and dense and p.numel() >= LEAST and p.numel() % BLOCK == 0
 
 
 def _step(optimizer: Any, group: Any, p: Tensor) -> None:

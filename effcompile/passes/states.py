@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from effcompile.errors import UsageError
 from effcompile.estimate.optimizer import Footprint, footprint, measured_seconds, modelled_host_seconds, modelled_seconds
 from effcompile.goal import Goal
-from effcompile.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, Form, Group, declined, given_form, one_by_one
+from effcompile.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, Group, declined, given_form, one_by_one
 from effcompile.plan import Declined
 from effcompile.step import Step
 from effcompile.target import Target
@@ -73,7 +73,7 @@ class States:
     `offload`: on the host, with the update there. `eight_bit`: in 8 bits; also proposed where the goal allows an error.
     `in_backward`: gradients may be consumed in the backward; only on demand, because a loop that clips, accumulates or reads
     gradients between `backward()` and `step()` would silently do something else. `change`: optimizers that may replace the
-    given one: lion, lamb, lars.
+    given one: lion, lamb, lars, and lion8, which is Lion with its state in 8 bits.
     """
 
     offload: bool = True
@@ -120,7 +120,7 @@ class States:
     def _forms(self, optimizer: Optimizer, goal: Goal, device: str) -> tuple[list[Form], list[Declined]]:
         forms, refused = [given_form(optimizer, device)], []
         wanted = dict.fromkeys(self.change, "")
-        eight = Form(EIGHT_BIT, False, CPU_PIECE if device == "cpu" else 0)
+        piece = CPU_PIECE if device == "cpu" else 0
         allowed = self.eight_bit or not goal.exact
         wanted = {EIGHT_BIT: "" if allowed else "changes numbers: allow it with max_error or --pass states.eight_bit=true", **wanted}
         for name, reason in wanted.items():
@@ -128,7 +128,7 @@ class States:
             if reason:
                 refused.append(Declined(site=SITE, kind=KIND, option=name, by=self.name, reason=reason))
             else:
-                forms.append(eight if name == EIGHT_BIT else Form(name))
+                forms.append(Form(name, False, piece if name in (EIGHT_BIT, LION8) else 0))
         return forms, refused
 
     def _no_host(self, optimizer: Optimizer, price: _Pricer, target: Target, form: Form) -> str | None:

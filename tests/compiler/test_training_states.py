@@ -154,6 +154,26 @@ def test_another_optimizer_only_where_the_user_allows_it() -> None:
         optimize(model, batch, ["states.change=nadam"])
 
 
+def test_lion_in_8_bits_takes_the_planned_bytes_where_the_user_allows_it() -> None:
+    """A byte per parameter and a scale per 256, beside the table of each; the peak that is planned for it holds."""
+    model, batch = gpt2(layers=4, n_embd=64)
+    whole = optimize(twin(model), batch)
+    assert not any(d.option == "Lion8bit" for d in whole.plan.declined)
+    passes = [*EXACT, "states.change=lion8", "states.offload=false"]
+    memory = int(0.85 * whole.plan.peak_bytes)
+    lion = optimize(model, batch, passes, memory)
+    assert lion.plan.decision("optimizer").option == "Lion8bit" and lion.plan.measured is not None
+    assert lion.plan.measured.peak_bytes <= memory
+    assert any("another optimizer, as allowed" in note for note in lion.plan.notes)
+    losses = train(lion, lion.optimizer, batch, 6)
+    assert losses[-1] < losses[0]
+    coded = [p.numel() for p in model.parameters() if p.numel() >= 4096]
+    assert all(n % 256 == 0 for n in coded) and sum(coded) > 0.9 * sum(p.numel() for p in model.parameters())
+    plain = sum(4 * p.numel() for p in model.parameters() if p.numel() < 4096)
+    kept = lion.plan.decision("optimizer").cost.bytes_kept
+    assert state_bytes(lion.optimizer) == kept == sum(n + n // 64 + 1024 for n in coded) + plain
+
+
 def test_8_bit_is_declined_unless_an_error_is_allowed() -> None:
     model, batch = MODELS["skips"]()
     plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)

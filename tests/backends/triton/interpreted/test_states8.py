@@ -13,6 +13,7 @@ from torchao.optim.quant_utils import create_dynamic_map
 
 from effcompile.backends.triton import states8 as tiled
 from effcompile.ops import states8 as op
+from effcompile.ops.lion8 import Lion8bit
 from effcompile.ops.states8 import BLOCK
 
 SIGNED, UNSIGNED = (torch.tensor(create_dynamic_map(signed=s)) for s in (True, False))
@@ -100,6 +101,28 @@ def test_torchaos_optimizer_on_the_kernel(kind: type[torch.optim.Optimizer]) -> 
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert type(mine.state[ours]["exp_avg"]) is type(own.state[theirs]["exp_avg"])
     assert mine.state[ours]["step"] == own.state[theirs]["step"]
+
+
+def test_lion_in_8_bits_on_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three steps of the optimizer on the kernel and of the same in torch: one path, launched once a step."""
+    tiled.register("cpu")
+    torch.manual_seed(0)
+    start, gradients = torch.randn(16, 256), [torch.randn(16, 256) for _ in range(3)]
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    mine, own = (Lion8bit([p], lr=1e-2, weight_decay=0.1) for p in (ours, theirs))
+    launched: list[int] = []
+    plain = tiled.lion8_kernel.__class__.__getitem__
+    monkeypatch.setattr(tiled.lion8_kernel.__class__, "__getitem__", lambda self, grid: (launched.append(1), plain(self, grid))[1])
+    for gradient in gradients:
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        mine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(op, "FUSED", set())
+            patch.setattr("effcompile.ops.lion8.FUSED", set())
+            own.step()
+    assert len(launched) == 3
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert (mine.state[ours]["codes"] != own.state[theirs]["codes"]).double().mean() < 0.01
 
 
 def passed_on(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
