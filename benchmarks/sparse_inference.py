@@ -1,18 +1,21 @@
 """BERT-base with block-sparse projections on this CPU: served sparse by effcompile beside the same model dense in the same backend.
 
-    python benchmarks/sparse_inference.py [--sparsity 0.9] [--block 16] [--shapes 1x128,8x128] [--backends torch-eager,torch-inductor]
-                                          [--rounds 7] [--threads 2] [--out FILE]
+    python benchmarks/sparse_inference.py [--sparsity 0.9] [--block 16] [--shapes 1x128,8x128] [--rounds 7] [--threads 2] [--out FILE]
+                                          [--backends torch-eager,torch-inductor,onnxruntime]
 
 Attention and FFN projections of every layer have random blocks set to 0, as a model trained sparse has; embeddings stay dense. Plans are
-exact. Ways are timed in turn in one process. The bar: sparse at least twice as fast as dense in the same backend; exit 1 below it.
+exact. Ways are timed in turn in one process. For onnxruntime the sparse model is also run as sessions on the pieces between the sparse
+products, these by our torch operator (_split_graph.py): what there would be without our operator library. The bar: sparse at least twice
+as fast as dense in the same backend; exit 1 below it.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
+import tempfile
 import warnings
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import _common
 from _common import Call, Row
 
 BAR = 2.0
+SPLIT = "onnxruntime between sparse products by torch"
 EXACT = 1e-5  # reordered fp32 sums differ by less
 
 
@@ -35,7 +39,7 @@ def main() -> int:
     for shape in options.shapes:
         rows, disturbed = _run(shape, options)
         text = [f"## {shape}", "", *_table(rows), "", disturbed, ""]
-        verdicts = [_verdict(rows, backend) for backend in options.backends]
+        verdicts = [_verdict(rows, backend) for backend in options.backends] + _against_split(rows)
         reached &= all(ok for ok, _ in verdicts)
         text += [line for _, line in verdicts] + [""]
         print("\n".join(text), flush=True)
@@ -53,7 +57,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--block", type=int, default=16)
     parser.add_argument("--shapes", type=words, default=["1x128", "8x128"], help="batch x sequence")
-    parser.add_argument("--backends", type=words, default=["torch-eager", "torch-inductor"])
+    parser.add_argument("--backends", type=words, default=["torch-eager", "torch-inductor", "onnxruntime"])
     parser.add_argument("--layers", type=int, default=12, help="fewer for a quick look")
     parser.add_argument("--rounds", type=int, default=7, help="each row is timed twice in each")
     parser.add_argument("--threads", type=int, default=2)
@@ -96,20 +100,38 @@ def _run(shape: str, options: argparse.Namespace) -> tuple[list[Row], str]:
     megabytes = sum(p.nbytes for p in model.parameters()) / 1e6
     rows = [Row(name="torch eager, dense (stock)", family="torch", error=0.0, megabytes=megabytes)]
     calls: dict[str, Call] = {rows[0].name: stock}
-    for backend in (*options.backends, "onnxruntime"):
+    for backend in options.backends:
         for form in ("dense", "sparse"):
-            row, call = _ours(model, inputs, reference, backend, form)
-            if call is not None:
-                calls[row.name] = call
+            row, made = _ours(model, inputs, reference, backend, form)
             rows.append(row)
+            if made is not None:
+                calls[row.name] = partial(made, **inputs)
+            if made is not None and "register_custom_ops_library" in made.plan.settings:
+                row, call = _split(made, inputs, reference, options.threads)
+                rows.append(row)
+                calls[row.name] = call
     return rows, f"{_common.time_in_turn(calls, rows, options.rounds)}."
+
+
+def _split(made: Any, inputs: dict[str, Any], reference: Any, threads: int) -> tuple[Row, Call]:
+    """The sparse model of the onnxruntime backend in pieces, without our operator."""
+    import torch
+    from _split_graph import split
+
+    row = Row(name=SPLIT, family="split")
+    with _common.told(row.name), tempfile.TemporaryDirectory() as folder:
+        run = split(made.save(folder) / "model.onnx", threads)
+    call = partial(run, {name: value.numpy() for name, value in inputs.items()})
+    row.error = _common.relative_error(torch.from_numpy(call()[0]), reference)
+    return row, call
 
 
 def _name(backend: str, form: str) -> str:
     return f"effcompile {backend}, {form}"
 
 
-def _ours(model: Any, inputs: dict[str, Any], reference: Any, backend: str, form: str) -> tuple[Row, Callable[[], Any] | None]:
+def _ours(model: Any, inputs: dict[str, Any], reference: Any, backend: str, form: str) -> tuple[Row, Any]:
+    """(row, the Executable or None)."""
     import effcompile
 
     row = Row(name=_name(backend, form), family="effcompile")
@@ -131,7 +153,7 @@ def _ours(model: Any, inputs: dict[str, Any], reference: Any, backend: str, form
     elif form == "sparse":
         reasons = [d.reason for d in plan.declined if d.by == "sparsify"]
         row.note = f"dense: {reasons[0]}" if reasons else "dense: nothing was found"
-    return row, lambda: made(**inputs)
+    return row, made
 
 
 def _table(rows: list[Row]) -> list[str]:
@@ -157,6 +179,16 @@ def _verdict(rows: list[Row], backend: str) -> tuple[bool, str]:
         f"- {backend}: sparse {ratio:.2f}× as fast as dense (best of each: {dense.best / sparse.best:.2f}×); the bar is {BAR:.0f}×: "
         f"{'reached' if ratio >= BAR else 'missed'}{'' if right else f', and its error {sparse.error:.1e} is too large'}"
     )
+
+
+def _against_split(rows: list[Row]) -> list[tuple[bool, str]]:
+    """Whether our operator or the split graph is faster: no bar, for the backend ships what wins."""
+    by_name = {row.name: row for row in rows if row.samples}
+    ours, other = by_name.get(_name("onnxruntime", "sparse")), by_name.get(SPLIT)
+    if ours is None or other is None:
+        return []
+    ratio = other.median / ours.median
+    return [(True, f"- onnxruntime: our operator is {ratio:.2f}× as fast as the split graph (best of each: {other.best / ours.best:.2f}×)")]
 
 
 if __name__ == "__main__":

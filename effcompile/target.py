@@ -207,7 +207,7 @@ class Target:
         host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
-        probe: measures what `laws` lacks, on this machine only.
+        probe: measures what `laws` lacks, on this machine only. `failure`: what a probe that found no kernel raised.
     """
 
     name: str
@@ -227,6 +227,7 @@ class Target:
     laws: Mapping[str, Mapping[str, Law]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     probe: Probe | None = field(default=None, repr=False, compare=False)
+    failure: Callable[[str, KernelCall], str | None] | None = field(default=None, repr=False, compare=False)
 
     def price(self, backend: str, call: KernelCall) -> tuple[float, Provenance] | None:
         """Seconds of one kernel on one backend and where they come from; None where there is no such kernel.

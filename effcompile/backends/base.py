@@ -58,7 +58,10 @@ class Backend(Protocol):
         ...
 
     def measure(self, call: KernelCall) -> float | None:
-        """Seconds (median, warm, with this machine's thread count) of one kernel; None if there is no such kernel here."""
+        """Seconds (median, warm, with this machine's thread count) of one kernel; None if there is no such kernel here.
+
+        What it raises counts as None too, and is the reason that a user is told.
+        """
         ...
 
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> Lowered:

@@ -16,9 +16,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from effcompile.errors import FormatError, UsageError
+from effcompile.errors import EffcompileError, FormatError, UsageError
 from effcompile.estimate.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
 from effcompile.files import cache_folder, write_atomically
+from effcompile.ops import native
 from effcompile.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
 
 FORMAT = "effcompile-calibration"
@@ -44,7 +45,7 @@ class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
         points: kernel → (dims, seconds).
         absent: kernel → shapes it does not have; `missing`: kernels it has at no shape.
         failures: kernel call → the error its measurement raised (counted as absent).
-        versions: package → version it was measured with.
+        versions: package → version it was measured with; our compiled kernels count as one.
     """
 
     overhead: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -169,7 +170,7 @@ def _measured(points: BackendPoints, measure: Measure, call: KernelCall) -> floa
     try:
         seconds = measure(call)
     except Exception as error:  # a backend's library may raise anything; the kernel is then not offered, and it says why
-        points.failures[str(call)] = f"{type(error).__name__}: {error}"[:200]
+        points.failures[str(call)] = str(error)[:400] if isinstance(error, EffcompileError) else f"{type(error).__name__}: {error}"[:200]
         return None
     return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None
 
@@ -188,7 +189,8 @@ def _peaks(backends: Mapping[str, BackendPoints]) -> dict[str, float]:
 
 def _versions_of(backend: str) -> dict[str, str]:
     depends = _DEPENDS.get(backend, ("torch", "torchao"))
-    return {package: version for package, version in package_versions().items() if package in depends}
+    found = {package: version for package, version in package_versions().items() if package in depends}
+    return found if backend == "openvino" else {**found, "compiled kernels": native.fingerprint()}
 
 
 # ------------------------------------------------------------------ this machine as a Target
@@ -202,6 +204,7 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
     the Law, but a kernel of which nothing is known yet is always measured, as there is nothing to fall back to.
     """
     machine = calibration.machine
+    prober = _Prober(calibration, measures, budget_seconds)
     fp32 = calibration.peak_flops.get("fp32", 0.0)
     cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
     threads = "" if machine.threads == machine.cores else f" ({machine.threads} threads used)"
@@ -221,7 +224,8 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
         calibrated=calibration.date,
         laws=calibration.laws(),
         sources=dict.fromkeys(("memory_bandwidth", "peak_flops", "launch_seconds"), "measured by effcompile calibrate"),
-        probe=_Prober(calibration, measures, budget_seconds),
+        probe=prober,
+        failure=prober.failure,
     )
 
 
@@ -248,6 +252,11 @@ class _Prober:
         points.record(call, seconds)
         self.calibration.dirty = True
         return seconds
+
+    def failure(self, backend: str, call: KernelCall) -> str | None:
+        """Target.failure: what the measurement of an absent kernel raised."""
+        points = self.calibration.backends.get(backend)
+        return points.failures.get(str(call)) if points else None
 
 
 # ------------------------------------------------------------------ on disk

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from effcompile.errors import LoweringError, UsageError
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
-from effcompile.ops.native import best_isa, library
+from effcompile.ops.native import best_isa, compiled, library
 
 #: Block sizes that there are kernels for.
 BLOCKS = (1, 4, 8, 16, 32, 64)
 
 _SOURCE = Path(__file__).with_name("block_sparse.cpp")
+_ORT_SOURCE = Path(__file__).with_name("block_sparse_ort.cpp")
 _FP32, _BF16, _PAIRS = 0, 1, 2
 _WIDTHS = {"avx512": 16, "avx512_bf16": 16, "avx2": 8, "generic": 4}
 
@@ -51,6 +52,19 @@ def kernels(x: Tensor, block: int) -> Kernels | str:
             if key not in _found:
                 _found[key] = _built(x.dtype, block, isa)
     return _found[key]
+
+
+def onnxruntime_library() -> Path:
+    """The library that gives ONNX Runtime the fp32 product in every block size (`block_sparse_ort.cpp`), compiled where it is not yet.
+
+    Raises:
+        LoweringError: there is no compiler, or it fails.
+    """
+    isa = best_isa()
+    forms = [Form.of(torch.float32, block, isa) for block in BLOCKS]
+    defines = {"KIND": _FP32, "WIDTH": _WIDTHS[isa], "CACHE_BYTES": _CACHE, "STRIPE_BYTES": _STRIPE, "NARROW": _NARROW}
+    defines |= {f"ROWS_{form.block}": form.rows for form in forms} | {f"VECS_{form.block}": form.vecs for form in forms}
+    return compiled(_ORT_SOURCE, defines, "avx512" if isa == "avx512_bf16" else isa)
 
 
 def _built(dtype: torch.dtype, block: int, isa: str) -> Kernels | str:

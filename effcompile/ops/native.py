@@ -44,8 +44,33 @@ def best_isa() -> str:
     return "avx2" if capability == "AVX2" else "generic"
 
 
+def fingerprint() -> str:
+    """What changes whenever other kernels would be compiled: all sources here, and the compiler; "no compiler" without one."""
+    try:
+        compiler = _compiler()
+    except LoweringError:
+        return "no compiler"
+    texts = [file.read_text() for file in sorted(Path(__file__).parent.iterdir()) if file.suffix in (".cpp", ".h")]
+    return hashlib.sha256("\0".join((*texts, *compiler)).encode()).hexdigest()[:12]
+
+
 def library(source: Path, defines: Mapping[str, int], isa: str) -> ctypes.CDLL:
-    """The library of a C++ source with these macros, for an instruction set of ISA_FLAGS. It may include headers of its folder.
+    """The loaded library of a C++ source with these macros.
+
+    Raises:
+        LoweringError: as `compiled`, or what was compiled cannot be loaded.
+    """
+    path = compiled(source, defines, isa)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LoweringError(
+            f"The compiled kernels {str(path)!r} cannot be loaded: {error}. Remove the file to compile them again."
+        ) from error
+
+
+def compiled(source: Path, defines: Mapping[str, int], isa: str) -> Path:
+    """The file of that library, for an instruction set of ISA_FLAGS. The source may include headers of its folder.
 
     Raises:
         LoweringError: there is no compiler, or it fails; says what it said.
@@ -57,12 +82,7 @@ def library(source: Path, defines: Mapping[str, int], isa: str) -> ctypes.CDLL:
     path = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
     if not path.exists():
         _compile([*compiler, *flags, str(source)], path)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise LoweringError(
-            f"The compiled kernels {str(path)!r} cannot be loaded: {error}. Remove the file to compile them again."
-        ) from error
+    return path
 
 
 def _compile(command: Sequence[str], path: Path) -> None:

@@ -33,6 +33,7 @@ from effcompile.sites import LinearSite, linears
 from effcompile.sparse import BLOCKS
 from effcompile.sparse.forms import TWO_OF_FOUR, block_of, stored_bytes
 from effcompile.sparse.pattern import check_block
+from effcompile.target import KernelCall
 
 BASELINE = "fp32"
 
@@ -193,9 +194,7 @@ class Sparsify:
         timed = min(form.blocks, int(float(f"{form.kept:.1e}")))  # two digits: layers that differ by a few blocks share a measurement
         cost = price(context, "linear/sparse", *site.dims, timed, form.block)
         if cost is None:
-            why = fallback_reason(torch.empty(0), form.block)
-            reason = f": {why}" if why else "" if context.backend.startswith("torch") else "; the torch backends have"
-            return self._declined(site.site, form.option, no_kernel(context, "linear/sparse") + reason)
+            return self._declined(site.site, form.option, _no_kernel(context, KernelCall("linear/sparse", (*site.dims, timed, form.block))))
         size = stored_bytes(form.kept, form.block, site.n, site.k)
         error = 0.0 if form.given else context.sensitivity.get((site.site, form.option))
         cost = replace(cost, weight_bytes=size, error_squared=error or 0.0)
@@ -217,6 +216,14 @@ class Sparsify:
 
     def _declined(self, site: str, option: str, reason: str, cost: Cost | None = None) -> Declined:
         return Declined(site=site, kind="linear", option=option, by=self.name, reason=reason, cost=cost)
+
+
+def _no_kernel(context: Context, call: KernelCall) -> str:
+    """Why there is no sparse product: what measuring it raised, what hinders every backend's kernels, or that other backends have them."""
+    failed = context.target.failure(context.backend, call) if context.target.failure is not None else None
+    why = failed or fallback_reason(torch.empty(0), call.dims[-1])
+    served = context.backend.startswith(("torch", "onnxruntime"))
+    return no_kernel(context, call.kernel) + (f": {why}" if why else "" if served else "; the torch and onnxruntime backends have")
 
 
 def _not_there(site: str, option: str) -> LoweringError:

@@ -266,8 +266,14 @@ def test_without_kernels_it_says_what_is_lacking_or_who_has_them(dense: Program,
     half = Sparsify(sparsity=(0.5,), block=8)
     none = lambda call: None if call.kernel == "linear/sparse" else 1.0  # noqa: E731
     monkeypatch.setattr(sparsify, "fallback_reason", lambda x, block: None)
-    _, declined = options(dense, half, context(none))
-    assert declined[UP, "sparse8@0.50"] == "onnxruntime has no linear/sparse kernel here; the torch backends have"
+    _, declined = options(dense, half, context(none, backend="openvino"))
+    assert declined[UP, "sparse8@0.50"] == "openvino has no linear/sparse kernel here; the torch and onnxruntime backends have"
+    failing = context(none)
+    failing = replace(failing, target=replace(failing.target, failure=lambda backend, call: f"{backend} is too old for {call}"))
+    _, declined = options(dense, half, failing)
+    assert declined[UP, "sparse8@0.50"] == (
+        "onnxruntime has no linear/sparse kernel here: onnxruntime is too old for linear/sparse 15×32×64×16×8"
+    )
     monkeypatch.setattr(sparsify, "fallback_reason", lambda x, block: "no C++ compiler: c++ is not on the PATH")
     _, declined = options(dense, half, context(none, backend="torch-eager"))
     assert declined[UP, "sparse8@0.50"] == "torch-eager has no linear/sparse kernel here: no C++ compiler: c++ is not on the PATH"

@@ -17,6 +17,7 @@ import torch
 
 from effcompile.backends.base import Run
 from effcompile.backends.onnxruntime import kernels, session
+from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.backends.onnxruntime.session import Settings
 from effcompile.errors import LoweringError, UsageError
 from effcompile.goal import Goal
@@ -64,6 +65,8 @@ class OnnxRuntime:
         chosen, seconds = session.tune(built.path, feeds)
         tried = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
         settings = {**session.settings_dict(chosen), "opset": built.opset, "tried": tried}
+        if (library := library_for(built.path)) is not None:
+            settings["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
         return OnnxModel(built.path, names, built.applied, settings, built.weight_bytes, chosen)
 
     def open(self, directory: Path, plan: Plan) -> Run:

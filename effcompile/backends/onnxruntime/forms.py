@@ -43,9 +43,9 @@ def linears_as_matmul(exported: Exported, quantised: Collection[str]) -> None:
     for node in list(graph):
         if node.name not in planned:
             continue
-        if node.op_type == "Gemm" and _constant(node.inputs[1]) and _plain_gemm(node):
+        if node.op_type == "Gemm" and _constant(node.inputs[1]) and is_plain_gemm(node):
             _split_gemm(graph, node)
-        elif node.op_type == "MatMul" and (weight := _behind_transpose(node.inputs[1])) is not None:
+        elif node.op_type == "MatMul" and (weight := behind_transpose(node.inputs[1])) is not None:
             node.replace_input_with(1, _transposed(graph, weight))
     ir.passes.common.RemoveUnusedNodesPass()(exported.model)
 
@@ -54,7 +54,7 @@ def _constant(value: ir.Value | None) -> bool:
     return value is not None and value.const_value is not None
 
 
-def _behind_transpose(value: ir.Value | None) -> ir.Value | None:
+def behind_transpose(value: ir.Value | None) -> ir.Value | None:
     """The constant matrix whose transpose a value is; None for anything else."""
     producer = value.producer() if value is not None else None
     if producer is None or producer.op_type != "Transpose" or not _constant(producer.inputs[0]):
@@ -72,7 +72,7 @@ def keep_norm_apart(graph: ir.Graph, norm: ir.Node) -> bool:
     add = norm.inputs[0].producer() if norm.inputs[0] is not None else None
     if add is None or add.op_type != "Add":
         return add is not None and add.op_type == "Sum"
-    _replace(graph, add, ir.Node("", "Sum", list(add.inputs), num_outputs=1, name=add.name))
+    replace(graph, add, ir.Node("", "Sum", list(add.inputs), num_outputs=1, name=add.name))
     return True
 
 
@@ -142,7 +142,9 @@ def _copies_dims(reshape: ir.Node) -> bool:
     return constant is not None and 0 in np.asarray(constant.numpy()).ravel().tolist()
 
 
-def _plain_gemm(node: ir.Node) -> bool:
+def is_plain_gemm(node: ir.Node) -> bool:
+    """x W or x Wᵀ plus C, without factors."""
+
     def number(name: str, default: float) -> float:
         attribute = node.attributes.get(name)
         return float(attribute.value) if attribute is not None else default
@@ -161,7 +163,7 @@ def _split_gemm(graph: ir.Graph, gemm: ir.Node) -> None:
     matmul.outputs[0].name = f"{gemm.outputs[0].name}_product"
     graph.insert_before(gemm, matmul)
     if bias and bias[0] is not None:
-        _replace(graph, gemm, ir.Node("", "Add", [matmul.outputs[0], bias[0]], num_outputs=1, name=f"{gemm.name}_bias"))
+        replace(graph, gemm, ir.Node("", "Add", [matmul.outputs[0], bias[0]], num_outputs=1, name=f"{gemm.name}_bias"))
     else:
         ir.convenience.replace_all_uses_with(gemm.outputs[0], matmul.outputs[0], replace_graph_outputs=True)
         graph.remove(gemm, safe=True)
@@ -179,7 +181,7 @@ def _transposed(graph: ir.Graph, weight: ir.Value | None) -> ir.Value:
     return graph.initializers[name]
 
 
-def _replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+def replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
     """Put `new` where `old` was; the output keeps its name, type and shape, also as a graph output."""
     before, after = old.outputs[0], new.outputs[0]
     name = before.name

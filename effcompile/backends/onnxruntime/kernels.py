@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from effcompile.backends.onnxruntime.custom_ops import DOMAIN, VERSION, block_sparse_node, custom_ops_library
 from effcompile.backends.onnxruntime.quantise import quantise
 from effcompile.backends.onnxruntime.session import default_settings, open_session, run
 from effcompile.errors import LoweringError
+from effcompile.sparse.pattern import BlockPattern
 from effcompile.target import Dims, KernelCall
 from effcompile.timing import median_seconds
 
@@ -26,10 +29,16 @@ _Built = tuple[onnx.ModelProto, dict[str, np.ndarray], int]  # model, feeds, ker
 
 
 def measure(call: KernelCall) -> float | None:
-    """Seconds of one kernel, or None where ONNX Runtime has no such kernel on CPU."""
+    """Seconds of one kernel, or None where ONNX Runtime has no such kernel on CPU.
+
+    Raises:
+        LoweringError: why ours for block-sparse linears cannot be had here.
+    """
     builder = _BUILDERS.get(call.kernel)
     if builder is None:
         return None
+    if call.kernel == "linear/sparse":
+        custom_ops_library()
     try:
         model, feeds, copies = builder(call.dims)
         session = open_session(model.SerializeToString(), default_settings())
@@ -55,6 +64,23 @@ def _linear(option: str) -> Callable[[Dims], _Built]:
         return _repeated(one, copies), {"x": x}, copies
 
     return build
+
+
+def _sparse(dims: Dims) -> _Built:
+    """Blocks at random places."""
+    m, k, n, kept, block = dims
+    blocks = (n // block) * (k // block)
+    if n % block or k % block or not 0 < kept <= blocks:
+        raise LoweringError(f"a weight ({n}, {k}) has no {kept} blocks of {block}")
+    chosen = torch.from_numpy(np.random.default_rng(0).permutation(blocks) < kept)
+    pattern = BlockPattern.from_blocks(chosen.view(n // block, -1), block)
+    constants = {"v": _noise(kept, block, block), "crow": pattern.crow.numpy(), "col": pattern.col.numpy(), "b": _noise(n)}
+    model = _model([block_sparse_node(["x", *constants], "y", rows=n, cols=k, block=block, name="product")])
+    model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    _boundary(model, {"x": (m, k)}, {"y": (m, n)})
+    copies = max(1, min(_MOST_COPIES, int(_CACHE_BYTES / (4 * kept * block**2))))
+    return _repeated(model, copies), {"x": _noise(m, k)}, copies
 
 
 def _repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
@@ -171,8 +197,6 @@ def _embedding(option: str) -> Callable[[Dims], _Built]:
     return build
 
 
-#: No linear/sparse: there is no block-sparse product, and SparseToDenseMatMul takes no constant, as ONNX Runtime (1.31) makes sparse
-#: initializers dense when it loads them ("Type 'tensor(float)' of input parameter is invalid").
 _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
     "linear/fp32": _linear("fp32"),
     "linear/int8_dynamic": _linear("int8_dynamic"),
@@ -180,6 +204,7 @@ _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
     "linear/int8_static": _linear("int8_static"),
     "linear/w8": _linear("w8"),
     "linear/w4": _linear("w4"),
+    "linear/sparse": _sparse,
     "matmul/fp32": _matmul,
     "attention/sdpa": _attention(),
     "attention/causal": _attention(causal=True),

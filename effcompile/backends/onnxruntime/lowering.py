@@ -15,8 +15,10 @@ from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul
 from effcompile.backends.onnxruntime.quantise import found_precision, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
 from effcompile.backends.onnxruntime.session import PROTOBUF_LIMIT, numpy_feeds, open_session, run
+from effcompile.backends.onnxruntime.sparse import found_forms, make_sparse
 from effcompile.errors import LoweringError
 from effcompile.program import Program
+from effcompile.sparse.forms import block_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folde
 def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, opset: int) -> Built:
     exported = export(program, opset=opset)
     applied = apply_forms(exported, program.tags)
+    sparse = {node: block for site, node in exported.linears.items() if (block := block_of(program.tags.get(site, ""))) is not None}
+    make_sparse(exported, sparse)
     precision, ranges = _planned(program, exported, calibration)
     if precision:
         linears_as_matmul(exported, precision)
@@ -56,20 +60,25 @@ def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], f
         model = quantise(model, precision, ranges)
         onnx.save_model(model, str(path))
     found = _found(model, exported)
+    written = ir.load(str(path))
+    forms = found_forms(written, exported.linears.values())
+    found |= {site: forms[node] for site, node in exported.linears.items() if node in forms}
     # what cannot be loaded and run is a failure here, and the next opset is tried
     opened = open_session(path)
     given = dict(zip([spec.name for spec in program.inputs], program.flat_inputs(), strict=True))
     names = [value.name for value in opened.get_inputs()]
     run(opened, numpy_feeds(names, [given[name] for name in names]))
-    return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=_weight_bytes(path))
+    return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=_weight_bytes(written))
 
 
 def _planned(
     program: Program, exported: Exported, calibration: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[dict[str, str], dict[str, tuple[float, float]]]:
-    """(node → option, node → input range) for everything that is not to stay fp32."""
+    """(node → option, node → input range) for everything that is to be quantised."""
     nodes = {**exported.linears, **exported.embeddings}
-    precision = {nodes[site]: option for site, option in program.tags.items() if site in nodes and option != "fp32"}
+    precision = {
+        nodes[site]: option for site, option in program.tags.items() if site in nodes and option != "fp32" and block_of(option) is None
+    }
     ranges = {nodes[site]: bounds for site, bounds in input_ranges(program, calibration).items() if site in nodes}
     return precision, ranges
 
@@ -92,7 +101,6 @@ def _serialised(model: ir.Model, path: Path, *, quantising: bool) -> onnx.ModelP
     return None
 
 
-def _weight_bytes(path: Path) -> int:
+def _weight_bytes(model: ir.Model) -> int:
     """Bytes of the initializers as stored."""
-    model = ir.load(str(path))
     return sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)

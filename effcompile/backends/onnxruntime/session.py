@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from effcompile.backends import resident
+from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.errors import LoweringError
 from effcompile.timing import faster_half_median, interleaved
 
@@ -52,11 +53,11 @@ def candidates() -> list[Settings]:
     return several if cores <= 2 else [*several, Settings(threads=cores // 2)]
 
 
-def open_session(model: str | Path | bytes, settings: Settings | None = None) -> onnxruntime.InferenceSession:
-    """A CPU session of a model file or of its bytes.
+def open_session(model: Path | bytes, settings: Settings | None = None) -> onnxruntime.InferenceSession:
+    """A CPU session of a model file or of its bytes, with our operators where it has any.
 
     Raises:
-        LoweringError: ORT refuses the model.
+        LoweringError: ORT refuses the model, or our operators cannot be compiled here.
     """
     import onnxruntime
 
@@ -69,7 +70,10 @@ def open_session(model: str | Path | bytes, settings: Settings | None = None) ->
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if settings.spinning else "0")
     options.add_session_config_entry("session.force_spinning_stop", "1")  # threads do not burn a core between calls
     source = str(model) if isinstance(model, Path) else model
+    library = library_for(model)
     try:
+        if library is not None:
+            options.register_custom_ops_library(str(library))
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise LoweringError(f"ONNX Runtime cannot load the model that the plan describes: {_first_line(error)}") from error
@@ -105,11 +109,13 @@ def tune(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], *, rounds: int =
 
 _MEASURE_PEAK = """
 import onnxruntime
-threads, arena, *names = options
+threads, arena, library, *names = options
 before()
 settings = onnxruntime.SessionOptions()
 settings.intra_op_num_threads, settings.inter_op_num_threads = int(threads), 1
 settings.enable_cpu_mem_arena = arena == "True"
+if library:
+    settings.register_custom_ops_library(library)
 session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
 loaded()
 session.run(None, dict(zip(names, inputs)))
@@ -122,7 +128,7 @@ def peak_bytes(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], settings: 
     ORT has no allocator statistics for CPU, so the process's high-water mark (reset after loading) is read, less
     what the process held before the session was made.
     """
-    return resident.peak_bytes(_MEASURE_PEAK, path, list(feeds.values()), settings.threads, settings.arena, *feeds)
+    return resident.peak_bytes(_MEASURE_PEAK, path, list(feeds.values()), settings.threads, settings.arena, library_for(path) or "", *feeds)
 
 
 def settings_dict(settings: Settings) -> dict[str, Any]:

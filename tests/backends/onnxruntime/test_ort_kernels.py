@@ -9,7 +9,6 @@ from effcompile.target import KERNELS, KernelCall
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {
     "linear/bf16",
-    "linear/sparse",
     *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),
 }
 ABSENT |= {kernel for kernel in KERNELS if kernel.startswith("predict/")}
