@@ -9,6 +9,7 @@ from effcompile.target import KERNELS, KernelCall
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {
     "linear/bf16",
+    "linear/2:4",
     *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),
 }
 ABSENT |= {kernel for kernel in KERNELS if kernel.startswith("predict/")}

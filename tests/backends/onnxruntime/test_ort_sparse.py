@@ -327,8 +327,9 @@ def test_a_runtime_that_is_too_old_is_refused() -> None:
         return 1
 
     table = (ctypes.c_void_p * 276)(ctypes.cast(create_status, ctypes.c_void_p))
-    get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)(lambda version: ctypes.addressof(table) if version <= 16 else None)
-    version = ctypes.CFUNCTYPE(ctypes.c_char_p)(lambda: b"1.16.3")
+    get_api = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_uint32)(lambda version: ctypes.addressof(table) if version <= 16 else 0)
+    text = ctypes.create_string_buffer(b"1.16.3")
+    version = ctypes.CFUNCTYPE(ctypes.c_size_t)(lambda: ctypes.addressof(text))
     base = (ctypes.c_void_p * 2)(ctypes.cast(get_api, ctypes.c_void_p), ctypes.cast(version, ctypes.c_void_p))
     register = ctypes.CDLL(str(custom_ops_library())).RegisterCustomOps
     register.restype = ctypes.c_void_p
