@@ -154,7 +154,7 @@ struct Call {
 template <int BLOCK, int ROWS, int VECS>
 void multiply(const Call& call) {
     const Kernel& kernel = call.kernel;
-    const int64_t threads = std::max(1u, std::thread::hardware_concurrency());  // the session's are not told; more pieces cost nothing
+    static const int64_t threads = std::max(1u, std::thread::hardware_concurrency());  // the session's are not told; more pieces cost nothing
     const Cut by = cut(call.m, kernel.cols, VECS);
     const Workspace workspace(kernel, call.context, by.stripe * kernel.cols * by.widest * W);
     const Product<BLOCK, ROWS, VECS> product{call.values.as<float>(), call.crow.as<int32_t>(), call.col.as<int32_t>(), kernel.rows / BLOCK,
