@@ -40,7 +40,7 @@ def unavailable() -> str | None:
     if interpreting():
         return None
     if not torch.cuda.is_available():
-        return "there is no GPU here, and this is not an interpreter process (TRITON_INTERPRET=1)"
+        return "there is no GPU here that PyTorch can use"
     return None if architecture() is not None else f"no tiles were made for {torch.cuda.get_device_name()}: there are some for {_MADE}"
 
 
