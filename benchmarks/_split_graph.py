@@ -70,10 +70,9 @@ def _session(model: onnx.ModelProto, nodes: list[onnx.NodeProto], threads: int) 
     known = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
     inputs = [known[name] for name in read if name not in made and name not in {tensor.name for tensor in constants}]
     outputs = [known[name] for node in nodes for name in node.output if name in elsewhere]
-    piece = helper.make_model(
-        helper.make_graph(nodes, "piece", inputs, outputs, constants), opset_imports=list(model.opset_import), ir_version=model.ir_version
-    )
-    piece.opset_import[:] = [entry for entry in piece.opset_import if entry.domain != DOMAIN]
+    opsets = [entry for entry in model.opset_import if entry.domain != DOMAIN]
+    made_graph = helper.make_graph(nodes, "piece", inputs, outputs, constants)
+    piece = helper.make_model(made_graph, opset_imports=opsets, ir_version=model.ir_version)
     session = open_session(piece.SerializeToString(), Settings(threads=threads, spinning=False))  # dozens of pools must not spin at once
     names_in, names_out = [value.name for value in session.get_inputs()], [value.name for value in outputs]
 

