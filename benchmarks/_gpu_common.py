@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -26,6 +27,11 @@ Timed = dict[str, Callable[[], Any]]
 OUT: list[Any] = []
 #: When nothing further is started, by time.monotonic().
 END = [float("inf")]
+
+
+def missing(*packages: str) -> list[str]:
+    """Those that cannot be imported here."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def late() -> bool:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _gpu_common import DEVICE, DRY, DTYPE, say
+from _gpu_common import DEVICE, DRY, DTYPE, missing, say
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import effcompile
 
 #: Llama 3.2 1B: width, hidden width, layers, heads, key heads, vocabulary; then batch and length.
 SHAPE = (32, 64, 1, 2, 1, 64) if DRY else (2048, 8192, 16, 32, 8, 128256)
@@ -69,11 +71,8 @@ def step() -> None:
     model.recompute = True
     timed("torch.utils.checkpoint, every block", lambda: model(ids, labels), model)
     model.recompute = False
-    try:
-        import effcompile
-        from effcompile.compiler.training import optimize_training  # noqa: F401 - says here what is missing
-    except ModuleNotFoundError as error:
-        say(case="step", name="ours", error=f"not planned: {error.name} is not installed here; carry its wheel")
+    if lacking := missing("msgspec", "z3"):
+        say(case="step", name="ours", error=f"not planned without {' and '.join(lacking)}: carry the wheels (benchmarks/README.md)")
         return
     start = time.perf_counter()
     limit = natural // 2 if natural else None

@@ -3,9 +3,11 @@
     python benchmarks/gpu.py [--only ceilings correctness step gemm loss_head states block_sparse attention] [--seconds 540] [--out F.jsonl]
     python benchmarks/gpu.py --dry        # tiny shapes in triton's interpreter, no GPU: does the script run
 
-Needs torch ≥ 2.11, triton ≥ 3.6, numpy and msgspec (on the H200 machines here: carry its wheel). Only `step` plans, and so needs z3 too:
-without its wheel that section says so and times the other contestants; torchao's are left out where it is not there. Figures
-are medians of CUDA-event times, every contestant of a case in one process, the whole round twice; `spread` is how far the rounds lie
+Needs torch ≥ 2.11, triton ≥ 3.6 and numpy; `--dry` ml_dtypes, too. What else a section can use and does not find is named in the first
+line, and in a line of that section, which then times the other contestants: z3 and msgspec plan (`step`), torchao is a peer (`gemm`,
+`states`). Figures are written as they come, to --out or $OUT/gpu.jsonl, so that a run that is cut short loses none. benchmarks/README.md
+has the commands for a machine that reaches no registry and takes ten minutes a command. Times
+are medians of CUDA events, every contestant of a case in one process, the whole round twice; `spread` is how far the rounds lie
 apart. `predicted…` is the ratio that the visited tiles allow: it is printed beside what was measured. What fails is a line with its
 error, and the rest goes on.
 """
@@ -13,10 +15,12 @@ error, and the rest goes on.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,7 @@ from _gpu_common import (
     compare,
     late,
     make,
+    missing,
     say,
     seconds,
 )
@@ -268,19 +273,16 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing further after this time")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"], "gpu.jsonl") if "OUT" in os.environ else None)
     options = parser.parse_args()
     END[0] = time.monotonic() + options.seconds
     if options.out:
         OUT.append(options.out.open("a"))
     torch.manual_seed(0)
-    if DRY:
-        from effcompile.backends.triton.interpreter import patch_interpreter
-
-        patch_interpreter()
-    reason = ours.register(DEVICE)
+    lacking = missing("triton", "msgspec", "z3", "torchao", *["ml_dtypes"] * DRY)
+    reason = "--dry needs ml_dtypes: pip install ml_dtypes" if "ml_dtypes" in lacking else ours.register(DEVICE)
     name = "interpreter" if DRY else torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    say(device=name, torch=torch.__version__, triton=__import__("triton").__version__, declined=reason)
+    say(device=name, torch=torch.__version__, triton=version("triton"), missing=lacking, declined=reason)
     if reason is not None:
         sys.exit(reason)
     failed = False

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from effcompile.backends import triton
 
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 REASONS = {
     "no triton": (None, "pip install 'effcompile[triton]'"),
     "old": ("3.1.0", "3.1.0 is older than 3.6"),
@@ -35,3 +37,12 @@ def test_asking_does_not_import_triton() -> None:
     code = "import sys, effcompile.backends.triton as t; t.unavailable(); print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_kernels_need_torch_and_triton_alone() -> None:
+    """A GPU machine without a registry has no more: the script that measures kernels there starts without the rest."""
+    rest = ["msgspec", "z3", "rich", "typer", "onnx", "onnxruntime", "onnxscript", "onnx_ir", "ml_dtypes", "transformers", "torchao"]
+    without = f"import sys, runpy; sys.modules.update(dict.fromkeys({rest})); sys.argv[1:] = ['--help']; sys.path[0] = {str(BENCHMARKS)!r}"
+    code = f"{without}; runpy.run_path({str(BENCHMARKS / 'gpu.py')!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "ceilings" in done.stdout, done.stderr
