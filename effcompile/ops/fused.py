@@ -10,6 +10,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,11 +58,16 @@ class Fused:
 
     def __init__(self, graph: fx.Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> None:
         """`graph`: placeholders for `inputs`, aten calls, and a flat tuple of results for `outputs`."""
-        self.module = fx.GraphModule(torch.nn.Module(), graph)
+        self._graph = graph
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         self.digest = hashlib.sha256(f"{_text(graph)}{self.inputs}{self.outputs}".encode()).hexdigest()
         self.operators = tuple(str(node.target) for node in graph.nodes if node.op == "call_function")
         self.__name__ = f"fused[{_summary(self.operators)}]#{self.digest[:8]}"
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The operators one by one; made when it is first run or compiled, for most of a plan's candidates never are."""
+        return fx.GraphModule(torch.nn.Module(), self._graph)
 
     def __str__(self) -> str:
         return self.__name__

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from remat_brute import blocks, front, replay, transformer_block, ways
 
 from effcompile.errors import UsageError
-from effcompile.planner.remat import BackwardStep, BlockProblem, Op, block_front, block_options, simulate_block
+from effcompile.planner.remat import BackwardStep, BlockProblem, Op, block, block_front, block_options, simulate_block
 from effcompile.planner.remat.block import thinned
 from effcompile.planner.remat.layout import layout
 from effcompile.planner.remat.prove import prove
@@ -118,6 +118,26 @@ def test_a_large_block_gets_valid_options_within_its_time() -> None:
     for o in options:
         assert simulate_block(problem, o.kept, o.recomputed) == (o.kept_bytes, o.forward_peak, o.backward_peak, o.seconds)
     assert min(o.kept_bytes for o in options) < options[0].kept_bytes / 5
+
+
+def test_a_front_is_looked_for_once_but_an_incomplete_one_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def found(problem: BlockProblem, timeout: float, points: int) -> block.BlockFront:
+        given.append(timeout)
+        return replace(whole, proven=timeout > 5)
+
+    problem = chain_of_three()
+    whole = block_front(problem, timeout=60)
+    assert block_front(chain_of_three(), timeout=600) is whole
+    monkeypatch.setattr(block, "_found", found)
+    monkeypatch.setattr(block, "_known", {})
+    for timeout in (2.0, 1.0, 2.0, 4.0, 8.0, 16.0):
+        block_front(problem, timeout=timeout)
+    assert given == [2.0, 4.0, 8.0]
+    block_front(problem, timeout=1.0, points=3)
+    block_front(replace(problem, forced=frozenset({"b"})), timeout=1.0)
+    assert given == [2.0, 4.0, 8.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

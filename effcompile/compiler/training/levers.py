@@ -116,7 +116,7 @@ class Subsets:
     def _variants(self, names: Collection[str], found: Preparation, count: int) -> list[Prepared]:
         blocks = tuple(name for name in LEVERS if name in names)
         if (blocks, count) not in self.known:
-            some, checkpoint = self.levers.only(blocks), self._checkpoint(blocks)
+            some, checkpoint = self.levers.only(blocks), replace(self._checkpoint(blocks), patience=1)
             solved: dict[str, BlockFront] = {}
             same = some == self.levers
             self.known[blocks, count] = found.variants if same else [
@@ -127,7 +127,7 @@ class Subsets:
 
     def _checkpoint(self, names: Collection[str]) -> Checkpoint:
         """Without recomputation there are no groups either."""
-        return replace(self.checkpoint, groups=self.checkpoint.groups and RECOMPUTE in names, patience=1)
+        return replace(self.checkpoint, groups=self.checkpoint.groups and RECOMPUTE in names)
 
 
 def lever_rows(

@@ -86,9 +86,9 @@ def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, 
     try:
         return _solved(prepared, checkpoint, budget, gap)
     except InfeasibleError:
-        lean = _lean(prepared, checkpoint)
-        if budget is None or lean.trace.peak_bytes > budget:
+        if budget is None or leanest(prepared, checkpoint) > budget:
             raise
+        lean = _lean(prepared, checkpoint)
         extra = lean.solution.seconds
         return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
 

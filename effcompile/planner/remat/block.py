@@ -18,6 +18,7 @@ Seconds are compared in whole ticks: exactly where 2^30 of them make up the bloc
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
@@ -34,6 +35,9 @@ from effcompile.planner.remat.simulate import check_block, option
 
 _ROOMS = (60, 600, 4000)  # labels at a time, pass after pass: each pass prunes with what the one before found
 _SEARCH_SHARE = 0.6  # of the time; the rest is z3's
+_MOST_KNOWN = 1000
+#: Problem (its hash) and points → seconds that were given, and the front: subsets of levers have most of their problems in common.
+_known: dict[tuple[str, int], tuple[float, BlockFront]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +74,25 @@ def block_options(problem: BlockProblem, *, timeout: float = 8.0, points: int = 
 
 
 def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
-    """`block_options`, with whether the front is complete and proven."""
-    start = time.monotonic()
+    """`block_options`, with whether the front is complete and proven.
+
+    A front that this process has found is not looked for again, unless it is not complete and there is more time now.
+    """
     check_block(problem)
     if not (math.isfinite(timeout) and timeout > 0) or points < 3:
         raise UsageError(f"timeout = {timeout!r}, points = {points!r}: give a positive number of seconds, and at least 3 points.")
+    key = hashlib.sha256(repr(problem).encode()).hexdigest(), points
+    given, front = _known.get(key, (0.0, None))
+    if front is None or (timeout > given and not front.proven):
+        front = _found(problem, timeout, points)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = timeout, front
+    return front
+
+
+def _found(problem: BlockProblem, timeout: float, points: int) -> BlockFront:
+    start = time.monotonic()
     small, front = layout(problem), Front()
     _greedy(small, front)
     complete = any(search(small, front, room=room, deadline=start + _SEARCH_SHARE * timeout) for room in _ROOMS)
