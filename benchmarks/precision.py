@@ -1,4 +1,5 @@
-"""A GPT-2 training step in fp32 and in 16 bits: eager, eager under torch.autocast, planned exactly, planned with an error allowed.
+"""A GPT-2 training step in fp32 and in 16 bits: eager, eager under torch.autocast, planned exactly, planned with an error
+allowed, and that in micro-batches.
 
     python benchmarks/precision.py [--layers 12] [--width 768] [--tokens 256] [--batch 2] [--max-error 0.02] [--rounds 5] [--threads 1]
 
@@ -46,9 +47,11 @@ def _measured(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
 
     steps: dict[str, Callable[[], Any]] = {"eager fp32": eager, "eager autocast bf16": autocast}
     plans = {}
-    for name, error in (("planned, exact", None), (f"planned, error ≤ {options.max_error:g}", options.max_error)):
+    allowed = f"planned, error ≤ {options.max_error:g}"
+    divided = (f"{allowed}, one example at a time", options.max_error, [f"microbatch.count={options.batch}"])
+    for name, error, passes in (("planned, exact", None, None), (allowed, options.max_error, None), divided):
         with _common.told(name):
-            made = effcompile.optimize(model, inputs=batch, goal=effcompile.Goal(mode="training", max_error=error))
+            made = effcompile.optimize(model, inputs=batch, goal=effcompile.Goal(mode="training", max_error=error), passes=passes)
         plans[name], steps[name] = made.plan, lambda made=made: made(**batch).loss
     results = {name: verify.run(step, model) for name, step in steps.items()}
     seconds: dict[str, float] = dict.fromkeys(steps, float("inf"))
@@ -61,7 +64,7 @@ def _measured(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     base = sum(p.numel() * p.element_size() for p in model.parameters())
     rows = []
     for name, result in results.items():
-        taken = next((d.option for d in plans[name].decisions if d.kind == "precision"), "fp32") if name in plans else ""
+        taken = _taken(plans[name]) if name in plans else ""
         error = verify.compare_whole(result, results["eager fp32"], 1.0).error
         peak = f"{(base + (result.peak_bytes or 0)) / 2**20:.0f} MiB"
         predicted = f"{plans[name].predicted.seconds:.2f} s" if name in plans else ""
@@ -69,6 +72,12 @@ def _measured(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
         rows.append([name, taken, f"{seconds[name]:.2f} s", ratio, predicted, peak, f"{error:.1e}"])
     columns = ["step", "precision", "CPU time", "faster", "predicted", "peak", "error of the gradient"]
     return _common.markdown(columns, rows), {"rows": rows}
+
+
+def _taken(plan: Any) -> str:
+    """The precision, and how the batch is divided where it is."""
+    chosen = {d.kind: d.option for d in plan.decisions}
+    return ", ".join([chosen.get("precision", "fp32"), *([chosen["micro-batches"]] if "micro-batches" in chosen else [])])
 
 
 def _gpt2(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
