@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from effcompile.errors import InputsError, UsageError
 
@@ -29,7 +30,7 @@ class Loaded:
         path: the file; `name`: the attribute that the model came from.
         args, kwargs: the example inputs.
         calibration: inputs for measuring sensitivities and activation ranges, each as (args, kwargs); () when not given.
-        loss: `loss(outputs, inputs)` or None. optimizer: `optimizer(parameters)` or None.
+        loss: `loss(outputs, inputs)` or None. optimizer: one of the model's parameters, `optimizer(parameters)`, or None.
         goal: a Goal or a mapping of its fields, as written in the file, or None.
     """
 
@@ -40,7 +41,7 @@ class Loaded:
     kwargs: dict[str, Any]
     calibration: tuple[Inputs, ...] = ()
     loss: Callable[..., Any] | None = None
-    optimizer: Callable[..., Any] | None = None
+    optimizer: Optimizer | Callable[..., Any] | None = None
     goal: Any = None
 
 
@@ -73,7 +74,7 @@ def load(spec: str) -> Loaded:
             kwargs=kwargs,
             calibration=_calibration(module, path),
             loss=_function(module, "loss", path),
-            optimizer=_function(module, "optimizer", path),
+            optimizer=_optimizer(module, path),
             goal=vars(module).get("goal"),
         )
 
@@ -199,6 +200,11 @@ def _function(module: ModuleType, name: str, path: Path) -> Callable[..., Any] |
     if value is not None and not callable(value):
         raise UsageError(f"{name} in {path} is {_a(value)}, not a function.")
     return value
+
+
+def _optimizer(module: ModuleType, path: Path) -> Optimizer | Callable[..., Any] | None:
+    given = vars(module).get("optimizer")
+    return given if isinstance(given, Optimizer) else _function(module, "optimizer", path)
 
 
 def _a(value: object) -> str:

@@ -179,6 +179,14 @@ def test_a_model_in_eval_mode_is_put_in_training_mode_and_said_so(
     assert "eval mode" not in Outcome(capsys, "plan", write(), "--mode", "training").words
 
 
+def test_an_optimizer_made_in_the_file_is_taken_as_it_is(
+    capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]
+) -> None:
+    text = TRAIN + "optimizer = torch.optim.SGD(model.parameters())\n"
+    assert Outcome(capsys, "plan", write(text), "--mode", "training").status == 0
+    assert isinstance(fake.calls[0]["optimizer"], torch.optim.SGD)
+
+
 def test_an_optimizer_in_the_file_is_planned_too(capsys: pytest.CaptureFixture[str], fake: Compiler, write: Callable[..., Path]) -> None:
     text = TRAIN + "def optimizer(parameters):\n    return torch.optim.SGD(parameters)\n"
     assert Outcome(capsys, "plan", write(text), "--mode", "training").status == 0

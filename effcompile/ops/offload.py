@@ -43,7 +43,7 @@ class HostPool:
             with tempfile.TemporaryFile(dir=folder, prefix="effcompile-") as file:
                 self.fd = os.dup(file.fileno())
         except OSError as error:
-            raise UsageError(f"No host pool can be made in {folder}: {error}. Give another offload.folder.") from error
+            raise UsageError(f"No host pool can be made in {folder}: {error.strerror}. Give another offload.folder.") from error
         self.folder = folder
         self.size = self.in_use = self.peak = 0
         self.free: dict[tuple[int, bool], list[tuple[Tensor, Any]]] = {}

@@ -136,6 +136,8 @@ class States:
             return "--pass states.offload=false"
         if (reason := one_by_one(optimizer)) is not None:
             return reason
+        if target.device != "cpu" and not target.link_bandwidth > 0:
+            return f"the link of the target {target.name!r} has {target.link_bandwidth:g} B/s"
         needed = price(form, on_host=True).host_bytes
         if target.host_memory_bytes is not None and needed > target.host_memory_bytes:
             return f"needs {format_bytes(needed)} on the host, which has {format_bytes(target.host_memory_bytes)}"

@@ -1,6 +1,7 @@
 """Optimizer states in the plan: bytes as the allocator has them, updates as the given optimizer's, and what is declined."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from effcompile.compiler import TrainingExecutable, optimize_training, plan_trai
 from effcompile.compiler.training.compile import frontier_training
 from effcompile.errors import FormatError, InfeasibleError, InputsError, UsageError
 from effcompile.goal import Goal
+from effcompile.machines import load_target
 from effcompile.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -194,6 +196,25 @@ def test_options_that_cannot_be_changed_are_declined_with_the_reason(kind: Any, 
     model, batch = MODELS["skips"]()
     plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, *passes], optimizer=kind)
     assert any(reason in d.reason for d in plan.declined if d.by == "states")
+
+
+def test_states_do_not_go_over_a_link_that_carries_nothing() -> None:
+    model, batch = MODELS["skips"]()
+    none = replace(load_target("v100-32gb"), link_bandwidth=0.0)
+    plan = plan_training(model, (), batch, goal=Goal(mode="training"), target=none, passes=EXACT, optimizer=adamw)
+    assert {d.reason for d in plan.declined if d.option == "on the host"} == {"the link of the target 'v100-32gb' has 0 B/s"}
+
+
+def test_options_of_one_group_are_declined_for_all() -> None:
+    """A group with an option that 8-bit Adam lacks; the other group does not hide it."""
+    model, batch = MODELS["skips"]()
+
+    def grouped(parameters: Any) -> torch.optim.Optimizer:
+        first, *rest = parameters
+        return torch.optim.Adam([{"params": rest}, {"params": [first], "maximize": True}], lr=1e-3)
+
+    plan = plan_training(model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, "states.eight_bit=true"], optimizer=grouped)
+    assert any("maximize=True of this Adam is not in the 8-bit one" in d.reason for d in plan.declined if d.option == "8-bit")
 
 
 def test_an_optimizer_of_unknown_kind_is_left_as_it_is() -> None:
