@@ -126,6 +126,10 @@ KERNELS: dict[str, KernelSpec] = {
     "norm/rms": _pointwise("rows cols", 5, 2),
     "add_norm/split": _pointwise("rows cols", 9, 5),  # residual add, then LayerNorm
     "add_norm/fused": _pointwise("rows cols", 9, 4),  # the backend's SkipLayerNorm
+    "rows/rms_norm": _pointwise("rows cols", 5, 2),  # ours, for GPUs: see effcompile.ops.rows
+    "rows/add_rms_norm": _pointwise("rows cols", 6, 4),  # the same with the residual sum, which it returns too
+    "rows/swiglu": _pointwise("rows cols", 6, 3),
+    "rows/rotary": _pointwise("rows cols", 4, 2),
     "gelu/erf": _pointwise("elements", 20, 2),
     "gelu/tanh": _pointwise("elements", 12, 2),
     "embedding/fp32": KernelSpec("rows cols", "fp32", lambda d: 0.0, lambda d: 8.0 * math.prod(d)),

@@ -20,6 +20,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("optimizers",),
     ("attention", "sparse"),
     ("sites",),
+    ("row_sites",),
     ("export",),
     ("capture",),
     ("estimate", "planner"),

@@ -70,7 +70,7 @@ def make_plan(
         CaptureError, InputsError: the model cannot be captured. InfeasibleError: no plan meets the goal.
     """
     _inference_only(goal)
-    backends, absent = _backends_for(target, backend)
+    backends, absent = _backends_for(target, backend, lowered=False)
     machine = resolve(target, backends)
     given = list(calibration) if calibration is not None else None
     program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), given)
@@ -163,7 +163,7 @@ def frontier(
 ) -> list[Plan]:  # fmt: skip
     """Predicted plans along the memory-time Pareto front of the best backend, least memory first. Arguments as in `optimize`."""
     _inference_only(goal)
-    backends, absent = _backends_for(target, backend)
+    backends, absent = _backends_for(target, backend, lowered=False)
     machine = resolve(target, backends)
     given = list(calibration) if calibration is not None else None
     program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), given)
@@ -179,8 +179,13 @@ def _inference_only(goal: Goal) -> None:
         raise UsageError("mode = 'training' is not built yet: this release plans and lowers inference. Use mode = 'inference'.")
 
 
-def _backends_for(target: str | Target, backend: str | None) -> tuple[list[Backend], dict[str, str]]:
-    """For this machine: what runs here. For another one: only what is named, else what would run there."""
+def _backends_for(target: str | Target, backend: str | None, *, lowered: bool = True) -> tuple[list[Backend], dict[str, str]]:
+    """For this machine: what runs here. For another one: only what is named, else what would run there.
+
+    `lowered`: the plan is carried out here, so that a backend that is named has to run here.
+    """
+    if backend is not None and target != AUTO and not lowered:
+        return [load_backend(backend)], {}
     if target == AUTO or backend is not None:
         return usable_backends(backend)
     device = (target if isinstance(target, Target) else load_target(target)).device

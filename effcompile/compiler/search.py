@@ -19,6 +19,7 @@ from effcompile.goal import Goal
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
 from effcompile.plan import Certificate, Decision, Plan, Totals
 from effcompile.program import Program
+from effcompile.row_sites import row_sites
 from effcompile.units import format_bytes, format_error, format_seconds
 
 #: The solver proves that nothing is cheaper by more than this share.
@@ -266,7 +267,8 @@ def _covered_nodes(program: Program, decided: set[str]) -> set[Any]:
         sites.gelus,
     )
     found = [site for finder in finders for site in finder(program) if site.site in decided]
-    return {site.node for site in found} | {site.add for site in found if isinstance(site, sites.AddNormSite)}
+    chains = {node for site in row_sites(program) if site.site in decided for node in site.nodes}
+    return chains | {site.node for site in found} | {site.add for site in found if isinstance(site, sites.AddNormSite)}
 
 
 def _decision(choice: Choice, option: Option) -> Decision:

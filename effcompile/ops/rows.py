@@ -13,7 +13,7 @@ from torch import Tensor
 from effcompile.errors import UsageError
 from effcompile.ops.devices import one_device
 
-__all__ = ["rms_norm", "rms_norm_backward", "rotary", "swiglu", "swiglu_backward"]
+__all__ = ["rms_norm", "rms_norm_alone", "rms_norm_backward", "rotary", "swiglu", "swiglu_backward"]
 
 
 def rms_norm_by_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,6 +29,11 @@ def rms_norm_by_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     wide = s.to(_wide(x))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * r * weight.to(wide.dtype)).to(x.dtype), s, r
+
+
+def rms_norm_alone_by_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """y of `rms_norm` without a residual, where nothing else is kept: for calls without a backward, as there is none of it."""
+    return rms_norm_by_torch(x, None, weight, eps)[0]
 
 
 def rms_norm_backward_by_torch(grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +62,8 @@ def swiglu_backward_by_torch(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
 def rotary_by_torch(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
     """x (B, H, S, D) turned by cos, sin (B or 1, S, D): x · cos + [−x₂, x₁] · sin for halves x₁, x₂ (Su et al., arXiv 2104.09864).
 
-    `backwards` applies the transpose, which is the gradient.
+    `backwards` applies the transpose, which is the gradient. The result lies in memory as x does (its axes in that order, dense): the view
+    that follows an attention relies on it.
 
     Raises:
         UsageError: shapes that do not fit, or an odd D.
@@ -70,10 +76,11 @@ def rotary_by_torch(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Ten
         turned = torch.cat([turned[..., half:], -turned[..., :half]], -1)
     else:
         turned = torch.cat([-wide[..., half:], wide[..., :half]], -1) * s
-    return (wide * c + turned).to(x.dtype)
+    return torch.empty_like(x).copy_(wide * c + turned)
 
 
 rms_norm = torch.library.custom_op("effcompile::rms_norm", rms_norm_by_torch, mutates_args=())
+rms_norm_alone = torch.library.custom_op("effcompile::rms_norm_alone", rms_norm_alone_by_torch, mutates_args=())
 rms_norm_backward = torch.library.custom_op("effcompile::rms_norm_backward", rms_norm_backward_by_torch, mutates_args=())
 swiglu = torch.library.custom_op("effcompile::swiglu", swiglu_by_torch, mutates_args=())
 swiglu_backward = torch.library.custom_op("effcompile::swiglu_backward", swiglu_backward_by_torch, mutates_args=())
@@ -116,6 +123,12 @@ def _(x, residual, weight, eps):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=_wide(x))
 
 
+@rms_norm_alone.register_fake
+def _(x, weight, eps):  # type: ignore[no-untyped-def]
+    check_norm(x, None, weight)
+    return x.new_empty(x.shape)
+
+
 @rms_norm_backward.register_fake
 def _(grad, grad_s, s, weight, r):  # type: ignore[no-untyped-def]
     return s.new_empty(s.shape), weight.new_empty(weight.shape)
@@ -135,7 +148,7 @@ def _(grad, gate, up):  # type: ignore[no-untyped-def]
 @rotary.register_fake
 def _(x, cos, sin, backwards):  # type: ignore[no-untyped-def]
     check_rotary(x, cos, sin)
-    return x.new_empty(x.shape)
+    return torch.empty_like(x)
 
 
 def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

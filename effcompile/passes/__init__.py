@@ -25,6 +25,7 @@ from effcompile.passes.precision import Precision
 from effcompile.passes.predict import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
+from effcompile.passes.rows import Rows
 from effcompile.passes.shrink import Shrink
 from effcompile.passes.sparsify import Sparsify
 from effcompile.passes.states import States
@@ -54,6 +55,7 @@ PASSES: dict[str, type[Any]] = {
     "attention": Attention,
     "predict": Predict,
     "fuse": Fuse,
+    "rows": Rows,
     "quantize": Quantize,
     "sparsify": Sparsify,
 }

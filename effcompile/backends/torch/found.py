@@ -14,6 +14,7 @@ from effcompile.backends.torch.edit import SITE
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
 from effcompile.program import Program, module_path
+from effcompile.row_sites import ROW_SITE, row_sites
 from effcompile.sites import add_norms, argument, linears, merges
 from effcompile.sparse.forms import TWO_OF_FOUR, form_name
 from effcompile.sparse.pattern import BlockPattern
@@ -33,6 +34,8 @@ def applied(program: Program, module: fx.GraphModule) -> dict[str, str]:
     found = {node.meta[SITE]: signature[0] for node, signature in signatures(module) if SITE in node.meta}
     found.update(_attentions(module))
     found.update(_gelus(module))
+    found.update({site.site: "separate" for site in row_sites(program)})
+    found.update({node.meta[ROW_SITE]: "fused" for node in module.graph.nodes if ROW_SITE in node.meta and _packet(node) in _ROWS})
     found.update(_structure(program, found))
     return found
 
@@ -200,6 +203,10 @@ def _by_predictor(node: fx.Node) -> str:
         return ""
     source = tiles[0].args[0] if tiles[0].op == "call_function" else tiles[0]
     return str(argument(source, "method")) if _packet(source) is torch.ops.effcompile.predicted_tiles else STATIC
+
+
+#: Chains between the products as one operator each.
+_ROWS = tuple(getattr(torch.ops.effcompile, name) for name in ("rms_norm", "rms_norm_alone", "swiglu", "rotary"))
 
 
 def _gelus(module: fx.GraphModule) -> dict[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from effcompile.backends.triton import attention, block_sparse, compress, group_quant, loss_head, states8
+from effcompile.backends.triton import attention, block_sparse, compress, group_quant, loss_head, rows, states8
 from effcompile.backends.triton.configs import Config, using
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.loss_head import MEAN
@@ -81,6 +81,15 @@ def states8_launches() -> None:
     scale = _made(1 << 12, dtype=torch.float32)
     states8.adam(p, p, codes, scale, codes, scale, table, table, 1e-3, 0.9, 0.99, 0.1, 1e-8, 3, True)
     states8.lion(p, p, codes, scale, table, 1e-3, 0.9, 0.99, 0.1)
+
+
+def rows_launches() -> None:
+    """A norm with its residual sum and one alone, a gate on the halves of one product, a rotation: bf16, the sizes of Llama 8B."""
+    x, both, angles = _made(4096, 4096), _made(4096, 28672), _made(1, 4096, 128)
+    rows.norm(x, x, _made(4096), 1e-5)
+    rows.norm_alone(x, _made(4096), 1e-5)
+    rows.swiglu(both[:, :14336], both[:, 14336:])
+    rows.rotary(_made(1, 4096, 32, 128).transpose(1, 2), angles, angles, False)
 
 
 def _made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

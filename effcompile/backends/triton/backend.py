@@ -16,7 +16,7 @@ from effcompile.backends.torch import TorchEager, TorchLowered
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import lower_eager
 from effcompile.backends.torch.measure import awaited, copies, in_turn, measure
-from effcompile.backends.triton import graphs, linears
+from effcompile.backends.triton import graphs, linears, rows_bodies
 from effcompile.errors import LoweringError
 from effcompile.goal import Goal
 from effcompile.plan import Plan
@@ -38,6 +38,8 @@ class Triton:
     def refuses(self, program: Program, goal: Goal) -> str | None:
         if goal.mode != "inference":
             return "it lowers forward calls only; training runs through the training backend, on the same kernels"
+        if kernels.unavailable() is not None:
+            return None  # a plan for a machine that is not here, where the model will lie on the GPU
         found = device_types(program)
         wanted = kernels.device()
         return None if found == {wanted} else f"its kernels are for tensors on {wanted}; the model's are on {' and '.join(sorted(found))}"
@@ -49,6 +51,10 @@ class Triton:
             return None
         kind, _, option = call.kernel.partition("/")
         halves = option in linears.HALVES and device == "cuda"
+        if kind == "rows":
+            with torch.no_grad(), torch.device(device):
+                body = rows_bodies.body(option, call.dims)
+                return median_seconds(body if device == "cpu" else awaited(body))
         if kind != "linear" or not (halves or option in linears.OPTIONS):
             return measure(call, "stock" if kind == "linear" else "eager", device=device)
         if not halves and linears.why_not(option, call.dims[1]) is not None:

@@ -15,7 +15,7 @@ from effcompile.backends.triton.kernels.rows import (
 )
 from effcompile.ops import rows as op
 
-__all__ = ["norm", "norm_backward", "register", "rotary", "swiglu", "swiglu_backward"]
+__all__ = ["norm", "norm_alone", "norm_backward", "register", "rotary", "swiglu", "swiglu_backward"]
 
 #: The widest row that one program holds, in elements; rows of a norm's backward per program; elements per program of SwiGLU.
 _WIDEST, _PER, _SPAN = 1 << 15, 16, 1024
@@ -23,8 +23,8 @@ _WIDEST, _PER, _SPAN = 1 << 15, 16, 1024
 
 def register(device: str) -> None:
     """Run the operators on the kernels on this type of device."""
-    for operator, kernel in ((op.rms_norm, norm), (op.rms_norm_backward, norm_backward), (op.swiglu, swiglu),
-                             (op.swiglu_backward, swiglu_backward), (op.rotary, rotary)):  # fmt: skip
+    for operator, kernel in ((op.rms_norm, norm), (op.rms_norm_alone, norm_alone), (op.rms_norm_backward, norm_backward),
+                             (op.swiglu, swiglu), (op.swiglu_backward, swiglu_backward), (op.rotary, rotary)):  # fmt: skip
         operator.register_kernel(device)(kernel)
 
 
@@ -38,6 +38,19 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
     with torch.cuda.device_of(x):
         rms_norm_kernel[(r.numel(),)](x, residual, weight.contiguous(), y, s, r, x.shape[-1], eps, triton.next_power_of_2(x.shape[-1]))
     return y, s, r
+
+
+def norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `effcompile::rms_norm_alone`."""
+    op.check_norm(x, None, weight)
+    if not _takes(x) or x.shape[-1] > _WIDEST:
+        return op.rms_norm_alone_by_torch(x, weight, eps)
+    x, y = x.contiguous(), x.new_empty(x.shape)
+    with torch.cuda.device_of(x):
+        rms_norm_kernel[(x.numel() // x.shape[-1],)](
+            x, None, weight.contiguous(), y, None, None, x.shape[-1], eps, triton.next_power_of_2(x.shape[-1])
+        )  # fmt: skip
+    return y
 
 
 def norm_backward(grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,11 +72,23 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     op.check_pair(gate, up)
     if not _takes(gate):
         return op.swiglu_by_torch(gate, up)
-    gate, up = gate.contiguous(), up.contiguous()
-    y = gate.new_empty(gate.shape)
+    gate, up = _in_rows(gate), _in_rows(up)
+    y, width = gate.new_empty(gate.shape), gate.shape[-1]
+    span = min(_SPAN, triton.next_power_of_2(width))
     with torch.cuda.device_of(gate):
-        swiglu_kernel[(triton.cdiv(y.numel(), _SPAN),)](gate, up, y, y.numel(), _SPAN)
+        swiglu_kernel[(y.numel() // width, triton.cdiv(width, span))](gate, up, y, width, _apart(gate), _apart(up), span)
     return y
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """The tensor, or a copy where its rows are not equally far apart with neighbours next to each other."""
+    steps = [x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2)]
+    return x if x.dim() > 1 and x.stride(-1) == 1 and all(steps) else x.contiguous()
+
+
+def _apart(x: Tensor) -> int:
+    """Elements between the rows of what `_in_rows` returns."""
+    return x.stride(-2) if x.dim() > 1 else x.shape[0]
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,15 +105,15 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
     """See `effcompile::rotary`."""
     op.check_rotary(x, cos, sin)
-    if not _takes(x):
+    if not _takes(x) or x.stride(3) != 1:
         return op.rotary_by_torch(x, cos, sin, backwards)
-    x = x if x.stride(3) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x)
     b, h, s, d = x.shape
     with torch.cuda.device_of(x):
         rotary_kernel[(b * s,)](
-            x, cos, sin, y, x.stride()[:3], s * d if cos.shape[0] > 1 else 0, h, s, d // 2, triton.next_power_of_2(d // 2), backwards
+            x, cos, sin, y, x.stride()[:3], y.stride()[:3], s * d if cos.shape[0] > 1 else 0, h, s, d // 2,
+            triton.next_power_of_2(d // 2), backwards,
         )  # fmt: skip
     return y
 

@@ -33,7 +33,8 @@ OTHERS = {
     "quantized_product": ("group_quant", {"weight": "int4"}),
 }
 #: Kernels without products.
-PLAIN = {"loss_head_gradients_kernel": "loss_head", "adam8_kernel": "states8", "compress_kernel": "compress"}
+PLAIN = {"loss_head_gradients_kernel": "loss_head", "adam8_kernel": "states8", "lion8_kernel": "states8", "compress_kernel": "compress",
+         "rms_norm_kernel": "rows", "swiglu_kernel": "rows", "rotary_kernel": "rows"}  # fmt: skip
 
 
 def test_the_other_kernels_use_tensor_cores_and_do_not_spill() -> None:

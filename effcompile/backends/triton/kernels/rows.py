@@ -8,16 +8,18 @@ from effcompile.backends.triton.kernels.attention_parts import LOG2E
 
 @triton.jit
 def rms_norm_kernel(x, residual, weight, y, s, r, width, eps, BLOCK: tl.constexpr):
-    """One row per program; contiguous."""
+    """One row per program; contiguous. s and r are written where they are asked for."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     at, inside = row * width + d, d < width
     value = tl.load(x + at, mask=inside, other=0.0)
     if residual is not None:
         value = (value.to(tl.float32) + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype.element_ty)
-    tl.store(s + at, value, mask=inside)
+    if s is not None:
+        tl.store(s + at, value, mask=inside)
     value = value.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
-    tl.store(r + row, inverse)
+    if r is not None:
+        tl.store(r + row, inverse)
     scaled = value * inverse * tl.load(weight + d, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + at, scaled.to(y.dtype.element_ty), mask=inside)
 
@@ -45,12 +47,13 @@ def rms_norm_backward_kernel(grad, grad_s, s, weight, r, ds, parts, rows, width,
 
 
 @triton.jit
-def swiglu_kernel(gate, up, y, size, BLOCK: tl.constexpr):
-    """silu(gate) · up, contiguous."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    g, u = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32), tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, (g / (1.0 + tl.math.exp2(-g * LOG2E)) * u).to(y.dtype.element_ty), mask=inside)
+def swiglu_kernel(gate, up, y, width, gate_stride, up_stride, BLOCK: tl.constexpr):
+    """silu(gate) · up for BLOCK columns of a row, rows gate_stride and up_stride apart: halves of one product are read where they lie."""
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    g = tl.load(gate + row * gate_stride + d, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + d, (g / (1.0 + tl.math.exp2(-g * LOG2E)) * u).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -66,8 +69,9 @@ def swiglu_backward_kernel(grad, gate, up, dgate, dup, size, BLOCK: tl.constexpr
 
 
 @triton.jit
-def rotary_kernel(x, cos, sin, y, strides, turn_stride, heads, length, HALF: tl.constexpr, BLOCK: tl.constexpr, BACKWARDS: tl.constexpr):
-    """One (b, s) per program, all heads in turn: cos and sin are read once. y contiguous (B, H, S, D)."""
+def rotary_kernel(x, cos, sin, y, strides, y_strides, turn_stride, heads, length, HALF: tl.constexpr, BLOCK: tl.constexpr,
+                  BACKWARDS: tl.constexpr):  # fmt: skip
+    """One (b, s) per program, all heads in turn: cos and sin are read once. x and y (B, H, S, D) with neighbours of D side by side."""
     b, at, d = tl.program_id(0).to(tl.int64) // length, tl.program_id(0).to(tl.int64) % length, tl.arange(0, BLOCK)
     inside = d < HALF
     turn = b * turn_stride + at * (2 * HALF) + d
@@ -80,6 +84,6 @@ def rotary_kernel(x, cos, sin, y, strides, turn_stride, heads, length, HALF: tl.
             y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
         else:
             y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-        out = y + ((b * heads + h) * length + at) * (2 * HALF) + d
+        out = y + b * y_strides[0] + h * y_strides[1] + at * y_strides[2] + d
         tl.store(out, y1.to(y.dtype.element_ty), mask=inside)
         tl.store(out + HALF, y2.to(y.dtype.element_ty), mask=inside)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import effcompile
-from effcompile.backends.triton import attention, group_quant, linears, loss_head
+from effcompile.backends.triton import attention, group_quant, linears, loss_head, rows
 from effcompile.backends.triton.backend import Triton
 from effcompile.compiler import measure
 from effcompile.compiler.training import confirm
@@ -42,7 +42,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, by name."""
     names: list[str] = []
     watched = {attention: ("attention_forward", "attention_dq", "attention_dkdv"), loss_head: ("loss_head_rows",),
-               group_quant: ("quantized_product",)}  # fmt: skip
+               group_quant: ("quantized_product",), rows: ("rms_norm_kernel", "swiglu_kernel", "rotary_kernel")}  # fmt: skip
     for module, found in watched.items():
         for name in found:
             monkeypatch.setattr(module, name, Spy(getattr(module, name), names))
@@ -61,7 +61,7 @@ class Spy:
 def test_a_plan_of_inference(llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = llama
     monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == "attention/tiled" else 1e-3)
-    executable = effcompile.optimize(model, inputs=inputs, backend="triton")
+    executable = effcompile.optimize(model, inputs=inputs, backend="triton", passes=["no-rows"])
     plan = executable.plan
     assert {d.applied for d in plan.decisions if d.kind == "attention"} == {"tiled"}
     assert "attention ×1; in its interpreter" in plan.settings["kernels"]
@@ -71,6 +71,26 @@ def test_a_plan_of_inference(llama: Any, launched: list[str], monkeypatch: pytes
     with torch.no_grad():
         torch.testing.assert_close(executable(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
     assert launched == ["attention_forward"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_norms_gates_and_rotations(kind: str, llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned as cheaper, found in what was built, within an exact goal, and run by the kernels: each as often as the model has it."""
+    model, inputs = llama
+    if kind == "qwen3":
+        torch.manual_seed(0)
+        config = Qwen3Config(**SIZES, num_key_value_heads=1, max_position_embeddings=64, head_dim=16, attn_implementation="sdpa")
+        model = Qwen3ForCausalLM(config).eval()
+    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel.startswith("rows/") else 1e-3)
+    executable = effcompile.optimize(model, inputs=inputs, backend="triton", passes=["rows"])
+    rowed = [d for d in executable.plan.decisions if d.kind == "rows"]
+    assert {(d.option, d.applied) for d in rowed} == {("fused", "fused")}
+    assert all(check.passed for check in executable.plan.checks)
+    launched.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(executable(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
+    norms = 3 if kind == "llama" else 5
+    assert sorted(launched) == sorted(["rms_norm_kernel"] * norms + ["rotary_kernel"] * 2 + ["swiglu_kernel"])
 
 
 #: The linears by K and N → the form that is made to seem cheap.
@@ -94,6 +114,12 @@ def test_kernels_are_timed_where_they_run(launched: list[str]) -> None:
     assert Triton().measure(KernelCall("attention/tiled", (1, 1, 16, 16, 16, 8))) is not None
     assert "attention_forward" in launched
     assert Triton().measure(KernelCall("linear/fp32", (8, 16, 16))) is not None
+    for form, kernel in (("rms_norm", "rms_norm"), ("add_rms_norm", "rms_norm"), ("swiglu", "swiglu"), ("rotary", "rotary")):
+        launched.clear()
+        assert Triton().measure(KernelCall(f"rows/{form}", (16, 16))) is not None
+        assert set(launched) == {f"{kernel}_kernel"}
+    launched.clear()
+    assert Triton().measure(KernelCall("linear/w4", (8, 64, 16))) is not None
     assert Triton().measure(KernelCall("linear/int8_dynamic", (8, 16, 16))) is None
     assert Triton().measure(KernelCall("linear/w4", (8, 48, 16))) is None
     assert Triton().measure(KernelCall("linear/w4", (8, 64, 16))) is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from effcompile.backends.triton import rows as tiled
-from effcompile.ops.rows import rms_norm, rotary, swiglu
+from effcompile.ops.rows import rms_norm, rms_norm_alone, rotary, swiglu
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 
@@ -48,6 +48,26 @@ def test_norm(dtype: torch.dtype, residual: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(LIMITS))
+def test_norm_alone(dtype: torch.dtype) -> None:
+    x, weight = make(3, 7, 40, seed=1, dtype=dtype).detach(), make(40, seed=3, dtype=dtype).detach()
+    wide = x.double()
+    close(dtype, (rms_norm_alone(x, weight, 1e-5),), (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double(),))
+
+
+def test_swiglu_reads_halves_of_one_product_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = make(2, 5, 66, seed=1).detach()
+    copied: list[int] = []
+    plain = Tensor.contiguous
+    monkeypatch.setattr(Tensor, "contiguous", lambda self: (copied.append(1), plain(self))[1])
+    gate, up = both[..., :33], both[..., 33:]
+    found = swiglu(gate, up)
+    assert not copied
+    close(torch.float32, (found,), (silu(gate.double()) * up.double(),))
+    transposed = swiglu(gate.transpose(0, 1), up.transpose(0, 1))
+    assert torch.equal(transposed, found.transpose(0, 1)) and copied
+
+
+@pytest.mark.parametrize("dtype", list(LIMITS))
 def test_swiglu(dtype: torch.dtype) -> None:
     gate, up, grad = (make(5, 333, seed=i, dtype=dtype) for i in (1, 2, 3))
     y = swiglu(gate, up)
@@ -64,6 +84,7 @@ def test_rotary(dtype: torch.dtype, batch: int) -> None:
     cos, sin = (make(batch, 5, 24, seed=i, dtype=dtype).detach() for i in (2, 3))  # not of equal halves: the transpose is what is tested
     grad = make(2, 3, 5, 24, seed=4, dtype=dtype).detach()
     y = rotary(x, cos, sin, False)
+    assert y.stride() == x.stride()
     (found,) = torch.autograd.grad(y, x, grad)
     (wide,) = doubles(x)
     turned = torch.cat([-wide[..., 12:], wide[..., :12]], -1)

@@ -1,0 +1,33 @@
+"""Calls of the operators between the products, on made-up values, for timing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from effcompile.ops import rows as op
+from effcompile.target import Dims
+
+__all__ = ["body"]
+
+#: Heads that a rotation turns by one position's angles.
+_HEADS = 8
+
+
+def body(option: str, dims: Dims) -> Callable[[], Any]:
+    """One call of `rows/<option>` on dims (rows, columns), on torch's default device."""
+    rows, columns = dims
+    x, other, weight = torch.randn(rows, columns), torch.randn(rows, columns), torch.randn(columns)
+    if option == "rotary":
+        heads = _HEADS if rows % _HEADS == 0 else 1
+        turned = x.view(1, heads, rows // heads, columns)
+        angles = other[: rows // heads].unsqueeze(0)
+        return lambda: op.rotary(turned, angles, angles, False)
+    made: dict[str, Callable[[], Any]] = {
+        "rms_norm": lambda: op.rms_norm_alone(x, weight, 1e-6),
+        "add_rms_norm": lambda: op.rms_norm(x, other, weight, 1e-6),
+        "swiglu": lambda: op.swiglu(x, other),
+    }
+    return made[option]
