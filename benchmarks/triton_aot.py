@@ -1,12 +1,12 @@
 """The tiles that the Triton kernels are shipped with, by compiling for GPUs that are not here.
 
-    python benchmarks/triton_aot.py [--seconds 280] [--arch sm_90] [--retry] [--others]
+    python benchmarks/triton_aot.py [--seconds 280] [--arch sm_90] [--retry] [--spilling] [--others]
 
 For each architecture, dtype, head size and kernel the candidates are compiled in their order, fastest tile first by the reasoning beside
 them, and the first is taken that fits shared memory, uses tensor cores (where the dtype has them) and does not spill; if all spill, the one
 that spills least. What is written to effcompile/backends/triton/configs.toml says what each needs and with which triton it was found.
-It goes on where it was stopped: rows that are there stay, unless --retry. With --others all candidates are compiled, and a row also says
-which of the rest do not spill: backends/triton/tune.py chooses among them on a GPU, by time.
+It goes on where it was stopped: rows that are there stay, unless --retry (or --spilling, for those that spill). With --others all
+candidates are compiled, and a row also says which of the rest do not spill: backends/triton/tune.py chooses among them on a GPU, by time.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ NVIDIA: dict[str, tuple[Candidate, ...]] = {
         (32, 64, 8, 2),
         (32, 32, 4, 2),
         (32, 32, 4, 1),
+        (16, 32, 4, 2),
+        (16, 32, 4, 1),
+        (16, 16, 4, 1),
     ),
 }
 AMD: dict[str, tuple[Candidate, ...]] = {
@@ -48,21 +51,35 @@ AMD: dict[str, tuple[Candidate, ...]] = {
     "dkdv": ((64, 64, 4, 2), (64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
 }
 #: fp32 takes twice the room, and on AMD has no tensor cores.
-FP32: tuple[Candidate, ...] = ((64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+FP32: tuple[Candidate, ...] = (
+    (64, 64, 8, 2),
+    (64, 32, 4, 2),
+    (32, 32, 4, 2),
+    (32, 32, 4, 1),
+    (16, 32, 4, 1),
+    (16, 16, 4, 1),
+    (16, 16, 8, 1),
+)
 
 
-def candidates(arch: str, dtype: str, kernel: str) -> tuple[Candidate, ...]:
-    """In order of preference."""
-    return FP32 if dtype == "fp32" else (NVIDIA if arch.startswith("sm_") else AMD)[kernel]
+def candidates(arch: str, dtype: str, kernel: str, like: dict[str, Any] | None = None, *, others: bool = False) -> tuple[Candidate, ...]:
+    """In order of preference; `like`: a row whose tile comes first, as fp16 and bf16 need nearly the same, with its `others` alone."""
+    known = FP32 if dtype == "fp32" else (NVIDIA if arch.startswith("sm_") else AMD)[kernel]
+    if like is None:
+        return known
+    rest = [tuple(other[: len(FIELDS)]) for other in like.get("others", [])] if others else known
+    return tuple(dict.fromkeys(((like["block_m"], like["block_n"], like["warps"], like["stages"]), *rest)))
 
 
-def choose(arch: str, dtype: str, d: int, kernel: str, *, others: bool) -> dict[str, Any] | None:
+def choose(
+    arch: str, dtype: str, d: int, kernel: str, *, others: bool = False, like: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
     """The first candidate without spills, else the one with the fewest, with what it needs; None where none fits.
 
     `others`: with the rest of those that do not spill, and their shared memory.
     """
     found: list[tuple[Candidate, Report]] = []
-    tried = candidates(arch, dtype, kernel)
+    tried = candidates(arch, dtype, kernel, like, others=others)
     jobs = [job(arch, dtype, d, kernel, candidate) for candidate in tried]
     for candidate, (_, report) in zip(tried, compile_jobs(jobs), strict=False):
         note = (
@@ -100,9 +117,7 @@ def job(arch: str, dtype: str, d: int, kernel: str, candidate: Candidate) -> Job
 
 def write(table: dict[str, Any]) -> None:
     """The table as TOML, one row per line."""
-    lines = [
-        "# Tiles of the attention kernels, by head size: made by benchmarks/triton_aot.py. fp16 has bf16's rows: the two need the same."
-    ]
+    lines = ["# Tiles of the attention kernels, by architecture, dtype and head size: made by benchmarks/triton_aot.py."]
     for arch, dtypes in sorted(table.items()):
         for dtype, heads in sorted(dtypes.items()):
             for d, rows in sorted(heads.items(), key=lambda item: int(item[0])):
@@ -118,8 +133,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=280.0, help="start no further row after this time")
     parser.add_argument("--arch", nargs="*", default=list(ARCHITECTURES))
     parser.add_argument("--heads", nargs="*", type=int, default=[64, 128, 256])
-    parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp32"])
+    parser.add_argument("--dtypes", nargs="*", default=["bf16", "fp16", "fp32"])
     parser.add_argument("--retry", action="store_true", help="compile again what is in the table")
+    parser.add_argument("--spilling", action="store_true", help="compile again what is in the table and spills")
     parser.add_argument("--others", action="store_true", help="compile all candidates, and name all that do not spill")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
@@ -128,9 +144,12 @@ def main() -> None:
     for arch, dtype, d, kernel in rows:
         heads = table.setdefault(arch, {}).setdefault(dtype, {}).setdefault(str(d), {})
         there = kernel in heads and ("others" in heads[kernel] or not options.others)
-        if (there and not options.retry) or time.monotonic() > end:
+        again = options.retry or (options.spilling and there and heads[kernel]["spills"])
+        if (there and not again) or time.monotonic() > end:
             continue
-        row = choose(arch, dtype, d, kernel, others=options.others)
+        twin = {"fp16": "bf16", "bf16": "fp16"}.get(dtype, "")
+        like = table[arch].get(twin, {}).get(str(d), {}).get(kernel) if dtype == "fp16" or again else None
+        row = choose(arch, dtype, d, kernel, others=options.others, like=like)
         if row is not None:
             heads[kernel] = row
             write(table)

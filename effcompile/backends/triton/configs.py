@@ -24,7 +24,7 @@ TABLE = Path(__file__).with_name("configs.toml")
 KERNELS = ("forward", "dq", "dkdv")
 #: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory.
 TILE = ("block_m", "block_n", "warps", "stages")
-_NAMES = {torch.float32: "fp32", torch.float16: "bf16", torch.bfloat16: "bf16"}  # fp16 needs what bf16 needs: one table
+_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def interpreting() -> bool:

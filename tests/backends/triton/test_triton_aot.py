@@ -5,10 +5,13 @@ from __future__ import annotations
 import tomllib
 
 import pytest
+import torch
 
-from effcompile.backends.triton.aot import SHARED_LIMIT, Job, Report, compile_jobs
-from effcompile.backends.triton.configs import KERNELS, TABLE
+from effcompile.backends.triton.aot import ARCHITECTURES, SHARED_LIMIT, Job, Report, compile_jobs
+from effcompile.backends.triton.configs import KERNELS, TABLE, TILE, candidates, dtype_name
 
+#: dtype → head sizes that there are tiles for; fp32 at 256 is left to torch.
+HEADS = {"bf16": (64, 128, 256), "fp16": (64, 128, 256), "fp32": (64, 128)}
 LAUNCHES = "effcompile.backends.triton.aot_cases:attention_launches"
 
 
@@ -72,10 +75,33 @@ def test_a_worker_that_dies_costs_one_job() -> None:
     assert reports[1].error is not None and "no_such_function" in reports[1].error
 
 
-def test_every_shipped_tile_was_seen_to_fit() -> None:
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))
-    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        for d in ("64", "128"):
-            rows = table[arch]["bf16"][d]
-            assert set(rows) == set(KERNELS)
-            assert all(row["shared"] <= SHARED_LIMIT[arch] for row in rows.values())
+ROWS = [(arch, dtype, d, kernel) for arch in ARCHITECTURES for dtype, heads in HEADS.items() for d in heads for kernel in KERNELS]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "d", "kernel"), ROWS)
+def test_every_architecture_dtype_and_head_size_has_tiles_that_were_seen_to_fit(arch: str, dtype: str, d: int, kernel: str) -> None:
+    """Each row says what the compiler found: a tile of powers of two, room for it, registers that there are, nothing spilled."""
+    row = tomllib.loads(TABLE.read_text(encoding="utf-8"))[arch][dtype][str(d)][kernel]
+    for m, n, warps, stages, shared in ([*(row[name] for name in TILE), row["shared"]], *row.get("others", [])):
+        assert all(size >= 16 and size & (size - 1) == 0 for size in (m, n)) and warps in (4, 8) and 1 <= stages <= 4
+        assert 0 < shared <= SHARED_LIMIT[arch]
+    assert 0 < row["registers"] <= (512 if arch.startswith("gfx") else 255) and row["spills"] == 0
+    assert row.get("precision") == ({"gfx942": "ieee"}.get(arch, "tf32x3") if dtype == "fp32" else None)
+    assert row["triton"].split(".")[0].isdigit()
+
+
+@pytest.mark.parametrize(("arch", "dtype", "d", "kernel"), ROWS)
+def test_a_launch_takes_the_row_of_its_own_dtype_and_size(arch: str, dtype: str, d: int, kernel: str) -> None:
+    row = tomllib.loads(TABLE.read_text(encoding="utf-8"))[arch][dtype][str(d)][kernel]
+    made = next(key for key in (torch.float32, torch.float16, torch.bfloat16) if dtype_name(key) == dtype)
+    first, *others = candidates(kernel, arch, made, d, d)
+    assert (first.block_m, first.block_n, first.warps, first.stages) == tuple(row[name] for name in TILE)
+    assert first.precision == row.get("precision") and len(others) == len(row.get("others", []))
+    little = candidates(kernel, arch, made, d - 8, d - 8, shared=row["shared"] - 1)  # a GPU with less room than the architecture's
+    assert first not in little
+
+
+def test_sizes_without_a_row_have_no_tiles() -> None:
+    for arch in ARCHITECTURES:
+        assert candidates("forward", arch, torch.float32, 256, 256) == () == candidates("forward", arch, torch.bfloat16, 512, 512)
+    assert candidates("forward", "sm_70", torch.float16, 64, 64) == ()
