@@ -113,7 +113,7 @@ def python_gradients() -> Iterator[list[str]]:
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is not saver and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
             note(f"the torch.autograd.Function {cls.__name__}")
-        return apply.__func__(cls, *args, **kwargs)
+        return apply.__get__(None, cls)(*args, **kwargs)  # a classmethod, in torch 2.15 a built-in one
 
     def hooked(tensor: torch.Tensor, function: Any) -> Any:
         note("a hook on a tensor")

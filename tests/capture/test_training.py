@@ -433,7 +433,7 @@ def test_what_export_alone_would_get_wrong_or_might(kind: str) -> None:
     step = capture_training(model, (X,))
     assert mistakes(step, model, (X,)) == []
     assert any("Dynamo" in mend for mend in step.mends) == (kind in ("function", "hook"))
-    assert torch.autograd.Function.apply.__func__.__name__ == "apply" and torch.Tensor.register_hook.__name__ == "register_hook"
+    assert torch.autograd.Function.apply.__name__ == "apply" and torch.Tensor.register_hook.__name__ == "register_hook"
 
 
 def test_a_module_hook_on_gradients_is_refused() -> None:
