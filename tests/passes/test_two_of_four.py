@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import effcompile
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchEager, load
+from effcompile.backends.torch.edit import SITE, edit
 from effcompile.backends.triton import linears as triton_linears
 from effcompile.capture.inference import capture
 from effcompile.cost import Provenance
@@ -223,6 +224,20 @@ def test_without_sparse_tensor_cores_a_plan_with_it_runs_as_single_weights() -> 
     made, pruned = lowered(program_of())
     assert made.applied[UP] == "2:4"
     torch.testing.assert_close(made(*pruned.args)[0], outputs(pruned)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bf16_away_from_a_cpu_is_a_plain_product_and_nothing_in_a_model_of_16_bits(dtype: torch.dtype) -> None:
+    """On the meta device in the place of a GPU: what is emitted there, and its dtypes."""
+    program = program_of(dtype, device="meta").tagged({UP: "bf16"}, "test")
+    edited = edit(program, [])
+    (node,) = (node for node in edited.graph.nodes if node.meta.get(SITE) == UP)
+    assert node.target is torch.ops.aten.linear.default
+    weight = edited.tensor(node.args[1])
+    assert weight is not None and weight.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
+    assert outputs(edited)[0].dtype == dtype
+    with pytest.raises(LoweringError, match="implemented for CPU"):
+        edit(program.tagged({UP: "w8"}, "test"), [])
 
 
 def test_a_shape_that_is_not_taken_is_refused_by_name(cores: None) -> None:

@@ -182,7 +182,7 @@ def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
 
 def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
     on_cpu = weight.device.type == "cpu"
-    if not on_cpu and weight.dtype == torch.bfloat16 == dtype_of(site.x):
+    if not on_cpu and weight.dtype in two_of_four.DTYPES:  # a model in 16 bits is there already; its graph wants results in its own
         site.node.meta[SITE] = site.site
         return site.node
     narrow = editor.constant(weight.to(torch.bfloat16).contiguous())
