@@ -65,8 +65,8 @@ struct Team {
 
 }  // namespace
 
-// y (M, N) = x (M, K) W^T + bias. Panels have up to `widest` vectors of rows, at most VECS; the rest as in `Cut`. Returns `check`'s verdict; on a
-// bad index nothing is written.
+// y (M, N) = x (M, K) W^T + bias. Panels have up to `widest` vectors of rows, at most VECS; the rest as in `Cut`. Returns `check`'s
+// verdict; on a bad index nothing is written.
 extern "C" int linear(const Element* x, int64_t ldx, int64_t m, int64_t block_cols, const Weight* values, const int32_t* crow,
                       const int32_t* col, int64_t block_rows, int64_t capacity, const float* bias, Element* y, int64_t ldy,
                       float* workspace, int64_t widest, int64_t stripe_panels, int64_t cache_panels, int64_t threads) {

@@ -1,13 +1,13 @@
-// The operator effcompile::BlockSparseLinear of ONNX Runtime: y (.., N) = x (.., K) W^T + bias with W in blocks, fp32, by block_sparse_product.h.
+// The operator effcompile::BlockSparseLinear of ONNX Runtime: y (.., N) = x (.., K) W^T + bias with W in blocks, in fp32.
 //
 // Inputs: x, values (Z, b, b), crow (N/b + 1) int32, col (Z) int32 and optionally bias (N). Attributes: rows = N, cols = K, block = b.
 // Tasks run on the session's own threads, its workspace comes from the session's own allocator.
 //
-// A library for `SessionOptions.register_custom_ops_library`, compiled by native.py with KIND, WIDTH, CACHE_BYTES, STRIPE_BYTES and NARROW as
-// in block_sparse_native.py, and for each block side b its register tile ROWS_b, VECS_b.
+// A library for `SessionOptions.register_custom_ops_library`, compiled by native.py with KIND, WIDTH, CACHE_BYTES, STRIPE_BYTES and NARROW
+// as in block_sparse_native.py, and for each block side b its register tile ROWS_b, VECS_b.
 
-#include <cstdio>
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -25,6 +25,8 @@ enum Input { X, VALUES, CROW, COL, BIAS };
 struct Invalid : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
+
+std::string text(int64_t number) { return std::to_string(number); }
 
 struct Failed {  // the runtime's own status, passed on
     OrtStatus* status;
@@ -62,7 +64,7 @@ struct Kernel {
         pass(api.KernelInfoGetAttribute_int64(info, "block", &block));
         const bool known = block == 1 || block == 4 || block == 8 || block == 16 || block == 32 || block == 64;
         if (!known || rows < 1 || cols < 1 || rows % block || cols % block)
-            throw Invalid("a weight (" + std::to_string(rows) + ", " + std::to_string(cols) + ") has no blocks of " + std::to_string(block));
+            throw Invalid("a weight (" + text(rows) + ", " + text(cols) + ") has no blocks of " + text(block));
         pass(api.CreateCpuMemoryInfo(ORT_ARENA_ALLOCATOR, ORT_MEM_DEFAULT, &memory));
     }
     ~Kernel() {
@@ -154,7 +156,8 @@ struct Call {
 template <int BLOCK, int ROWS, int VECS>
 void multiply(const Call& call) {
     const Kernel& kernel = call.kernel;
-    static const int64_t threads = std::max(1u, std::thread::hardware_concurrency());  // the session's are not told; more pieces cost nothing
+    // how many the session has is not told; more pieces than threads cost nothing
+    static const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
     const Cut by = cut(call.m, kernel.cols, VECS);
     const Workspace workspace(kernel, call.context, by.stripe * kernel.cols * by.widest * W);
     const Product<BLOCK, ROWS, VECS> product{call.values.as<float>(), call.crow.as<int32_t>(), call.col.as<int32_t>(), kernel.rows / BLOCK,
@@ -169,9 +172,9 @@ void compute(const Kernel& kernel, OrtKernelContext* context) {
               input(api, context, BIAS), 1, nullptr};
     const int64_t b = kernel.block, stored = call.values.shape.empty() ? 0 : call.values.shape[0];
     std::vector<int64_t> shape = call.x.shape;
-    if (shape.empty() || shape.back() != kernel.cols) throw Invalid("x does not end in the weight's columns, " + std::to_string(kernel.cols));
+    if (shape.empty() || shape.back() != kernel.cols) throw Invalid("x does not end in the weight's columns, " + text(kernel.cols));
     if (!call.values.is({stored, b, b}) || !call.col.is({stored}) || !call.crow.is({kernel.rows / b + 1}))
-        throw Invalid("values, crow and col do not fit a weight of " + std::to_string(kernel.rows) + " rows in blocks of " + std::to_string(b));
+        throw Invalid("values, crow and col do not fit a weight of " + text(kernel.rows) + " rows in blocks of " + text(b));
     if (call.bias.data && !call.bias.is({kernel.rows})) throw Invalid("the bias is not one number for each row of the weight");
     if (check(call.crow.as<int32_t>(), call.col.as<int32_t>(), kernel.rows / b, kernel.cols / b, stored))
         throw Invalid("crow or col is out of range");

@@ -1,6 +1,6 @@
-// The block-sparse product y = x W^T + bias: x transposed into panels, multiplied block by block, written. See block_sparse.cpp for the idea.
+// The block-sparse product y = x W^T + bias: x transposed into panels, multiplied block by block, written. The idea: block_sparse.cpp.
 //
-// A template over the block side and the register tile, so that one library may hold several; who runs its tasks in parallel is an argument.
+// A template over the block side and the register tile, so that one library may hold several; who runs its tasks is an argument.
 // KIND and WIDTH are macros, as for vectors.h. A "word" is 32 bits of the summed axis: one fp32, or two bf16 under PAIRS.
 
 #pragma once
@@ -152,10 +152,11 @@ struct Product {
         group<NV>(panel, m, rows, from);
     }
 
-    // All of y, for x (m, K). `parallel.even(tasks, f)` calls f(0) to f(tasks - 1) in any order and returns when all are done, `parallel.uneven`
-    // the same where they take different times; about `threads` of them run at once.
+    // All of y, for x (m, K). `parallel.even(tasks, f)` calls f(0) to f(tasks - 1) in any order and returns when all are done,
+    // `parallel.uneven` the same where they take different times; about `threads` of them run at once.
     template <class Parallel>
-    void run(const Element* x, int64_t ldx, int64_t m, int64_t block_cols, float* workspace, Cut by, int64_t threads, Parallel& parallel) const {
+    void run(const Element* x, int64_t ldx, int64_t m, int64_t block_cols, float* workspace, Cut by, int64_t threads,
+             Parallel& parallel) const {
         const Panels panels(m, by.widest);
         const int64_t words = block_cols * STEPS, slot = words * by.widest * W, groups = (n + GROUP - 1) / GROUP;
         const int64_t slice = std::max<int64_t>(W, (words + 15) / 16 / W * W);  // of a panel, per packing task

@@ -1,13 +1,14 @@
 // The declarations of ONNX Runtime's C API that a custom operator needs. Its pip package ships no headers.
 //
-// Read from microsoft/onnxruntime (MIT licence), include/onnxruntime/core/session/onnxruntime_c_api.h, at API version 17 (ONNX Runtime 1.17).
-// OrtApi is a table of pointers that later versions only append to (onnxruntime_c_api.cc asserts the size of each version), so the places
-// below hold for 1.17 and all later ones. OrtCustomOp says its version and is read up to there.
+// After microsoft/onnxruntime (MIT licence), include/onnxruntime/core/session/onnxruntime_c_api.h, API version 17 (ONNX Runtime 1.17), run
+// with 1.31. OrtApi is a table of pointers that later versions only append to (onnxruntime_c_api.cc asserts the size of each version), so
+// the places below hold for 1.17 and all later ones. OrtCustomOp says its version and is read up to there.
 
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 constexpr uint32_t ORT_API_VERSION = 17;
 
@@ -63,7 +64,9 @@ struct Api {
     OrtStatus* (*KernelContext_ParallelFor)(const OrtKernelContext*, void (*task)(void*, size_t), size_t total, size_t batches, void* data);
 
     explicit Api(const OrtApi* api) {
-        auto bind = [&](auto& entry, int place) { entry = reinterpret_cast<std::remove_reference_t<decltype(entry)>>(api->entries[place]); };
+        auto bind = [&](auto& entry, int place) {
+            entry = reinterpret_cast<std::remove_reference_t<decltype(entry)>>(api->entries[place]);
+        };
         bind(CreateStatus, 0);
         bind(CreateCustomOpDomain, 26);
         bind(CustomOpDomain_Add, 27);
