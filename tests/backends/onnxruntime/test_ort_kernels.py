@@ -12,7 +12,7 @@ ABSENT = {
     "linear/2:4",
     *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),
 }
-ABSENT |= {kernel for kernel in KERNELS if kernel.startswith("predict/")}
+ABSENT |= {kernel for kernel in KERNELS if kernel.startswith(("predict/", "rows/"))}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
