@@ -10,25 +10,25 @@ from typing import Any, get_type_hints
 from effcompile.errors import UnknownNameError, UsageError
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.compress import Compress
 from effcompile.passes.fuse import Fuse
-from effcompile.passes.fused_attention import FusedAttention
-from effcompile.passes.heads import LossHeads
-from effcompile.passes.levers import Levers
 from effcompile.passes.logits import Logits
 from effcompile.passes.merge import Merge
-from effcompile.passes.microbatch import Microbatch
-from effcompile.passes.offload import Offload
-from effcompile.passes.pointwise import Pointwise
-from effcompile.passes.precision import Precision
 from effcompile.passes.predict import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 from effcompile.passes.rows import Rows
 from effcompile.passes.shrink import Shrink
 from effcompile.passes.sparsify import Sparsify
-from effcompile.passes.states import States
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.compress import Compress
+from effcompile.passes.training.fused_attention import FusedAttention
+from effcompile.passes.training.heads import LossHeads
+from effcompile.passes.training.levers import Levers
+from effcompile.passes.training.microbatch import Microbatch
+from effcompile.passes.training.offload import Offload
+from effcompile.passes.training.pointwise import Pointwise
+from effcompile.passes.training.precision import Precision
+from effcompile.passes.training.states import States
 
 __all__ = [
     "OPTIONAL",

@@ -24,7 +24,7 @@ def quick_training(_calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """The cache folder of these tests, which keep their operators' figures there between them."""
     measured = operators._seconds
     monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
-    monkeypatch.setattr("effcompile.passes.checkpoint.SECONDS_PER_BLOCK", 0.15)
+    monkeypatch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.15)
     monkeypatch.setattr("effcompile.compiler.training.confirm._TIMING_SECONDS", 0.0)
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
     return _calibrated

@@ -14,7 +14,7 @@ from effcompile.compiler import optimize_training
 from effcompile.compiler.training import confirm
 from effcompile.goal import Goal
 from effcompile.ops import offload
-from effcompile.passes import checkpoint
+from effcompile.passes.training import checkpoint
 
 confirm._TIMING_SECONDS, checkpoint.SECONDS_PER_BLOCK = 0.0, 0.1
 folder, model = sys.argv[1], gpt2(n_positions=64)[0]

@@ -18,9 +18,9 @@ from effcompile.errors import InfeasibleError
 from effcompile.goal import Goal
 from effcompile.machines import load_target
 from effcompile.passes import Levers
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.heads import LossHeads
-from effcompile.passes.offload import Offload
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.heads import LossHeads
+from effcompile.passes.training.offload import Offload
 from effcompile.plan import LeverRow, Plan
 from effcompile.report import print_plan
 

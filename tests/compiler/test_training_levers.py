@@ -23,10 +23,10 @@ from effcompile.goal import Goal
 from effcompile.machines import load_target
 from effcompile.ops.offload import host_pool
 from effcompile.passes import Levers
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.compress import Compress
-from effcompile.passes.levers import Rates
-from effcompile.passes.offload import Offload
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.compress import Compress
+from effcompile.passes.training.levers import Rates
+from effcompile.passes.training.offload import Offload
 from effcompile.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -56,7 +56,7 @@ def made() -> dict[str, tuple[nn.Module, Batch]]:
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effcompile.passes.checkpoint.MORE_FOR_FORMS", 1)
+    monkeypatch.setattr("effcompile.passes.training.checkpoint.MORE_FOR_FORMS", 1)
 
 
 def goal(memory: int | None = None, **fields: Any) -> Goal:

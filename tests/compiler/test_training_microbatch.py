@@ -16,7 +16,7 @@ from effcompile.compiler import TrainingExecutable, optimize_training, plan_trai
 from effcompile.compiler.training.compile import frontier_training
 from effcompile.errors import FormatError, InfeasibleError, InputsError, UsageError
 from effcompile.goal import Goal
-from effcompile.passes.microbatch import Microbatch
+from effcompile.passes.training.microbatch import Microbatch
 from effcompile.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")

@@ -185,7 +185,7 @@ def test_it_is_taken_only_where_it_is_predicted_to_be_faster(monkeypatch: pytest
 
     for wide, narrow, wanted in ((1e-3, 1e-5, "bf16 autocast"), (1e-5, 1e-3, "fp32")):
         monkeypatch.setattr(Figures, "seconds", seconds(wide, narrow))
-        monkeypatch.setattr("effcompile.passes.precision.product_ratio", lambda *_: 0.5)
+        monkeypatch.setattr("effcompile.passes.training.precision.product_ratio", lambda *_: 0.5)
         plan = plan_training(model, (), batch, goal=goal(), passes=AS_WRITTEN)
         assert precision(plan) == wanted
         if wanted == "fp32":
@@ -196,7 +196,7 @@ def test_it_is_taken_only_where_it_is_predicted_to_be_faster(monkeypatch: pytest
 
 def test_slow_arithmetic_is_declined_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = line()
-    monkeypatch.setattr("effcompile.passes.precision.product_ratio", lambda *_: 3.25)
+    monkeypatch.setattr("effcompile.passes.training.precision.product_ratio", lambda *_: 3.25)
     found = reasons(plan_training(model, (), batch, goal=goal(), passes=AS_WRITTEN))
     assert found["bf16 autocast"] == "products in bf16 take 3.2 × as long as in fp32 on this machine, measured"
     assert "fp16" in found["fp16 autocast"]
@@ -248,7 +248,7 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
 def test_fp8_linears_are_torchaos_with_emulated_products(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    monkeypatch.setattr("effcompile.passes.precision.unavailable", lambda _: None)
+    monkeypatch.setattr("effcompile.passes.training.precision.unavailable", lambda _: None)
     torch.manual_seed(0)
     model, batch = Line().train(), {"x": torch.randn(32, 32), "y": torch.randn(32, 16)}
     model.net = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16), nn.Linear(16, 16))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from train_helpers import MODELS, cut_model, differing, eager, everything, run_schedule
 
-from effcompile.passes.checkpoint import Checkpoint, kept_storages, label
+from effcompile.passes.training.checkpoint import Checkpoint, kept_storages, label
 from effcompile.planner.remat import BlockOption
 from effcompile.remat.blocks import Block, Blocks
 from effcompile.remat.emit import emit
@@ -15,7 +15,7 @@ from effcompile.remat.simulate import simulate
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effcompile.passes.checkpoint.SECONDS_PER_BLOCK", 0.15)
+    monkeypatch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.15)
 
 
 def options(cut: Blocks, **settings: int) -> dict[str, tuple[BlockOption, ...]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import effcompile
 from effcompile.capture.training import capture_training
 from effcompile.passes import load_attention
-from effcompile.passes.fused_attention import Attended, FusedAttention
+from effcompile.passes.training.fused_attention import Attended, FusedAttention
 
 WIDTH, HEADS = 32, 4
 ALWAYS = ["attention.always=true"]

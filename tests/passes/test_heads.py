@@ -5,8 +5,8 @@ from step_helpers import assert_equal, eager, joint_step, run, tiny
 from train_helpers import skips
 
 from effcompile.capture import capture_training
-from effcompile.passes.heads import LossHeads
-from effcompile.passes.loss_head import find_loss_heads
+from effcompile.passes.training.heads import LossHeads
+from effcompile.passes.training.loss_head import find_loss_heads
 
 
 @pytest.fixture(scope="module")

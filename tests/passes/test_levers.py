@@ -10,13 +10,13 @@ from effcompile.errors import UnknownNameError, UsageError
 from effcompile.estimate.roofline import moved_bytes
 from effcompile.ops.compress import packed_bytes
 from effcompile.passes import TRAINING_PASSES, load_levers, load_training_passes
-from effcompile.passes.checkpoint import Checkpoint, carried_out
-from effcompile.passes.compress import Compress
-from effcompile.passes.heads import LossHeads
-from effcompile.passes.levers import Levers, Rates
-from effcompile.passes.offload import Offload
-from effcompile.passes.pointwise import Pointwise
-from effcompile.passes.states import States
+from effcompile.passes.training.checkpoint import Checkpoint, carried_out
+from effcompile.passes.training.compress import Compress
+from effcompile.passes.training.heads import LossHeads
+from effcompile.passes.training.levers import Levers, Rates
+from effcompile.passes.training.offload import Offload
+from effcompile.passes.training.pointwise import Pointwise
+from effcompile.passes.training.states import States
 from effcompile.planner.remat import smallest_budget
 from effcompile.remat.blocks import Blocks
 
@@ -129,7 +129,7 @@ def test_subsets_leave_the_others_out() -> None:
 
 
 def test_options_say_what_they_move_and_become_schedules_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effcompile.passes.checkpoint.SECONDS_PER_BLOCK", 0.1)
+    monkeypatch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.1)
     cut, checkpoint = proposed(EVERY), Checkpoint()
     fronts = {block.stage.kind: checkpoint.front(block) for block in cut.blocks}
     options = {kind: front.options for kind, front in fronts.items()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from effcompile.capture.training import capture_training
 from effcompile.errors import UsageError
-from effcompile.passes.loss_head import OPTIONS, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
+from effcompile.passes.training.loss_head import OPTIONS, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
 from effcompile.step import Step
 from effcompile.torch_compat import peak_of_memory_events
 

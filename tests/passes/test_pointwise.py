@@ -14,8 +14,8 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.estimate.storages import graph_storages
 from effcompile.ops.fused import Fused
-from effcompile.passes.accumulate import accumulate_embeddings
-from effcompile.passes.pointwise import Pointwise, fuse, fuse_pointwise
+from effcompile.passes.training.accumulate import accumulate_embeddings
+from effcompile.passes.training.pointwise import Pointwise, fuse, fuse_pointwise
 from effcompile.remat.blocks import Blocks, cut_into_blocks, split
 from effcompile.remat.emit import emit
 from effcompile.step import Step

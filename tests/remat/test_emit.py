@@ -7,7 +7,7 @@ from torch import fx
 from train_helpers import MODELS, cut_model, differing, eager, everything, run_schedule
 
 from effcompile.ops.replay import replay
-from effcompile.passes.checkpoint import Checkpoint
+from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.planner.remat import Group
 from effcompile.remat.blocks import Blocks
 from effcompile.remat.emit import emit

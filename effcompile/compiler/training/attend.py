@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import capture_training
 from effcompile.capture.training_graph import WRAPPED
 from effcompile.cost import Cost
-from effcompile.passes.fused_attention import Attended, FusedAttention
+from effcompile.passes.training.fused_attention import Attended, FusedAttention
 from effcompile.plan import Decision, Declined
 from effcompile.step import Step
 from effcompile.torch_compat import is_fake

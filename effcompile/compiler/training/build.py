@@ -20,7 +20,7 @@ from effcompile.cost import Cost, Provenance
 from effcompile.errors import FormatError
 from effcompile.goal import Goal
 from effcompile.ops.fused import Fused
-from effcompile.passes.checkpoint import carried_out
+from effcompile.passes.training.checkpoint import carried_out
 from effcompile.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.planner.remat import BlockOption, Group
 from effcompile.remat.emit import Emitted

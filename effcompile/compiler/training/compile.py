@@ -26,8 +26,8 @@ from effcompile.compiler.training.states import Joint, allowing, consumed_key, r
 from effcompile.compiler.training.work import Loss, Work, make_work
 from effcompile.errors import FormatError, InfeasibleError, UsageError
 from effcompile.goal import Goal
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.precision import DTYPES, Precision
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.precision import DTYPES, Precision
 from effcompile.plan import Plan
 from effcompile.planner.remat import BlockFront
 from effcompile.target import Target

@@ -21,7 +21,7 @@ from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
 from effcompile.errors import VerificationError
-from effcompile.passes.states import StatesOption
+from effcompile.passes.training.states import StatesOption
 from effcompile.plan import Check, Plan, Totals
 
 #: Seconds that timing the step beside the original may take, once both have run.

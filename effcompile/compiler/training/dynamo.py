@@ -2,8 +2,8 @@
 
 torch.compile hands over one graph, or several where the model's code breaks it; each is planned by itself within the whole
 budget, and says so. Nothing is verified here, as a graph's outputs are no loss: the simulation of the emitted graphs is the proof.
-Attentions stay as they are written: passes/fused_attention.py understands a mask by telling inputs from weights, which such a graph, to
-which its weights are inputs, does not.
+Attentions stay as they are written: passes/training/fused_attention.py understands a mask by telling inputs from weights, which such
+a graph, to which its weights are inputs, does not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What each memory lever reaches alone, in pairs, and with all others: the same step solved with subsets of them.
 
 A lever is a way to need less memory that the planner may take or leave. Some are forms of blocks (recompute, offload,
-compress: passes/levers.py); some are forms of the whole step, so variants of it (STEP_LEVERS); one is how the optimizer's
+compress: passes/training/levers.py); some are forms of the whole step, so variants of it (STEP_LEVERS); one is how the optimizer's
 states are held; one is to divide the batch. A subset keeps the variants that use no other step lever, the block forms of its
 own, the given optimizer's states unless it has STATES, and the whole batch unless it has MICROBATCHES. A subset's search is not
 given the patience of the whole: what is shown of it can be reached, and a longer search may reach a little more.
@@ -22,10 +22,10 @@ from effcompile.compiler.training.prepare import Figures, Preparation, Prepared,
 from effcompile.compiler.training.solve import best_schedule
 from effcompile.compiler.training.states import Joint, Parts, best_joint
 from effcompile.errors import InfeasibleError, UnknownNameError
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.heads import Variant
-from effcompile.passes.levers import LEVERS, RECOMPUTE, Levers
-from effcompile.passes.states import StatesOption
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.heads import Variant
+from effcompile.passes.training.levers import LEVERS, RECOMPUTE, Levers
+from effcompile.passes.training.states import StatesOption
 from effcompile.plan import LeverRow
 from effcompile.planner.remat import BlockFront
 from effcompile.units import format_seconds

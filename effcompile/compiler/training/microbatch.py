@@ -36,10 +36,10 @@ from effcompile.compiler.training.states import Joint, Parts
 from effcompile.compiler.training.work import Work
 from effcompile.cost import Cost
 from effcompile.errors import CaptureError, FormatError, InfeasibleError, InputsError, UsageError, VerificationError
-from effcompile.passes.loss_head_match import Refusal
-from effcompile.passes.microbatch import KIND, SITE, accumulating, batch_size, doubled, first_part, part_of
-from effcompile.passes.precision import SCALED
-from effcompile.passes.separable import AnotherGraph, divided, divided_into_single
+from effcompile.passes.training.loss_head_match import Refusal
+from effcompile.passes.training.microbatch import KIND, SITE, accumulating, batch_size, doubled, first_part, part_of
+from effcompile.passes.training.precision import SCALED
+from effcompile.passes.training.separable import AnotherGraph, divided, divided_into_single
 from effcompile.plan import Decision, Declined
 from effcompile.remat.emit import Emitted
 from effcompile.step import DividedStep, Step

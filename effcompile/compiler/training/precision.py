@@ -22,7 +22,7 @@ from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.verify import Result
 from effcompile.cost import Cost
 from effcompile.errors import EffcompileError, FormatError
-from effcompile.passes.precision import BASELINE, DTYPES, FP8, KIND, SCALED, SITE, Precision, label
+from effcompile.passes.training.precision import BASELINE, DTYPES, FP8, KIND, SCALED, SITE, Precision, label
 from effcompile.plan import Decision, Declined, Plan
 from effcompile.step import Step
 from effcompile.units import format_bytes, format_seconds

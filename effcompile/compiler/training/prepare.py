@@ -17,13 +17,13 @@ from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ops.workspace import workspace_bytes
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.consume import with_consumed_gradients
-from effcompile.passes.fused_attention import Attended
-from effcompile.passes.heads import LossHeads, Variant
-from effcompile.passes.levers import Levers
-from effcompile.passes.pointwise import Pointwise
-from effcompile.passes.precision import SCALED
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.consume import with_consumed_gradients
+from effcompile.passes.training.fused_attention import Attended
+from effcompile.passes.training.heads import LossHeads, Variant
+from effcompile.passes.training.levers import Levers
+from effcompile.passes.training.pointwise import Pointwise
+from effcompile.passes.training.precision import SCALED
 from effcompile.plan import Declined
 from effcompile.planner.remat import BlockFront, BlockOption, Stage
 from effcompile.remat.blocks import Blocks, cut_into_blocks

@@ -12,7 +12,7 @@ import torch
 from effcompile.errors import UsageError
 from effcompile.ops.compress import compress, decompress
 from effcompile.ops.offload import link_seconds
-from effcompile.passes.levers import Levers, Rates
+from effcompile.passes.training.levers import Levers, Rates
 from effcompile.target import Target
 
 _PROBE_ELEMENTS = 1 << 20

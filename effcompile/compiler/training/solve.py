@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.errors import InfeasibleError
-from effcompile.passes.checkpoint import Checkpoint, carried_out
+from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.planner import UNPROVEN
 from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
 from effcompile.remat.emit import Emitted

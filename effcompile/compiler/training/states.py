@@ -20,8 +20,8 @@ from effcompile.compiler.training.solve import Schedule, best_schedule, leanest
 from effcompile.cost import Cost, Provenance
 from effcompile.errors import FormatError, InfeasibleError, UsageError
 from effcompile.optimizers import CHANGES, EIGHT_BIT, check
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.states import KIND, SITE, States, StatesOption
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.states import KIND, SITE, States, StatesOption
 from effcompile.plan import Decision, Declined
 from effcompile.step import DividedStep
 from effcompile.units import format_bytes, format_seconds

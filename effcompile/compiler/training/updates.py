@@ -17,7 +17,7 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.training import verify
 from effcompile.goal import EXACT_TOLERANCE
 from effcompile.optimizers import Form, one_by_one
-from effcompile.passes.states import StatesOption
+from effcompile.passes.training.states import StatesOption
 from effcompile.plan import Check
 
 

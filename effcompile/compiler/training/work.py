@@ -23,13 +23,13 @@ from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, pr
 from effcompile.compiler.training.states import Joint, Parts, as_optimizer, best_joint, consumed_key, declined_way
 from effcompile.goal import Goal
 from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_precision, load_training_passes
-from effcompile.passes.checkpoint import Checkpoint
-from effcompile.passes.fused_attention import FusedAttention
-from effcompile.passes.heads import LossHeads
-from effcompile.passes.microbatch import Microbatch
-from effcompile.passes.pointwise import Pointwise
-from effcompile.passes.precision import Precision
-from effcompile.passes.states import States, StatesOption
+from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.fused_attention import FusedAttention
+from effcompile.passes.training.heads import LossHeads
+from effcompile.passes.training.microbatch import Microbatch
+from effcompile.passes.training.pointwise import Pointwise
+from effcompile.passes.training.precision import Precision
+from effcompile.passes.training.states import States, StatesOption
 from effcompile.plan import Declined
 from effcompile.sparse.costs import per_row_of
 from effcompile.step import Step

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from effcompile.passes.pointwise_build import replace_group, size_of
-from effcompile.passes.pointwise_cut import absorbed
-from effcompile.passes.pointwise_graph import (
+from effcompile.passes.training.pointwise_build import replace_group, size_of
+from effcompile.passes.training.pointwise_cut import absorbed
+from effcompile.passes.training.pointwise_graph import (
     Reach,
     base,
     block_of,
@@ -29,7 +29,7 @@ from effcompile.passes.pointwise_graph import (
     with_views,
     written,
 )
-from effcompile.passes.step_edit import copied
+from effcompile.passes.training.step_edit import copied
 from effcompile.remat.blocks import split
 from effcompile.step import Step
 from effcompile.torch_compat_aot import is_random

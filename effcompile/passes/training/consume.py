@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from effcompile.ops.consume import consume
-from effcompile.passes.step_edit import copied, viewed
+from effcompile.passes.training.step_edit import copied, viewed
 from effcompile.step import Step
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effcompile.passes.loss_head import LossHead, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
+from effcompile.passes.training.loss_head import LossHead, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
 from effcompile.step import Step
 
 #: A chunk's logits should not be larger than this: smaller ones only cost time.
@@ -26,9 +26,9 @@ class Variant:
         in_place: whether gradients of tied parameters are summed in place.
         declined: why a loss head cannot be changed, one line each.
         fused_attention: whether attentions that the model writes as several operators, or with a dense mask, are one operator each.
-        precision: what its products are computed in (passes/precision.py); "" as the model was given.
-        consumed: how gradients are consumed in the backward (passes/states.py); "" where they are returned.
-        unfused: element-wise chains that were measured to be as fast apart, by their nodes' names (passes/pointwise.py).
+        precision: what its products are computed in (passes/training/precision.py); "" as the model was given.
+        consumed: how gradients are consumed in the backward (passes/training/states.py); "" where they are returned.
+        unfused: element-wise chains that were measured to be as fast apart, by their nodes' names (passes/training/pointwise.py).
     """
 
     step: Step

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from effcompile.passes.step_edit import is_whole_view
+from effcompile.passes.training.step_edit import is_whole_view
 from effcompile.program import module_path
 from effcompile.torch_compat_aot import is_random
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from effcompile.passes.step_edit import operator_name, viewed
+from effcompile.passes.training.step_edit import operator_name, viewed
 from effcompile.program import dtype_of, module_path, shape_of
 from effcompile.step import Step
 

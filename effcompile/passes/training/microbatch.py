@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from effcompile.errors import UsageError
-from effcompile.passes.consume import with_consumed_gradients
+from effcompile.passes.training.consume import with_consumed_gradients
 from effcompile.step import Step
 
 SITE = "batch"

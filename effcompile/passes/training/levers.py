@@ -15,8 +15,8 @@ from torch import fx
 
 from effcompile.errors import UnknownNameError
 from effcompile.ops.compress import packed_bytes
-from effcompile.passes.compress import Compress
-from effcompile.passes.offload import Offload
+from effcompile.passes.training.compress import Compress
+from effcompile.passes.training.offload import Offload
 from effcompile.planner.remat import BlockProblem, Form
 from effcompile.remat.away import BOTH, COMPRESS, OFFLOAD, movable, pack_workspace
 from effcompile.remat.blocks import Block, Blocks, Host

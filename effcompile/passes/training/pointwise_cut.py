@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
-from effcompile.passes.pointwise_graph import base, block_of, is_view, link
+from effcompile.passes.training.pointwise_graph import base, block_of, is_view, link
 
 _ENDLESS = 1 << 62
 _Place = tuple[fx.Node, str] | str  # a node's "in" or "out", "source", "sink"

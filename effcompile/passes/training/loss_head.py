@@ -24,9 +24,9 @@ from torch import fx
 
 import effcompile.ops.loss_head  # noqa: F401  registers the operators
 from effcompile.errors import UsageError
-from effcompile.passes.accumulate import accumulate_embeddings
-from effcompile.passes.loss_head_match import Match, matches
-from effcompile.passes.step_edit import call, copied, operator_name
+from effcompile.passes.training.accumulate import accumulate_embeddings
+from effcompile.passes.training.loss_head_match import Match, matches
+from effcompile.passes.training.step_edit import call, copied, operator_name
 from effcompile.program import dtype_of, module_path, shape_of
 from effcompile.step import Step
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.passes.loss_head_match import Refusal
-from effcompile.passes.step_edit import operator_name
+from effcompile.passes.training.loss_head_match import Refusal
+from effcompile.passes.training.step_edit import operator_name
 from effcompile.program import module_path, shape_of
 from effcompile.remat.blocks import split
 from effcompile.step import DividedStep, Step
