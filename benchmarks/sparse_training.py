@@ -14,12 +14,13 @@ the last table says what a sparse FLOP costs here. All models take AdamW at the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -233,21 +234,43 @@ def verdicts(results: Sequence[Result]) -> list[str]:
     """What agrees with the paper and what does not, said of differences beyond two standard errors; else that it is open."""
     found = by_variant(results)
     claims = [(f"dynamic {b} beats the matched dense model", f"dynamic {b}", "dense") for b in BLOCKS]
-    claims += [(f"blocks of {a} learn more than blocks of {b}", f"dynamic {a}", f"dynamic {b}") for a, b in ((1, 4), (4, 8), (8, 16))]
-    claims += [(f"moving beats static in blocks of {b}", f"dynamic {b}", f"static {b}") for b in BLOCKS]
+    claims += [(f"blocks of {a} learn more than blocks of {b}", f"dynamic {a}", f"dynamic {b}") for a, b in itertools.pairwise(BLOCKS)]
     lines = [
         f"- {claim}: {_compared(found[better], found[worse])}" for claim, better, worse in claims if better in found and worse in found
     ]
+    lines += _moving_or_not(found)
     lines += [_needed_flops(found, b) for b in BLOCKS if {"dense", "dense 2×", f"dynamic {b}"} <= found.keys()]
     return lines
 
 
 def _compared(better: Sequence[Result], worse: Sequence[Result]) -> str:
-    """ "agrees", "disagrees" or "open", with the difference and its standard error."""
+    """The difference of two means, held against its standard error."""
     gap = _mean(worse) - _mean(better)
     if len(better) < 2 or len(worse) < 2:
         return f"{gap:+.4f}, one seed: open"
-    error = math.sqrt(_spread(better) ** 2 / len(better) + _spread(worse) ** 2 / len(worse))
+    return _judged(gap, math.sqrt(_spread(better) ** 2 / len(better) + _spread(worse) ** 2 / len(worse)))
+
+
+def _moving_or_not(found: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Static against dynamic, seed by seed: a seed gives both the same weights, first pattern and batches."""
+    lines, gaps = [], []
+    for block in BLOCKS:
+        moving, fixed = ({r.seed: r.loss for r in found.get(f"{way} {block}", ())} for way in ("dynamic", "static"))
+        pairs = [fixed[seed] - moving[seed] for seed in sorted(moving.keys() & fixed.keys())]
+        gaps += pairs
+        if pairs:
+            lines.append(f"- moving beats static in blocks of {block}: {_judged_pairs(pairs)}")
+    return [*lines, f"- moving beats static, all {len(gaps)} pairs: {_judged_pairs(gaps)}"] if len(lines) > 1 else lines
+
+
+def _judged_pairs(gaps: Sequence[float]) -> str:
+    if len(gaps) < 2:
+        return f"{gaps[0]:+.4f}, one seed: open"
+    return _judged(statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)))
+
+
+def _judged(gap: float, error: float) -> str:
+    """ "agrees", "disagrees" or "open", with the difference and its standard error."""
     word = "open" if abs(gap) < 2 * error else "agrees" if gap > 0 else "DISAGREES"
     return f"{word} ({gap:+.4f} ± {error:.4f})"
 
