@@ -19,7 +19,7 @@ MASKED_SHARE = 0.15
 class Setup:
     """What all runs share. Rates and the share of blocks exchanged: the best of a few on seeds that the table does not use.
 
-    A model this small is trained close to what it can learn, which is where the pattern matters: with four times the weights and a
+    A model this small is trained close to what it can learn, which is where the pattern matters: with eight times the weights and a
     seventh of the steps, moves cost more than they bring, for new blocks have no time to learn.
     """
 
