@@ -8,7 +8,9 @@ import io
 import logging
 import math
 import os
+import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +18,23 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
+
+#: The oldest and the newest torch that tests were run with; constraints.txt pins the one that all of them are run with.
+OLDEST, NEWEST = (2, 11), (2, 15)
+
+
+def untested(version: str) -> str | None:
+    """What to tell the user of a torch outside of what tests were run with; None inside."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        return None
+    known = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    mend = f"'torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+    return f"effcompile was tested with torch {known}; this is {version}. Plans are verified all the same. If one fails: pip install {mend}"
+
+
+if (_warning := untested(torch.__version__)) is not None:
+    warnings.warn(_warning, stacklevel=2)
 
 _ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
 #: Operators whose FLOPs torch does not count, with the formula of one that takes the same operands.
