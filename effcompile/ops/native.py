@@ -18,9 +18,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
-
-from effcompile import torch_compat
 from effcompile.errors import LoweringError
 from effcompile.files import cache_folder
 
@@ -34,14 +31,6 @@ ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "avx2": ("-mavx2", "-mfma"),
     "generic": (),
 }
-
-
-def best_isa() -> str:
-    """The widest instruction set of ISA_FLAGS that this CPU has and torch uses ($ATEN_CPU_CAPABILITY lowers it)."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512":
-        return "avx512_bf16" if torch_compat.has_avx512_bf16() else "avx512"
-    return "avx2" if capability == "AVX2" else "generic"
 
 
 def fingerprint() -> str:

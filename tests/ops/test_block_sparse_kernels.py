@@ -37,7 +37,7 @@ def _compiler() -> None:
 
 def isas() -> list[str]:
     """All instruction sets that this machine has, narrow ones too."""
-    found = [compiling.best_isa()]
+    found = [native.best_isa()]
     while found[-1] in WIDER:
         found.append(WIDER[found[-1]])
     return found
