@@ -72,7 +72,8 @@ class DynamicSparsity:
             growth: which blocks come: "random", or "gradient", those of the largest dense gradient (on one rank only).
             updates: how often the pattern moves; 0: static; None: 160 for single weights, 80 for blocks.
             steps: training steps that the updates are spread over; None: one update every 100 steps.
-            prune_ratio: the share of blocks exchanged at first; falls to 0 as a cosine.
+            prune_ratio: the share of blocks exchanged at first; falls to 0 as a cosine. Half, as published, suits long runs: new blocks
+                need time to learn before the next update. In 5000 steps a tenth did better (benchmarks/sparse_training.py).
             distribution: "uniform" sparsity, or "global": layers compete for blocks.
             balanced: equally many blocks in every block row.
             initial: the first pattern: "random", "magnitude", "dense" (a ticket is drawn later), or a mask per layer, of its elements or
