@@ -81,6 +81,17 @@ def test_z3_alone_finds_the_front_too(problem: BlockProblem) -> None:
     assert set(by_z3.points) == set(by_search.points)
 
 
+@pytest.mark.parametrize("odd", [0, 1], ids=["of a common unit", "of none"])
+@settings(max_examples=10, deadline=None)
+@given(problem=blocks(6))
+def test_values_of_gigabytes_are_no_other_problem_to_z3(odd: int, problem: BlockProblem) -> None:
+    """z3's pseudo-Boolean constraints take C ints, which the bytes of a block of GPT-3 are not."""
+    large, by_z3, by_search = replace(problem, nbytes={v: (b << 31) + odd for v, b in problem.nbytes.items()}), Front(), Front()
+    assert prove(layout(large), by_z3, deadline=time.monotonic() + 600)
+    assert search(layout(large), by_search, room=10**6, deadline=time.monotonic() + 600)
+    assert set(by_z3.points) == set(by_search.points)
+
+
 def test_a_transformer_block_is_complete_proven_and_thinned() -> None:
     problem = transformer_block()
     whole = block_front(problem, timeout=300, points=10_000)

@@ -33,6 +33,7 @@ matter. All numbers are exact integers. Without forms, (1) to (8) are those of k
 
 from __future__ import annotations
 
+import math
 import time
 
 import z3
@@ -41,6 +42,7 @@ from effcompile.planner.remat.layout import Layout
 from effcompile.planner.remat.search import Front, Grid, Point, lateness, replayed
 
 _MOST_STATED = 8  # violated instants that one model adds
+_LARGEST = 2**31 - 1  # that a number of z3's PbLe may be
 
 Weighted = list[tuple[z3.BoolRef, int]]
 Deadline = tuple[int | None, int | None]  # reading step, operator + 1; None: not that one
@@ -115,11 +117,16 @@ def _uncovered(terms: _Terms, found: list[Point]) -> list[z3.BoolRef]:
 
 
 def _at_most(weighted: Weighted, bound: int) -> z3.BoolRef:
+    """Σ w b ≤ bound, in units of all w's common divisor: the numbers of a PbLe are C ints, and GPT-3's bytes are none."""
     if bound < 0:
         return z3.BoolVal(False)
     if sum(w for _, w in weighted) <= bound:
         return z3.BoolVal(True)
-    return z3.PbLe(weighted, bound)
+    unit = math.gcd(*(w for _, w in weighted))
+    whole = [(b, w // unit) for b, w in weighted]
+    if max(bound // unit, *(w for _, w in whole)) <= _LARGEST:
+        return z3.PbLe(whole, bound // unit)
+    return z3.Sum([z3.If(b, z3.IntVal(w), z3.IntVal(0)) for b, w in whole]) <= bound // unit
 
 
 class _Terms:
