@@ -3,6 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast inputs are drawn, and how many are put aside, says how busy the machine is: no test fails for that.
+settings.register_profile("effcompile", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+settings.load_profile("effcompile")
 
 
 @pytest.fixture(scope="session", autouse=True)
