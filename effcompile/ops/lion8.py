@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from effcompile.errors import UsageError
+from effcompile.ops.one_by_one import OneByOne
 from effcompile.ops.states8 import BLOCK, FUSED, LEAST, lion8, lion8_by_torch
 
 __all__ = ["Lion8bit"]
 
 
-class Lion8bit(Optimizer):
+class Lion8bit(OneByOne):
     """Lion (Chen et al., arXiv 2302.06675, algorithm 2); its state in blocks of 256 codes of 8 bits (Dettmers et al., arXiv 2110.02861).
 
     Tensors of fewer than 4096 elements, or of no multiple of 256, keep theirs in fp32, as torchao's 8-bit optimizers do.
@@ -29,19 +29,6 @@ class Lion8bit(Optimizer):
             raise UsageError(f"Lion8bit takes lr and weight_decay of 0 or more, and betas in [0, 1); given {given}.")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group)
-        return loss
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up a state_dict, codes and scales in their own dtypes: torch's own method casts all states to the parameter's."""
         super().load_state_dict(dict(state_dict))
@@ -52,16 +39,16 @@ class Lion8bit(Optimizer):
                 found = state_dict["state"][number]
                 self.state[p] = {key: value.detach().to(p.device, copy=True) for key, value in found.items()}
 
-    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
+    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        p, grad, state = parameter, gradient, self.state[parameter]
         if not state:
             state.update(_zeros(p))
         rate, (beta1, beta2), decay = float(group["lr"]), group["betas"], float(group["weight_decay"])
         if "codes" not in state:
             _step32(p, grad, state["exp_avg"], rate, beta1, beta2, decay)
             return
-        update = lion8 if p.device.type in FUSED else lion8_by_torch
-        update(p.detach(), grad, state["codes"], state["scale"], state["qmap"], rate, beta1, beta2, decay)
+        kernel = lion8 if p.device.type in FUSED else lion8_by_torch
+        kernel(p.detach(), grad, state["codes"], state["scale"], state["qmap"], rate, beta1, beta2, decay)
 
 
 def _signed_table() -> Tensor:

@@ -25,6 +25,8 @@ def make_sparse(exported: Exported, blocks: Mapping[str, int]) -> None:
 
     A node of another form is left as it is, and then found to be so.
     """
+    if not blocks:
+        return
     graph = exported.model.graph
     for node in list(graph):
         block = blocks.get(str(node.name))

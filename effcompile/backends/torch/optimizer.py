@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.host import host_copies
 from effcompile.errors import FormatError, InputsError
+from effcompile.ops.one_by_one import OneByOne
 from effcompile.ops.states8 import step8
 from effcompile.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, pieces, update_options
 
 
-class PlannedOptimizer(Optimizer):
+class PlannedOptimizer(OneByOne):
     """An optimizer of the given one's groups. Its state_dict is the given one's where states are in its form.
 
     Attributes:
@@ -36,17 +37,9 @@ class PlannedOptimizer(Optimizer):
         self._consumes = consumes
         self._consumed: set[str] = set()
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; those that the backward has updated have none."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group, parameter.grad)
+        loss = super().step(closure)
         self._consumed.clear()
         return loss
 
@@ -64,7 +57,7 @@ class PlannedOptimizer(Optimizer):
             )
         self._consumed.add(name)
         parameter, group = self._by_name[name]
-        self._update(parameter, group, gradient)
+        self.update(parameter, gradient, group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned.
@@ -82,7 +75,7 @@ class PlannedOptimizer(Optimizer):
             if number in state_dict["state"]:
                 self.state[parameter] = self._worker(parameter, group).load(state_dict["state"][number])
 
-    def _update(self, parameter: torch.Tensor, group: Group, gradient: torch.Tensor) -> None:
+    def update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group) -> None:
         worker = self._worker(parameter, group)
         worker.step(gradient, group)
         self.state[parameter] = worker.state
