@@ -13,9 +13,9 @@ from effcompile.capture import capture_training
 from effcompile.compiler.training import verify
 from effcompile.compiler.training.prepare import Figures, Prepared, prepare
 from effcompile.compiler.training.solve import best_schedule, leanest
-from effcompile.machines import load_target
+from effcompile.machine.machines import load_target
 from effcompile.passes import load_training_passes
-from effcompile.remat.emit import emit
+from effcompile.schedule.emit import emit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ def folder_bytes(folder: Path) -> int:
 
 def time_in_turn(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int) -> str:
     """Time all calls in turn, into the rows of their names; says how far other processes disturbed the timing."""
-    from effcompile.timing import interleaved
+    from effcompile.core.timing import interleaved
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
     with told(f"timing {len(calls)} ways, {rounds} rounds"):
@@ -205,7 +205,7 @@ def write_out(out: Path | None, lines: Sequence[str], data: Mapping[str, Any]) -
         return
     import msgspec
 
-    from effcompile.files import write_atomically
+    from effcompile.core.files import write_atomically
 
     write_atomically(out.with_suffix(".md"), ("\n".join(lines) + "\n").encode())
     write_atomically(out.with_suffix(".json"), msgspec.json.format(msgspec.json.encode(data), indent=1))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from _architectures import ARCHITECTURES, build
 
 if TYPE_CHECKING:
-    from effcompile.plan import Check
+    from effcompile.ir.plan import Check
 
 LIMIT = 1e-5
 
@@ -56,7 +56,7 @@ class Row:
 
 def probe(name: str, lower: bool) -> Row:
     """One architecture, in this process."""
-    from effcompile.errors import EffcompileError
+    from effcompile.core.errors import EffcompileError
 
     row = Row(name=name, family=ARCHITECTURES[name].family)
     model, inputs = build(ARCHITECTURES[name])

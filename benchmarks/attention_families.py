@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from effcompile.attention.rewrite import Rewritten
+    from effcompile.sites.attention.rewrite import Rewritten
 
 #: Relative L2 errors that count as equal, by column. bf16 columns: see `Row.passed`.
 LIMITS = {"example": 1e-5, "second": 1e-5, "gradients": 1e-5, "bf16": 1e-2, "bf16 gradients": 1e-2}
@@ -78,7 +78,7 @@ def _inference(row: Row, sizes: Sizes, form: str) -> None:
     import torch
 
     from effcompile.capture import capture
-    from effcompile.export import allowed, resized, sizes_of
+    from effcompile.ir.export import allowed, resized, sizes_of
 
     model, inputs = build(row.name, sizes)
     program = capture(model.eval(), (), inputs)
@@ -131,8 +131,8 @@ def training_graph(model: torch.nn.Module, inputs: dict[str, Any]) -> Iterator[f
     """torch.export's forward of a model in training mode, with the mends that capture knows."""
     import torch
 
-    from effcompile import torch_compat
     from effcompile.capture.mends import mended
+    from effcompile.core import torch_compat
 
     with mended(model, inputs), torch.enable_grad():
         model.train()
@@ -163,7 +163,7 @@ def _step(call: torch.nn.Module, model: torch.nn.Module, inputs: dict[str, Any])
 
 
 def _replaced(row: Row, graph: fx.Graph, form: str, training: bool = False) -> int:
-    from effcompile.attention.rewrite import Rewritten, rewrite
+    from effcompile.sites.attention.rewrite import Rewritten, rewrite
 
     outcomes = rewrite(graph, form=form, training=training)  # type: ignore[arg-type]
     done: list[Rewritten] = [outcome for outcome in outcomes if isinstance(outcome, Rewritten)]

@@ -126,7 +126,7 @@ def _ways(pattern: Any, options: argparse.Namespace) -> dict[str, Callable[[], A
 
 
 def _race(ways: Mapping[str, Callable[[], Any]], threads: int, rounds: int) -> Seconds:
-    from effcompile.timing import faster_half_median
+    from effcompile.core.timing import faster_half_median
 
     clock = time.process_time if threads == 1 else time.perf_counter
     samples: dict[str, list[float]] = {name: [] for name in ways}

@@ -47,12 +47,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from effcompile.attention.visibility import Visibility
 from effcompile.backends import triton as ours
 from effcompile.ops.attention import attention
 from effcompile.ops.attention_terms import Terms, visible_pairs
 from effcompile.ops.block_sparse import block_sparse_linear
 from effcompile.ops.loss_head import MEAN, loss_head_backward, loss_head_forward, loss_head_gradients
+from effcompile.sites.attention.visibility import Visibility
 from effcompile.sparse.pattern import BlockPattern
 
 # ------------------------------------------------------------------ sections

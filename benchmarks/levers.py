@@ -66,7 +66,7 @@ def _request(name: str, options: argparse.Namespace) -> Request:
     from effcompile.compiler.training.levers import Subsets
     from effcompile.compiler.training.microbatch import Divisions
     from effcompile.compiler.training.work import make_work
-    from effcompile.goal import Goal
+    from effcompile.core.goal import Goal
 
     model, batch = build(name)
     goal = Goal(mode="training", max_error=0.05)

@@ -66,10 +66,10 @@ def table(tokens: int, options: argparse.Namespace, data: list[dict[str, Any]]) 
     import torch
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-    from effcompile.attention.predicted import Predictor, exact_mass, visible_tiles
-    from effcompile.attention.predictors import METHODS, STATIC, fit_low_rank
     from effcompile.estimate.prediction import figure_of
     from effcompile.ops.attention import attention
+    from effcompile.sites.attention.predicted import Predictor, exact_mass, visible_tiles
+    from effcompile.sites.attention.predictors import METHODS, STATIC, fit_low_rank
 
     names = ("q", "k", "v", "scale", "lo", "hi", "chunk", "valid")
     given, other = (

@@ -62,9 +62,9 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
     from effcompile.compiler.training.build import build_plan
     from effcompile.compiler.training.levers import Subsets
     from effcompile.compiler.training.work import make_work
-    from effcompile.errors import InfeasibleError
-    from effcompile.goal import Goal
-    from effcompile.optimizers import EIGHT_BIT
+    from effcompile.core.errors import InfeasibleError
+    from effcompile.core.goal import Goal
+    from effcompile.ops.optimizers import EIGHT_BIT
 
     confirm._TIMING_SECONDS = 0.0
     goal = Goal(mode="training", max_error=0.1)

@@ -108,7 +108,7 @@ def step_flops(setup: Setup, width: int) -> float:
     """FLOPs of a dense model's training step."""
     import torch
 
-    from effcompile.torch_compat import flop_counter
+    from effcompile.core.torch_compat import flop_counter
 
     batch = batch_of(torch.zeros(4 * setup.context, dtype=torch.uint8), setup, 1, torch.Generator())
     with flop_counter() as counter:
@@ -277,7 +277,7 @@ def _judged(gap: float, error: float) -> str:
 
 def _needed_flops(found: dict[str, list[Result]], block: int) -> str:
     """F_dense / F_sparse at equal loss, from the two dense models' line in log FLOPs: eps must stay below it."""
-    from effcompile.sparsity import MATCHED_BREAK_EVEN
+    from effcompile.ir.sparsity import MATCHED_BREAK_EVEN
 
     one, two, sparse = found["dense"], found["dense 2×"], found[f"dynamic {block}"]
     slope = (_mean(two) - _mean(one)) / math.log(two[0].flops / one[0].flops)

@@ -305,7 +305,7 @@ def _speedup(model: nn.Module, executable: Executable, inputs: Mapping[str, Any]
     """Median eager seconds over median optimized seconds, in turn."""
     import torch
 
-    from effcompile.timing import interleaved
+    from effcompile.core.timing import interleaved
 
     with torch.inference_mode():
         samples = interleaved({"eager": lambda: model(**inputs), "ours": lambda: executable(**inputs)}, rounds)

@@ -148,7 +148,7 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
     from effcompile.compiler.training.figures import keep_figures, known_figures
     from effcompile.compiler.training.prepare import Figures, prepare
     from effcompile.compiler.training.solve import best_schedule, leanest
-    from effcompile.errors import InfeasibleError
+    from effcompile.core.errors import InfeasibleError
     from effcompile.passes import load_training_passes
 
     checkpoint, heads, pointwise, _ = load_training_passes(None)
@@ -180,7 +180,7 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
 
 
 def _peak(way: Way) -> float:
-    from effcompile import torch_compat
+    from effcompile.core import torch_compat
 
     way.model.zero_grad(set_to_none=True)
     with torch_compat.memory_profile() as profile:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from effcompile.plan import Plan
-from effcompile.sparsity import SparsityFigures
+from effcompile.ir.plan import Plan
+from effcompile.ir.sparsity import SparsityFigures
 
 if TYPE_CHECKING:
     __version__: str
     from rich.console import Console
 
-    from effcompile.api import Executable, frontier, optimize
-    from effcompile.dynamo import compilations
-    from effcompile.errors import (
+    from effcompile.api import Executable, frontier, optimize, plan
+    from effcompile.core.errors import (
         CaptureError,
         EffcompileError,
         FormatError,
@@ -29,28 +28,30 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from effcompile.goal import Goal
+    from effcompile.core.goal import Goal
+    from effcompile.dynamo import compilations
+    from effcompile.machine.target import Target
     from effcompile.sparse.controller import DynamicSparsity
-    from effcompile.target import Target
 
 _HOME = {
     "optimize": "api",
     "frontier": "api",
+    "plan": "api",
     "Executable": "api",
     "compilations": "dynamo",
     "DynamicSparsity": "sparse.controller",
-    "Goal": "goal",
-    "Target": "target",
-    "EffcompileError": "errors",
-    "UsageError": "errors",
-    "UnknownNameError": "errors",
-    "InputsError": "errors",
-    "FormatError": "errors",
-    "CaptureError": "errors",
-    "MissingPackageError": "errors",
-    "InfeasibleError": "errors",
-    "LoweringError": "errors",
-    "VerificationError": "errors",
+    "Goal": "core.goal",
+    "Target": "machine.target",
+    "EffcompileError": "core.errors",
+    "UsageError": "core.errors",
+    "UnknownNameError": "core.errors",
+    "InputsError": "core.errors",
+    "FormatError": "core.errors",
+    "CaptureError": "core.errors",
+    "MissingPackageError": "core.errors",
+    "InfeasibleError": "core.errors",
+    "LoweringError": "core.errors",
+    "VerificationError": "core.errors",
 }
 
 __all__ = [
@@ -74,15 +75,6 @@ __all__ = [
     "optimize",
     "plan",
 ]
-
-
-def plan(model: Any, inputs: Any, **request: Any) -> Plan:
-    """Decide without lowering: see effcompile.api.plan.
-
-    A function of its own, not an entry of `_HOME`: the module effcompile.plan has the same name, and as it is
-    imported above, this definition is what `effcompile.plan` means from here on.
-    """
-    return import_module("effcompile.api").plan(model, inputs, **request)
 
 
 def __getattr__(name: str) -> Any:

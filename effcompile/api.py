@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 
 from effcompile.compiler import Executable
+from effcompile.core.errors import UsageError
+from effcompile.core.goal import Goal
 from effcompile.deferred import Deferred, Loss, Request, with_forward
 from effcompile.dynamo import dynamo_backend
-from effcompile.errors import UsageError
-from effcompile.goal import Goal
+from effcompile.ir.plan import Plan
 from effcompile.loader import Inputs, as_inputs
-from effcompile.plan import Plan
-from effcompile.target import Target
+from effcompile.machine.target import Target
 
 __all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "optimize", "plan"]
 

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from effcompile import console, report
-from effcompile.errors import EffcompileError, UsageError
-from effcompile.files import write_atomically
-from effcompile.goal import Goal
-from effcompile.plan import Plan
-from effcompile.units import format_seconds
+from effcompile.core.errors import EffcompileError, UsageError
+from effcompile.core.files import write_atomically
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_seconds
+from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable, TrainingExecutable
     from effcompile.deferred import Request
     from effcompile.loader import Loaded
-    from effcompile.target import Target
+    from effcompile.machine.target import Target
 
 app = typer.Typer(
     help="Declare the budget; get the fastest transformer that fits, with proof.",
@@ -107,7 +107,7 @@ class Job:
         changes = {name: value for name, value in goal_fields.items() if value is not None}
         Goal.of(**changes)
         if target != "auto":
-            from effcompile.machines import load_target
+            from effcompile.machine.machines import load_target
 
             load_target(target)
         return cls(file=file, changes=changes, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs)
@@ -291,7 +291,7 @@ _COMPARED = ("model", "fingerprint", "goal", "target", "backend", "predicted", "
 @app.command()
 def targets(verbose: Verbose = False, as_json: AsJson = False) -> None:
     """The machines that effcompile has figures of."""
-    from effcompile.machines import known_targets, load_target
+    from effcompile.machine.machines import known_targets, load_target
 
     known = [load_target(name) for name in known_targets()]
     if as_json:

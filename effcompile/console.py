@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.errors import EffcompileError, InfeasibleError, UsageError
-from effcompile.goal import Goal
+from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
+from effcompile.core.goal import Goal
 from effcompile.report import Steps, print_infeasible
 
 

@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 from effcompile import compiler
 from effcompile.compiler import Executable, TrainingExecutable
-from effcompile.errors import InputsError, UsageError
-from effcompile.goal import Goal
+from effcompile.core.errors import InputsError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
 from effcompile.loader import Inputs
-from effcompile.plan import Plan
-from effcompile.target import Target
+from effcompile.machine.target import Target
 
 #: Shapes that one Deferred is optimized for; calls of further shapes run the original model.
 _MOST_SHAPES = 8

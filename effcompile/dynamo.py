@@ -19,8 +19,8 @@ from torch import fx, nn
 
 from effcompile import compiler
 from effcompile.compiler import Executable
-from effcompile.errors import EffcompileError, UnknownNameError, UsageError
-from effcompile.goal import Goal
+from effcompile.core.errors import EffcompileError, UnknownNameError, UsageError
+from effcompile.core.goal import Goal
 
 _OPTIONS = ("target", "backend", "passes", "calibration")
 _MOST_SHAPES = 8  # sets of sizes that one dynamic graph is optimized for; more run the original

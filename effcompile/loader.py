@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from effcompile.errors import InputsError, UsageError
+from effcompile.core.errors import InputsError, UsageError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import effcompile
 from effcompile import api, deferred, dynamo
-from effcompile.errors import FormatError, InputsError, UnknownNameError, UsageError
-from effcompile.plan import Plan
+from effcompile.core.errors import FormatError, InputsError, UnknownNameError, UsageError
+from effcompile.ir.plan import Plan
 
 QUICK: dict[str, Any] = {"backend": "torch-eager", "dynamic": False}
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import effcompile
 from effcompile import api, compiler, deferred, dynamo
-from effcompile.errors import InfeasibleError, InputsError, UsageError
-from effcompile.goal import Goal
-from effcompile.plan import Plan
+from effcompile.core.errors import InfeasibleError, InputsError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
 
 
 class Block(nn.Module):

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from effcompile import cli, console
-from effcompile.cost import Cost
-from effcompile.errors import EffcompileError, InfeasibleError
-from effcompile.goal import Goal
-from effcompile.plan import Certificate, Decision, Declined, Plan, Totals
+from effcompile.core.cost import Cost
+from effcompile.core.errors import EffcompileError, InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Certificate, Decision, Declined, Plan, Totals
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny.py"
 

@@ -16,7 +16,7 @@ import pytest
 from test_cli import Outcome
 
 from effcompile import cli
-from effcompile.plan import Plan
+from effcompile.ir.plan import Plan
 
 QUICK = ("--backend", "torch-eager", "--static")
 
@@ -172,7 +172,7 @@ def test_corrupted_calibration_cache(
     capsys: pytest.CaptureFixture[str], write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))
-    from effcompile.estimate import calibration
+    from effcompile.machine import calibration
 
     path = calibration.calibration_path()
     path.parent.mkdir(parents=True)

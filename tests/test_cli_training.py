@@ -12,11 +12,11 @@ import torch
 from test_cli import Outcome
 
 from effcompile import compiler
-from effcompile.cost import Cost
-from effcompile.errors import InfeasibleError, UsageError
-from effcompile.goal import Goal
-from effcompile.plan import Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
-from effcompile.units import parse_bytes
+from effcompile.core.cost import Cost
+from effcompile.core.errors import InfeasibleError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.core.units import parse_bytes
+from effcompile.ir.plan import Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 
 MIB = 2**20
 TRAIN = """

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from effcompile.errors import InputsError, UsageError
+from effcompile.core.errors import InputsError, UsageError
 from effcompile.loader import as_inputs, load
 
 GOOD = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from effcompile.torch_compat import NEWEST, OLDEST, untested
+from effcompile.core.torch_compat import NEWEST, OLDEST, untested
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.13.0", f"{NEWEST[0]}.{NEWEST[1]}.3", "2.14.0a0+git12", "nightly"])

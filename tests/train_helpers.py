@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from effcompile import torch_compat
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
+from effcompile.core import torch_compat
 from effcompile.estimate import operators
 from effcompile.estimate.roofline import moved_bytes
 from effcompile.estimate.storages import graph_storages
+from effcompile.ir.step import Step
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.planner.remat import Group
-from effcompile.remat.blocks import Blocks, cut_into_blocks
-from effcompile.remat.emit import emit
-from effcompile.step import Step
+from effcompile.schedule.blocks import Blocks, cut_into_blocks
+from effcompile.schedule.emit import emit
 
 VOCABULARY = 96
 Batch = dict[str, torch.Tensor]

@@ -6,7 +6,7 @@ import importlib
 from importlib.metadata import entry_points
 
 from effcompile.backends.base import Backend
-from effcompile.errors import MissingPackageError, UnknownNameError
+from effcompile.core.errors import MissingPackageError, UnknownNameError
 
 #: name → where its class is. Loaded on demand, as each needs packages of its own.
 BACKENDS: dict[str, str] = {

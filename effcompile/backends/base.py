@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from effcompile.goal import Goal
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.target import KernelCall
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 
 Run = Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]
 

@@ -11,9 +11,9 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from effcompile import torch_compat
-from effcompile.export import Domain
-from effcompile.program import Dim, TensorSpec
+from effcompile.core import torch_compat
+from effcompile.ir.export import Domain
+from effcompile.ir.program import Dim, TensorSpec
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 

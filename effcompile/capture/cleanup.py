@@ -11,7 +11,7 @@ from torch import fx
 
 aten = torch.ops.aten
 
-#: Checks of what tracing assumed. `effcompile.export.Domain` keeps the assumptions, so that nothing is lost.
+#: Checks of what tracing assumed. `effcompile.ir.export.Domain` keeps the assumptions, so that nothing is lost.
 _ASSERTS = tuple(
     getattr(getattr(aten, name), overload)
     for name, overload in (

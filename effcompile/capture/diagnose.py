@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from effcompile.errors import CaptureError
+from effcompile.core.errors import CaptureError
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(torch.__file__)

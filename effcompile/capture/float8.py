@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
-from effcompile.errors import CaptureError
+from effcompile.core.errors import CaptureError
 
 #: The first compute capability with float8 products: Ada (Hopper is 9.0).
 CAPABILITY = (8, 9)

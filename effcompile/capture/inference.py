@@ -10,15 +10,15 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from effcompile import torch_compat
 from effcompile.capture import axes as dynamic_axes
 from effcompile.capture import cleanup
 from effcompile.capture.diagnose import capture_error, first_line, place_of
 from effcompile.capture.mends import CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.verify import second_sizes
-from effcompile.errors import InputsError
-from effcompile.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
-from effcompile.program import Program
+from effcompile.core import torch_compat
+from effcompile.core.errors import InputsError
+from effcompile.ir.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
+from effcompile.ir.program import Program
 
 Dynamic = bool | Mapping[str, Any] | None
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from effcompile import torch_compat
-from effcompile.units import format_bytes
+from effcompile.core import torch_compat
+from effcompile.core.units import format_bytes
 
 CACHE_MEND = "use_cache=False: the output has no key/value cache, which torch.export cannot return"
 

@@ -17,14 +17,14 @@ import numpy
 import torch
 from torch import Tensor, fx, nn
 
-from effcompile import torch_compat, torch_compat_aot
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
 from effcompile.capture.diagnose import capture_error, first_line, place_of
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
 from effcompile.capture.training_outputs import Layout, check_loss
-from effcompile.errors import CaptureError, EffcompileError, InputsError
-from effcompile.step import Step
+from effcompile.core import torch_compat, torch_compat_aot
+from effcompile.core.errors import CaptureError, EffcompileError, InputsError
+from effcompile.ir.step import Step
 
 Loss = Callable[[Any, Any], Tensor]
 #: Changes a forward graph in place before its gradients are traced; called with the graph and the values of its placeholders.

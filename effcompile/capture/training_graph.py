@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from effcompile import torch_compat_aot
-from effcompile.errors import CaptureError
+from effcompile.core import torch_compat_aot
+from effcompile.core.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ class Lifted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """The tidy joint graph and what its placeholders and results are: see `effcompile.step.Step`."""
+    """The tidy joint graph and what its placeholders and results are: see `effcompile.ir.step.Step`."""
 
     module: fx.GraphModule
     parameters: Mapping[fx.Node, str]

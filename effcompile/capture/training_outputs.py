@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from effcompile.errors import CaptureError
+from effcompile.core.errors import CaptureError
 
 Path = tuple[Any, ...]
 _MEND = "Pass what the model computes its loss from (HuggingFace: labels=...), or give loss=, a function loss(outputs, inputs)"

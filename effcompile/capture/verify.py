@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.diagnose import first_line
 from effcompile.capture.mends import as_reference
-from effcompile.errors import InputsError
-from effcompile.export import allowed, resized, sizes_of
-from effcompile.plan import Check
-from effcompile.program import Program, TensorSpec
+from effcompile.core.errors import InputsError
+from effcompile.ir.export import allowed, resized, sizes_of
+from effcompile.ir.plan import Check
+from effcompile.ir.program import Program, TensorSpec
 
 #: Relative L2 that re-ordered fp32 arithmetic may cost.
 LIMIT = 1e-5

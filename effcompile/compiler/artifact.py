@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Lowered
 from effcompile.compiler.machine import usable_backends
-from effcompile.errors import FormatError, InputsError, UsageError, VerificationError
-from effcompile.plan import Plan
-from effcompile.timing import median_seconds
+from effcompile.core.errors import FormatError, InputsError, UsageError, VerificationError
+from effcompile.core.timing import median_seconds
+from effcompile.ir.plan import Plan
 
 PLAN = "plan.json"
 _INPUT = re.compile(r"(?P<name>\S+) \[(?P<dims>.*)\] (?P<dtype>\w+)")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from effcompile.attention.normalise import normalised
 from effcompile.backends import load_backend
 from effcompile.backends.base import Backend
 from effcompile.capture import capture, variants, verify_capture
@@ -22,19 +21,20 @@ from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.search import Search, explain_infeasible, fingerprint
 from effcompile.compiler.settle import Outcome, Workshop, settle
 from effcompile.compiler.verify import references, worst
-from effcompile.errors import CaptureError, EffcompileError, FormatError, InfeasibleError, LoweringError, UsageError, VerificationError
+from effcompile.core.errors import CaptureError, EffcompileError, FormatError, InfeasibleError, LoweringError, UsageError, VerificationError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_error, format_seconds
 from effcompile.estimate import sensitivity
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Sensitivity
-from effcompile.goal import Goal
-from effcompile.machines import load_target
+from effcompile.ir.plan import Candidate, Plan
+from effcompile.ir.program import Program
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import Target
 from effcompile.passes import Pass, load_passes
 from effcompile.passes.quantize import Quantize
-from effcompile.plan import Candidate, Plan
-from effcompile.program import Program
-from effcompile.sites import attentions
-from effcompile.target import Target
-from effcompile.units import format_error, format_seconds
+from effcompile.sites.attention.normalise import normalised
+from effcompile.sites.parts import attentions
 
 #: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong.
 SHORTLIST = 1.08

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Lowered
 from effcompile.compiler.artifact import save_artifact
-from effcompile.errors import InputsError
-from effcompile.plan import Plan
-from effcompile.program import Program, TensorSpec
+from effcompile.core.errors import InputsError
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, TensorSpec
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,11 +11,11 @@ from effcompile.backends import BACKENDS, load_backend
 from effcompile.backends.base import Backend
 from effcompile.backends.torch.measure import measure as torch_measure
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.errors import MissingPackageError, UsageError
-from effcompile.estimate import calibration as store
-from effcompile.estimate.calibration import Calibration
-from effcompile.machines import load_target
-from effcompile.target import Target
+from effcompile.core.errors import MissingPackageError, UsageError
+from effcompile.machine import calibration as store
+from effcompile.machine.calibration import Calibration
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import Target
 
 AUTO = "auto"
 

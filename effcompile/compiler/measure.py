@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from effcompile import torch_compat
 from effcompile.capture.mends import as_reference
 from effcompile.compiler.settle import Outcome
-from effcompile.plan import Totals
-from effcompile.program import Program
-from effcompile.timing import faster_half_median, interleaved
+from effcompile.core import torch_compat
+from effcompile.core.timing import faster_half_median, interleaved
+from effcompile.ir.plan import Totals
+from effcompile.ir.program import Program
 
 #: Seconds that comparing may take, and the least and most rounds it is done in.
 _BUDGET, _LEAST, _MOST = 5.0, 4, 40

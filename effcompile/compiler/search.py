@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from effcompile import planner, sites
+from effcompile import planner
 from effcompile.backends.base import Backend
 from effcompile.compiler.machine import BASELINE, Machine
-from effcompile.cost import Cost, Provenance, total
-from effcompile.errors import InfeasibleError
+from effcompile.core.cost import Cost, Provenance, total
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_bytes, format_error, format_seconds
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.estimate.timeline import Timeline, timeline
-from effcompile.goal import Goal
+from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.program import Program
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
-from effcompile.plan import Certificate, Decision, Plan, Totals
-from effcompile.program import Program
-from effcompile.row_sites import row_sites
-from effcompile.units import format_bytes, format_error, format_seconds
+from effcompile.sites import parts as sites
+from effcompile.sites.rows import row_sites
 
 #: The solver proves that nothing is cheaper by more than this share.
 GAP = 0.01

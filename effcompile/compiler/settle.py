@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from effcompile import sites
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.verify import Reference, verify, worst
-from effcompile.errors import LoweringError, VerificationError
-from effcompile.goal import EXACT_TOLERANCE, Goal
+from effcompile.core.errors import LoweringError, VerificationError
+from effcompile.core.goal import EXACT_TOLERANCE, Goal
+from effcompile.core.units import format_error
+from effcompile.ir.plan import Check, Plan
+from effcompile.ir.program import Program
 from effcompile.passes import Pass
-from effcompile.plan import Check, Plan
-from effcompile.program import Program
-from effcompile.units import format_error
+from effcompile.sites import parts as sites
 
 #: Solves at the most, the first one included.
 MAX_ROUNDS = 5

@@ -17,11 +17,11 @@ from effcompile.backends.base import Lowered
 from effcompile.capture import variants
 from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
-from effcompile.errors import LoweringError
-from effcompile.goal import Goal
-from effcompile.plan import Check
-from effcompile.program import Program
-from effcompile.units import format_error
+from effcompile.core.errors import LoweringError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_error
+from effcompile.ir.plan import Check
+from effcompile.ir.program import Program
 
 Run = Callable[..., Any]
 

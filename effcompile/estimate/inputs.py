@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.program import Program
+from effcompile.ir.program import Program
 
 aten = torch.ops.aten
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]

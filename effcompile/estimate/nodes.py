@@ -1,6 +1,6 @@
 """FLOPs, bytes and seconds of every node, from the kernels it stands for. Nothing is run.
 
-Each call_function node of the flat aten graph maps to kernels of `effcompile.target.KERNELS`; a node that only
+Each call_function node of the flat aten graph maps to kernels of `effcompile.machine.target.KERNELS`; a node that only
 looks at memory that is already there (a view, a getitem, a check) maps to none. The estimate is of the graph as it
 stands, one kernel after another: fusion is an option that a pass prices, not something assumed here.
 """
@@ -15,13 +15,13 @@ from functools import reduce
 import torch
 from torch import fx
 
-from effcompile.attention.normalise import EAGER, OUR_ATTENTIONS
-from effcompile.cost import Provenance
+from effcompile.core.cost import Provenance
 from effcompile.estimate.storages import Storages, storages
+from effcompile.ir.program import Program, dtype_of, module_path, shape_of
+from effcompile.machine.target import KernelCall, Target
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - an operator that is priced
-from effcompile.program import Program, dtype_of, module_path, shape_of
-from effcompile.sites import argument
-from effcompile.target import KernelCall, Target
+from effcompile.sites.attention.normalise import EAGER, OUR_ATTENTIONS
+from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
 Calls = tuple[KernelCall, ...]

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile import torch_compat
+from effcompile.core import torch_compat
+from effcompile.core.timing import median_seconds
 from effcompile.ops import block_sparse
-from effcompile.timing import median_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 
 from effcompile.estimate.storages import Allocations
-from effcompile.optimizers import GIVEN, Form, Group, build, one_by_one, pieces
-from effcompile.target import Target
+from effcompile.machine.target import Target
+from effcompile.ops.optimizers import GIVEN, Form, Group, build, one_by_one, pieces
 
 #: Bytes that torch may take on the CPU for a step's numbers: counters and factors become tensors for a moment.
 _SCALARS = 64

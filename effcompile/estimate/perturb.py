@@ -11,8 +11,8 @@ from torch import fx
 from torch.nn import functional as F  # noqa: N812 - its customary name
 
 from effcompile.estimate import fake_quant
-from effcompile.program import Program
-from effcompile.sites import LinearSite, attentions, embeddings, gelus, linears, merges
+from effcompile.ir.program import Program
+from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges
 
 #: int8_dynamic with the weight scale that a merge with its neighbours would impose.
 MERGED = "int8_dynamic@merged"

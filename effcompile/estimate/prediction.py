@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from effcompile.attention.expand import arguments
-from effcompile.attention.known import in_closed_form
-from effcompile.attention.predicted import Predictor, exact_mass, visible_tiles
-from effcompile.attention.predictors import METHODS, fit_low_rank
 from effcompile.estimate.inputs import Inputs, generate_inputs
 from effcompile.estimate.sensitivity import floating, leaves_of
-from effcompile.program import Program
-from effcompile.sites import attentions
+from effcompile.ir.program import Program
+from effcompile.sites.attention.expand import arguments
+from effcompile.sites.attention.known import in_closed_form
+from effcompile.sites.attention.predicted import Predictor, exact_mass, visible_tiles
+from effcompile.sites.attention.predictors import METHODS, fit_low_rank
+from effcompile.sites.parts import attentions
 
 #: Inputs that are run: of long sequences one has many draws.
 MOST_INPUTS = 2

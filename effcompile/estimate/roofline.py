@@ -12,8 +12,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from effcompile.target import Target
-from effcompile.torch_compat import UNCOUNTED_FLOPS
+from effcompile.core.torch_compat import UNCOUNTED_FLOPS
+from effcompile.machine.target import Target
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32", torch.int8: "int8"}
 

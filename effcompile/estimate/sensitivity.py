@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
 from effcompile.estimate.perturb import MERGED, Record, Site, Weights, delta_of, find_sites, static_range
-from effcompile.program import Program
-from effcompile.sites import linears, merges
+from effcompile.ir.program import Program
+from effcompile.sites.parts import linears, merges
 
 __all__ = ["Inputs", "Sensitivity", "describe_generated", "generate_inputs", "measure"]
 

@@ -22,8 +22,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effcompile import torch_compat
-from effcompile.program import Program, shape_of
+from effcompile.core import torch_compat
+from effcompile.ir.program import Program, shape_of
 
 Storage = int  # an index, equal for nodes that share memory
 

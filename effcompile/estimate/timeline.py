@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from effcompile.estimate.storages import Storage, Storages, storages
-from effcompile.program import Program
+from effcompile.ir.program import Program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ D and Dv widths. Query i sees key j iff all of these hold:
 - `lo` ≤ j − i ≤ `hi` (None is open), and i // `chunk` == j // `chunk` where chunk > 0;
 - `q_ids[b, i] == k_ids[b, j]`, and `valid[b, j]`;
 - `mask[b, h, i, j]`, each axis full or 1;
-- with `tiles` (`effcompile.tiles.TileList.tensors()`; only the first four are read here): the tile of (i, j) is listed. In a tile
+- with `tiles` (`effcompile.ops.tiles.TileList.tensors()`; only the first four are read here): the tile of (i, j) is listed. In a tile
   listed as full, every key is seen whatever the other terms say.
 
 What is not visible is left out of the softmax: it is never added as a number. `sink`, (H) or broadcastable to (B, H, Sq), is one

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 
 #: Dtypes of q, k and v.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops import block_sparse_native as native
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
 from effcompile.ops.devices import one_device

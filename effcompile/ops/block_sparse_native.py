@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effcompile import torch_compat
-from effcompile.errors import LoweringError, UsageError
+from effcompile.core import torch_compat
+from effcompile.core.errors import LoweringError, UsageError
+from effcompile.machine.native import compiled, library
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
-from effcompile.ops.native import compiled, library
 
 #: Block sizes that there are kernels for.
 BLOCKS = (1, 4, 8, 16, 32, 64)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from effcompile.errors import InputsError
-from effcompile.torch_compat import is_fake
+from effcompile.core.errors import InputsError
+from effcompile.core.torch_compat import is_fake
 
 #: Takes (the parameter's qualified name, its gradient).
 Sink = Callable[[str, torch.Tensor], None]

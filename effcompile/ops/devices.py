@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 __all__ = ["one_device"]
 

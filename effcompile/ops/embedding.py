@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 __all__ = ["embedding_backward_into", "workspace_bytes"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from effcompile import torch_compat
-from effcompile.torch_compat_aot import elementwise_kernel
+from effcompile.core import torch_compat
+from effcompile.core.torch_compat_aot import elementwise_kernel
 
 #: Operators that the name shows; the rest is counted.
 _SHOWN = 4

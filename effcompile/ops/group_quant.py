@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 
 __all__ = ["ACTIVATIONS", "LARGEST", "dequantize_groups", "pack_int4", "quantize_groups", "quantized_linear", "unpack_int4"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.one_by_one import OneByOne
 from effcompile.ops.states8 import BLOCK, FUSED, LEAST, lion8, lion8_by_torch
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 
 __all__ = ["MEAN", "SUM", "chunk_rows", "loss_head_backward", "loss_head_forward", "loss_head_gradients", "workspace_bytes"]

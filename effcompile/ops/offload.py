@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 __all__ = ["Coming", "HostPool", "Slot", "arrived", "ask", "fetch", "host_pool", "is_dense", "link_seconds", "offload", "send", "sent"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 
 __all__ = ["rms_norm", "rms_norm_alone", "rms_norm_backward", "rotary", "swiglu", "swiglu_backward"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 
 __all__ = ["BLOCK", "adam8", "lion8", "step8"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 
 __all__ = ["COLUMNS", "DTYPES", "ROWS", "compress", "misfit", "no_cores", "stored_bytes", "two_of_four_linear"]

@@ -7,7 +7,7 @@ from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
-from effcompile.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.fuse import Fuse

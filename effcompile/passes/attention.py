@@ -10,15 +10,15 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from effcompile.attention.expand import expand
-from effcompile.attention.graph_mask import GraphMask
-from effcompile.attention.known import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
-from effcompile.cost import Cost, Provenance
+from effcompile.core.cost import Cost, Provenance
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
-from effcompile.plan import Plan
-from effcompile.program import Program, shape_of
-from effcompile.sites import AttentionSite, attentions, linears
+from effcompile.sites.attention.expand import expand
+from effcompile.sites.attention.graph_mask import GraphMask
+from effcompile.sites.attention.known import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
+from effcompile.sites.parts import AttentionSite, attentions, linears
 
 aten = torch.ops.aten
 INT8 = "sdpa_int8"

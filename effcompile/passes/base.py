@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
-from effcompile.cost import Cost
-from effcompile.goal import Goal
-from effcompile.plan import Declined, Plan
-from effcompile.program import Program
-from effcompile.target import Target
+from effcompile.core.cost import Cost
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Declined, Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import Target
 
 __all__ = ["Choice", "Context", "Declined", "Option", "Pass"]
 

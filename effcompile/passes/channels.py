@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from effcompile.program import Program, shape_of
-from effcompile.sites import LinearSite, argument, linears
+from effcompile.ir.program import Program, shape_of
+from effcompile.sites.parts import LinearSite, argument, linears
 
 aten = torch.ops.aten
 

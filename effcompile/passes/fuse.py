@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.sites import add_norms, gelus
+from effcompile.sites.parts import add_norms, gelus
 
 aten = torch.ops.aten
 

@@ -11,13 +11,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.cost import Cost
+from effcompile.core.cost import Cost
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, TensorSpec, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import base_option, no_gain, no_kernel, price
 from effcompile.passes.quantize import LINEAR_OPTIONS
-from effcompile.plan import Plan
-from effcompile.program import Program, TensorSpec, shape_of
-from effcompile.sites import LinearSite, logits
+from effcompile.sites.parts import LinearSite, logits
 
 aten = torch.ops.aten
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from effcompile.cost import Cost, total
+from effcompile.core.cost import Cost, total
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import base_option, no_kernel, price
 from effcompile.passes.quantize import LINEAR_OPTIONS
-from effcompile.plan import Plan
-from effcompile.program import Program, module_path, shape_of
-from effcompile.sites import LinearSite, MergeSite, merges
+from effcompile.sites.parts import LinearSite, MergeSite, merges
 
 aten = torch.ops.aten
 

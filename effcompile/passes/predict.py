@@ -11,20 +11,20 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from effcompile.attention.emit import Emitter
-from effcompile.attention.forms import NotThisFormError, faking, tensor_of
-from effcompile.attention.known import mask_of, visible_keys
-from effcompile.attention.predicted import Predictor
-from effcompile.attention.predictors import METHODS
-from effcompile.cost import Cost, Provenance
+from effcompile.core.cost import Cost, Provenance
+from effcompile.core.units import format_error
 from effcompile.estimate.prediction import Figure, Trial, calibrate, told
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, shape_of
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
-from effcompile.plan import Plan
-from effcompile.program import Program, shape_of
-from effcompile.sites import AttentionSite, argument, attentions
-from effcompile.units import format_error
+from effcompile.sites.attention.emit import Emitter
+from effcompile.sites.attention.forms import NotThisFormError, faking, tensor_of
+from effcompile.sites.attention.known import mask_of, visible_keys
+from effcompile.sites.attention.predicted import Predictor
+from effcompile.sites.attention.predictors import METHODS
+from effcompile.sites.parts import AttentionSite, argument, attentions
 
 _trials: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[Predict, tuple[str, ...]], Trial]] = weakref.WeakKeyDictionary()
 

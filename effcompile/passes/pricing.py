@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from effcompile.cost import Cost
+from effcompile.core.cost import Cost
+from effcompile.core.units import format_seconds
+from effcompile.ir.plan import Declined
+from effcompile.machine.target import KernelCall
 from effcompile.passes.base import Context
-from effcompile.plan import Declined
-from effcompile.target import KernelCall
-from effcompile.units import format_seconds
 
 #: What a `site` of one refusal for all sites of a kind is called.
 EVERYWHERE = ""

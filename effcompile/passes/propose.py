@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.program import Program
 
 #: What a site may be said to have when no pass proposes there: an excluded `quantize` leaves every linear at fp32, `merge` all separate.
 _UNPLANNED = ("fp32", "separate")

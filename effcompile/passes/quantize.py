@@ -9,12 +9,12 @@ from typing import ClassVar
 
 import torch
 
-from effcompile.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.sites import EmbeddingSite, LinearSite, embeddings, linears
+from effcompile.sites.parts import EmbeddingSite, LinearSite, embeddings, linears
 
 #: Every precision a linear can have, the baseline first.
 LINEAR_OPTIONS = ("fp32", "bf16", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4")

@@ -6,7 +6,7 @@ from collections import Counter
 
 from torch import Tensor, fx, nn
 
-from effcompile.program import Program
+from effcompile.ir.program import Program
 
 
 def readers(program: Program) -> Counter[int]:

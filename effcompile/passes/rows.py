@@ -10,14 +10,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from effcompile.cost import Cost
+from effcompile.core.cost import Cost
 from effcompile.estimate.nodes import kernel_calls
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, dtype_of
+from effcompile.machine.target import KernelCall
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import EVERYWHERE, no_gain, no_kernel, price
-from effcompile.plan import Plan
-from effcompile.program import Program, dtype_of
-from effcompile.row_sites import NORM, ROTARY, ROW_SITE, SWIGLU, RowSite, row_sites, unmatched
-from effcompile.target import KernelCall
+from effcompile.sites.rows import NORM, ROTARY, ROW_SITE, SWIGLU, RowSite, row_sites, unmatched
 
 KIND = "rows"
 FUSED, SEPARATE = "fused", "separate"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from effcompile.errors import FormatError, UsageError
+from effcompile.core.errors import FormatError, UsageError
 from effcompile.estimate.sensitivity import floating, leaves_of
-from effcompile.program import Program
-from effcompile.sites import LinearSite
+from effcompile.ir.program import Program
+from effcompile.sites.parts import LinearSite
 from effcompile.sparse import saliency
 
 SALIENCIES = ("magnitude", "wanda", "snip", "given")

@@ -12,18 +12,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from effcompile import torch_compat
-from effcompile.cost import Cost, total
-from effcompile.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.core import torch_compat
+from effcompile.core.cost import Cost, total
+from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.merge import merge_cost
 from effcompile.passes.pricing import EVERYWHERE, no_error_allowed, no_kernel, price
 from effcompile.passes.quantize import LINEAR_OPTIONS, stored_bytes
 from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_masks, weight_of
 from effcompile.passes.structures import Structure, cut, structures
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.sites import LinearSite, MergeSite, linears, merges
+from effcompile.sites.parts import LinearSite, MergeSite, linears, merges
 
 BASELINE = "all"
 #: Neurons are kept in multiples of this, for vector units, and as w4 and w8 have groups along them; of few neurons in an eighth of them.

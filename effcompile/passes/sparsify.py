@@ -16,9 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from effcompile import torch_compat
-from effcompile.cost import Cost, Provenance
-from effcompile.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.core import torch_compat
+from effcompile.core.cost import Cost, Provenance
+from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
@@ -27,13 +30,10 @@ from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_mask
 from effcompile.passes.sparse_forms import Form, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.passes.two_of_four import offered as offered_on_cores
 from effcompile.passes.two_of_four import on_cores
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.sites import LinearSite, linears
+from effcompile.sites.parts import LinearSite, linears
 from effcompile.sparse import BLOCKS
 from effcompile.sparse.forms import TWO_OF_FOUR, block_of, stored_bytes
 from effcompile.sparse.pattern import check_block
-from effcompile.target import KernelCall
 
 BASELINE = "fp32"
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
+from effcompile.ir.program import Program, shape_of
 from effcompile.passes.channels import EXPANDS, SPLITS, VIEWS, Channels, Line, channels
 from effcompile.passes.rewire import readers, replace_constant, storage_of
-from effcompile.program import Program, shape_of
-from effcompile.sites import LinearSite, argument, common_parent
+from effcompile.sites.parts import LinearSite, argument, common_parent
 
 aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from effcompile.cost import Cost, Provenance
+from effcompile.core.cost import Cost, Provenance
 from effcompile.ops import two_of_four
 from effcompile.passes.base import Context, Option
 from effcompile.passes.pricing import no_error_allowed, no_kernel, price
 from effcompile.passes.sparse_forms import Form
-from effcompile.sites import LinearSite
+from effcompile.sites.parts import LinearSite
 
 __all__ = ["offered", "on_cores"]
 

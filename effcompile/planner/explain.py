@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from effcompile.errors import InfeasibleError
+from effcompile.core.errors import InfeasibleError
 from effcompile.planner.infeasible import Describe, plain
 from effcompile.planner.problem import Problem, Solution, check
 from effcompile.planner.solver import solve_checked

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
-from effcompile.errors import InfeasibleError
+from effcompile.core.errors import InfeasibleError
 from effcompile.planner.optimise import Impossible, Undecided, optimise
 from effcompile.planner.problem import Alternative, Problem
 from effcompile.planner.reduce import reduce_problem

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from types import MappingProxyType
 
-from effcompile.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError
 
 OPTIMAL = "optimal within gap"
 UNPROVEN = "feasible, bound not proven"

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import z3
 
-from effcompile.errors import EffcompileError, UsageError
+from effcompile.core.errors import EffcompileError, UsageError
 from effcompile.planner.infeasible import Describe, explain, plain, with_objective
 from effcompile.planner.optimise import Impossible, Outcome, Undecided, optimise
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Problem, Solution, check

@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effcompile.plan import MemoryTimeline, Plan
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import MemoryTimeline, Plan
 from effcompile.report.page import BAD, DIM, STRONG
-from effcompile.units import format_bytes, format_seconds
 
 Run = tuple[str, str]  # characters and their style
 Line = list[Run]

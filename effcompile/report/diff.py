@@ -8,12 +8,12 @@ from dataclasses import fields
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.goal import Goal
-from effcompile.plan import Plan, Totals
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_bytes, format_error, format_seconds
+from effcompile.ir.plan import Plan, Totals
 from effcompile.report import figures as f
 from effcompile.report.names import collapse, printed
 from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
-from effcompile.units import format_bytes, format_error, format_seconds
 
 
 def diff(a: Plan, b: Plan, console: Console | None = None) -> None:

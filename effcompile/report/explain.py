@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.cost import Cost
-from effcompile.errors import UsageError
-from effcompile.plan import Decision, Declined, Plan
+from effcompile.core.cost import Cost
+from effcompile.core.errors import UsageError
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import groups
 from effcompile.report.ledger import choice, ledger_of

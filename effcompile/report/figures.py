@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from effcompile.plan import Certificate, Fit, Plan, Totals
-from effcompile.units import format_bytes, format_error, format_seconds
+from effcompile.core.units import format_bytes, format_error, format_seconds
+from effcompile.ir.plan import Certificate, Fit, Plan, Totals
 
 NONE = "–"
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.plan import Plan
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import Plan
 from effcompile.report import figures as f
 from effcompile.report.chart import dots_of, frontier_chart, letter
 from effcompile.report.page import DIM, STRONG, Column, Page, Row
-from effcompile.units import format_bytes, format_seconds
 
 Other = tuple[str, float, float]  # name, peak bytes, seconds: what was measured of another tool
 

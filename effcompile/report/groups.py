@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from effcompile.plan import Decision, Declined, Plan
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.report.names import Template, collapse
 
 _NUMBER = re.compile(r"(?<![A-Za-z_])(?<![A-Za-z_]\d)\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![A-Za-z_])")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from effcompile.plan import Decision, MemoryTimeline, Plan
+from effcompile.core.units import format_bytes, format_count, format_error, format_seconds
+from effcompile.ir.plan import Decision, MemoryTimeline, Plan
 from effcompile.report import figures as f
 from effcompile.report import levers as lever_table
 from effcompile.report.chart import dots_of, letter
@@ -16,7 +17,6 @@ from effcompile.report.names import Template, collapse
 from effcompile.report.plots import frontier_plot, memory_plot
 from effcompile.report.style import STYLE
 from effcompile.report.svg import Bar, Part, stacked_bars
-from effcompile.units import format_bytes, format_count, format_error, format_seconds
 
 _VERDICT_CLASS = {f.Verdict.MET: "good", f.Verdict.NOT_MET: "bad", f.Verdict.UNVERIFIED: "warn", f.Verdict.PREDICTED: "warn"}
 

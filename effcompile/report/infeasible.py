@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.errors import InfeasibleError
-from effcompile.goal import Goal
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_bytes, format_error
 from effcompile.report.figures import format_ratio
 from effcompile.report.page import BAD, DIM, STRONG, Column, Page, Row
-from effcompile.units import format_bytes, format_error
 
 _GIB, _MIB = 2**30, 2**20
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from effcompile.cost import Cost
-from effcompile.plan import Decision, Plan
+from effcompile.core.cost import Cost
+from effcompile.core.units import format_bytes, format_error, format_seconds
+from effcompile.ir.plan import Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import saved_bytes, saved_seconds, saved_weight_bytes, share
-from effcompile.units import format_bytes, format_error, format_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from effcompile.plan import LeverRow, Plan
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import LeverRow, Plan
 from effcompile.report.chart import bar
 from effcompile.report.figures import format_ratio, ratio
 from effcompile.report.page import DIM, GOOD, LABEL, STRONG, Column, Page, Row
-from effcompile.units import format_bytes, format_seconds
 
 #: Headings of the table, in HTML too.
 TITLES = ("levers", "step", "÷ before", "peak")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from effcompile.plan import MemoryTimeline
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import MemoryTimeline
 from effcompile.report.chart import Dot, bytes_like, far, span
-from effcompile.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 720, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 16, 30, 34

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from effcompile.core.units import format_seconds
 from effcompile.report.page import BAD, DIM, GOOD, Page
-from effcompile.units import format_seconds
 
 _WORTH_TELLING = 1.0  # seconds
 

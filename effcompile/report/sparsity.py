@@ -8,11 +8,11 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
+from effcompile.core.units import format_count, format_seconds
+from effcompile.ir.sparsity import LayerFigures, SparsityFigures
 from effcompile.report.figures import NONE
 from effcompile.report.names import collapse, printed
 from effcompile.report.page import DIM, GOOD, STRONG, WARN, Column, Page, Row
-from effcompile.sparsity import LayerFigures, SparsityFigures
-from effcompile.units import format_count, format_seconds
 
 
 def print_sparsity(figures: SparsityFigures, console: Console | None = None) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from effcompile.plan import MemoryTimeline, Plan
+from effcompile.core.units import format_bytes
+from effcompile.ir.plan import MemoryTimeline, Plan
 from effcompile.report.chart import bar, far, memory_chart
 from effcompile.report.page import DIM, LABEL, STRONG, Column, Page, Row
-from effcompile.units import format_bytes
 
 _BAR = 26
 

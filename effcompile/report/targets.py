@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
+from effcompile.core.units import format_bytes
+from effcompile.machine.target import Target
 from effcompile.report.figures import NONE
 from effcompile.report.page import STRONG, Column, Page, Row
-from effcompile.target import Target
-from effcompile.units import format_bytes
 
 _DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4")
 

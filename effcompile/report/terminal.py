@@ -9,7 +9,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.plan import Candidate, Check, Decision, Plan
+from effcompile.core.units import format_count, format_error, format_seconds
+from effcompile.ir.plan import Candidate, Check, Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import Group, Refusal, groups, refusals
 from effcompile.report.ledger import Figure, Ledger, choice, ledger_of
@@ -17,7 +18,6 @@ from effcompile.report.levers import print_levers
 from effcompile.report.names import Template, collapse, printed
 from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
 from effcompile.report.step import print_memory
-from effcompile.units import format_count, format_error, format_seconds
 
 _TEMPLATES_SHOWN = 2
 

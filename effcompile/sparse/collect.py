@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 __all__ = ["input_norms", "loss_gradients"]
 

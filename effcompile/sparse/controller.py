@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.ir.sparsity import Efficiency, LayerFigures, SparsityFigures, StepFlops
 from effcompile.sparse import costs, hold, moments, saliency, select, start, tickets
 from effcompile.sparse.held import Held
 from effcompile.sparse.movement import Movement, cosine_ratio, move
 from effcompile.sparse.recipe import Execution, Growth, Recipe, learning_rate_factor
-from effcompile.sparsity import Efficiency, LayerFigures, SparsityFigures, StepFlops
 
 __all__ = ["DynamicSparsity"]
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.core.timing import faster_half_median, interleaved
+from effcompile.core.torch_compat import flop_counter
+from effcompile.ir.sparsity import Efficiency, StepFlops
 from effcompile.sparse.held import Held
 from effcompile.sparse.layer import BlockSparseLinear
 from effcompile.sparse.select import is_inside
-from effcompile.sparsity import Efficiency, StepFlops
-from effcompile.timing import faster_half_median, interleaved
-from effcompile.torch_compat import flop_counter
 
 __all__ = ["measure", "per_row", "per_row_of"]
 

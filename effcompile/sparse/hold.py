@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.ops.block_sparse_native import BLOCKS
 from effcompile.sparse import moments

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.block_sparse import block_sparse_linear
 from effcompile.sparse.pattern import BlockPattern
 

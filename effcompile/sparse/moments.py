@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 __all__ = ["Change", "check", "edit", "replace"]
 

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch.distributed as dist
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 __all__ = ["Recipe", "learning_rate_factor"]
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 __all__ = ["balanced_count", "blocks", "counts", "given", "heads", "magnitude", "masks", "neurons", "snip", "top", "two_of_four", "wanda"]
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from effcompile.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError
 
 __all__ = ["check_block", "choose", "inside_blocks", "is_inside"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.sparse import saliency
 from effcompile.sparse.recipe import Recipe
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from effcompile.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.sparse import moments, saliency
 
 __all__ = ["EarlyBird", "Neurons", "find_neurons", "mask_distance", "neuron_masks", "shrink"]

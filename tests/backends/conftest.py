@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from effcompile.program import Program, TensorSpec
+from effcompile.ir.program import Program, TensorSpec
 
 WIDTH, ROWS, VOCABULARY = 64, 16, 97
 

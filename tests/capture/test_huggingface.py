@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 SCRIPT = """
 import json, sys, torch, transformers
 from effcompile.capture import capture, verify_capture
-from effcompile.program import module_path, shape_of
-from effcompile.sites import attentions, linears
+from effcompile.ir.program import module_path, shape_of
+from effcompile.sites.parts import attentions, linears
 torch.manual_seed(0)
 small = dict(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
 ids, ones = torch.randint(1, 64, (1, 8)), torch.ones(1, 8, dtype=torch.long)

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from effcompile.capture import capture, variants, verify_capture
-from effcompile.errors import CaptureError, InputsError
-from effcompile.export import reexport, refresh_shapes, resized, sizes_of
-from effcompile.program import module_path, shape_of
+from effcompile.core.errors import CaptureError, InputsError
+from effcompile.ir.export import reexport, refresh_shapes, resized, sizes_of
+from effcompile.ir.program import module_path, shape_of
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from effcompile.capture import capture_training
-from effcompile.errors import CaptureError, EffcompileError, InputsError
-from effcompile.program import module_path
-from effcompile.step import Step
+from effcompile.core.errors import CaptureError, EffcompileError, InputsError
+from effcompile.ir.program import module_path
+from effcompile.ir.step import Step
 
 aten = torch.ops.aten
 X, Y = torch.randn(3, 8), torch.tensor([0, 1, 3])
@@ -474,7 +474,7 @@ import json, sys, torch, transformers
 sys.path.insert(0, sys.argv[2])
 from test_training import calls, mistakes, run_step, aten
 from effcompile.capture import capture_training
-from effcompile.program import module_path
+from effcompile.ir.program import module_path
 torch.manual_seed(0)
 kind = sys.argv[1]
 small = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)

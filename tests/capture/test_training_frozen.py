@@ -9,9 +9,9 @@ from torch import nn
 from train_helpers import VOCABULARY, Batch, cut_step, differing, eager, everything, gpt2, run_schedule
 
 from effcompile.capture import capture_training
-from effcompile.errors import CaptureError
+from effcompile.core.errors import CaptureError
 from effcompile.estimate.roofline import flops
-from effcompile.remat.blocks import Blocks, split
+from effcompile.schedule.blocks import Blocks, split
 
 peft = pytest.importorskip("peft")
 

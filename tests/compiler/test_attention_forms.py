@@ -11,7 +11,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import effcompile
 from effcompile.backends.torch import TorchEager
-from effcompile.target import KernelCall
+from effcompile.machine.target import KernelCall
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from effcompile.compiler import optimize, run_artifact
-from effcompile.errors import FormatError, InputsError, UsageError
-from effcompile.goal import Goal
-from effcompile.plan import Plan
+from effcompile.core.errors import FormatError, InputsError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
 
 
 class Two(nn.Module):

@@ -9,8 +9,8 @@ from effcompile.capture import capture
 from effcompile.compiler import compile as compiling
 from effcompile.compiler.progress import QUIET
 from effcompile.compiler.search import Proposal, _without_conflicts
-from effcompile.cost import Cost, Provenance
-from effcompile.goal import Goal
+from effcompile.core.cost import Cost, Provenance
+from effcompile.core.goal import Goal
 from effcompile.passes import Choice, Option
 from effcompile.planner import solve
 

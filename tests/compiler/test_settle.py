@@ -12,12 +12,12 @@ from effcompile.compiler.machine import Machine
 from effcompile.compiler.search import Search
 from effcompile.compiler.settle import Workshop, apply_passes, settle
 from effcompile.compiler.verify import references
-from effcompile.errors import InfeasibleError, VerificationError
+from effcompile.core.errors import InfeasibleError, VerificationError
+from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
-from effcompile.goal import Goal
+from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
-from effcompile.sites import linears
-from effcompile.target import KERNELS, Law, Target
+from effcompile.sites.parts import linears
 
 OPTIONS = ("bf16", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from effcompile.compiler.compile import _stale_timings
 from effcompile.compiler.machine import Machine
-from effcompile.estimate.calibration import BackendPoints, Calibration
-from effcompile.estimate.hardware import this_hardware
-from effcompile.machines import load_target
-from effcompile.plan import Candidate
+from effcompile.ir.plan import Candidate
+from effcompile.machine.calibration import BackendPoints, Calibration
+from effcompile.machine.hardware import this_hardware
+from effcompile.machine.machines import load_target
 
 
 def machine() -> Machine:

@@ -9,10 +9,10 @@ from train_helpers import Batch, gpt2
 
 import effcompile
 from effcompile.compiler.training.fit import model_error
-from effcompile.errors import InfeasibleError
-from effcompile.machines import load_target
-from effcompile.plan import Plan
-from effcompile.target import Target
+from effcompile.core.errors import InfeasibleError
+from effcompile.ir.plan import Plan
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import Target
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise", "no-loss_head", "states.offload=false"]

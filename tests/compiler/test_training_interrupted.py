@@ -12,7 +12,7 @@ import torch
 from train_helpers import gpt2
 from effcompile.compiler import optimize_training
 from effcompile.compiler.training import confirm
-from effcompile.goal import Goal
+from effcompile.core.goal import Goal
 from effcompile.ops import offload
 from effcompile.passes.training import checkpoint
 

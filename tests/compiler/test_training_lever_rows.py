@@ -14,14 +14,14 @@ from effcompile.capture import capture_training
 from effcompile.compiler import plan_training
 from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.prepare import Figures, prepare
-from effcompile.errors import InfeasibleError
-from effcompile.goal import Goal
-from effcompile.machines import load_target
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import LeverRow, Plan
+from effcompile.machine.machines import load_target
 from effcompile.passes import Levers
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.offload import Offload
-from effcompile.plan import LeverRow, Plan
 from effcompile.report import print_plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")

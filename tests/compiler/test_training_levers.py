@@ -18,16 +18,16 @@ from effcompile.compiler.training.levers import Subsets, subsets_of
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.compiler.training.rates import rates_of
 from effcompile.compiler.training.solve import Schedule
-from effcompile.errors import FormatError, InfeasibleError, UsageError
-from effcompile.goal import Goal
-from effcompile.machines import load_target
+from effcompile.core.errors import FormatError, InfeasibleError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.machine.machines import load_target
 from effcompile.ops.offload import host_pool
 from effcompile.passes import Levers
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.levers import Rates
 from effcompile.passes.training.offload import Offload
-from effcompile.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 #: A link so fast that offloading is worth it on models this small; no fused chains, to be bit-identical.

@@ -14,10 +14,10 @@ from train_helpers import VOCABULARY, Batch, Skips, gpt2, measured
 import effcompile
 from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
 from effcompile.compiler.training.compile import frontier_training
-from effcompile.errors import FormatError, InfeasibleError, InputsError, UsageError
-from effcompile.goal import Goal
+from effcompile.core.errors import FormatError, InfeasibleError, InputsError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
 from effcompile.passes.training.microbatch import Microbatch
-from effcompile.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 BASE = ["no-pointwise", "no-attention", "checkpoint.groups=false"]

@@ -14,10 +14,10 @@ from effcompile import compiler
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler import optimize_training, plan_training
 from effcompile.compiler.training import compile as training
-from effcompile.errors import FormatError, InfeasibleError, InputsError, UnknownNameError, UsageError, VerificationError
-from effcompile.goal import Goal
-from effcompile.machines import load_target
-from effcompile.plan import Plan
+from effcompile.core.errors import FormatError, InfeasibleError, InputsError, UnknownNameError, UsageError, VerificationError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.machine.machines import load_target
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 EXACTLY = ["no-pointwise"]

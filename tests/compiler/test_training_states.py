@@ -14,10 +14,10 @@ import effcompile
 from effcompile.backends.torch.optimizer import PlannedOptimizer
 from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
 from effcompile.compiler.training.compile import frontier_training
-from effcompile.errors import FormatError, InfeasibleError, InputsError, UsageError
-from effcompile.goal import Goal
-from effcompile.machines import load_target
-from effcompile.plan import Plan
+from effcompile.core.errors import FormatError, InfeasibleError, InputsError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.machine.machines import load_target
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 EXACT = ["no-pointwise", "checkpoint.groups=false"]  # pointwise: its kernels round as they please

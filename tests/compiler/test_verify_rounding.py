@@ -13,9 +13,9 @@ import effcompile
 from effcompile.backends.torch import TorchEager
 from effcompile.capture import capture
 from effcompile.compiler.verify import references, verify
-from effcompile.errors import VerificationError
-from effcompile.goal import EXACT_TOLERANCE, Goal
-from effcompile.program import Program
+from effcompile.core.errors import VerificationError
+from effcompile.core.goal import EXACT_TOLERANCE, Goal
+from effcompile.ir.program import Program
 
 
 class Cancels(nn.Module):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from effcompile.program import Program
+from effcompile.ir.program import Program
 
 
 def _capture(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Program:

@@ -7,10 +7,10 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from effcompile.cost import Provenance
+from effcompile.core.cost import Provenance
 from effcompile.estimate.nodes import estimate, kernel_calls
-from effcompile.machines import load_target
-from effcompile.target import KernelCall, Law, Target
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import KernelCall, Law, Target
 
 aten = torch.ops.aten
 

@@ -10,10 +10,10 @@ from torch import fx
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured, key, made_up, measure
 from effcompile.estimate.roofline import flops, moved_bytes, roofline_seconds
+from effcompile.machine.target import Target
 from effcompile.ops import block_sparse, loss_head
 from effcompile.ops.block_sparse_dense import dense_weight
 from effcompile.sparse import BlockPattern
-from effcompile.target import Target
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from effcompile.capture.inference import capture
 from effcompile.estimate import fake_quant
 from effcompile.estimate.sensitivity import Sensitivity, describe_generated, generate_inputs, measure
-from effcompile.program import Program
-from effcompile.sites import attentions, embeddings, gelus, linears, merges
+from effcompile.ir.program import Program
+from effcompile.sites.parts import attentions, embeddings, gelus, linears, merges
 
 OPTIONS = {"linear": ("bf16", "int8_dynamic", "int8_channel", "w8", "w4"), "embedding": ("int8",), "gelu": ("tanh",)}
 WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from effcompile.estimate.storages import storages
 from effcompile.estimate.timeline import timeline
-from effcompile.program import Program
+from effcompile.ir.program import Program
 
 
 class LiveStorages(fx.Interpreter):

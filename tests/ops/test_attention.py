@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops import attention_flash, attention_kernel
 from effcompile.ops.attention import attention, attention_backward
 

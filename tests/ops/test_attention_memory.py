@@ -10,7 +10,7 @@ from attention_reference import Problem
 from test_attention import LAYOUTS, laid_out, listed, problem
 from torch import Tensor
 
-from effcompile import torch_compat
+from effcompile.core import torch_compat
 from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.workspace import workspace_bytes
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from effcompile.errors import LoweringError, UsageError
+from effcompile.core.errors import LoweringError, UsageError
+from effcompile.core.torch_compat import peak_of_memory_events
+from effcompile.machine import native as compiling
 from effcompile.ops import block_sparse_native as native
-from effcompile.ops import native as compiling
 from effcompile.ops.block_sparse import block_sparse_grad_input, block_sparse_grad_values, block_sparse_linear, fallback_reason
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.sparse import BLOCKS, BlockPattern
-from effcompile.torch_compat import peak_of_memory_events
 
 LIMIT = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 8e-3}  # bf16: the rounding of the result alone is 2⁻⁹
 WIDER = {"avx512_bf16": "avx512", "avx512": "avx2", "avx2": "generic"}

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effcompile import torch_compat
+from effcompile.core import torch_compat
 from effcompile.ops import compress as module
 from effcompile.ops.compress import GROUP, compress, decompress, packed_bytes
 from effcompile.ops.workspace import workspace_bytes

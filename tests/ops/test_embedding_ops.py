@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.core.torch_compat import peak_of_memory_events
 from effcompile.ops.workspace import workspace_bytes
-from effcompile.torch_compat import peak_of_memory_events
 
 into = torch.ops.effcompile.embedding_backward_into
 aten = torch.ops.aten

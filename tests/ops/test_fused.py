@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from effcompile import torch_compat
+from effcompile.core import torch_compat
 from effcompile.ops import fused as module
 from effcompile.ops.fused import Fused, Layout
 

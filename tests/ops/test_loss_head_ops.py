@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.core.torch_compat import peak_of_memory_events
 from effcompile.ops.loss_head import MEAN, SUM, chunk_rows
 from effcompile.ops.workspace import workspace_bytes
-from effcompile.torch_compat import peak_of_memory_events
 
 ours = torch.ops.effcompile
 ALL = [True, True, True]

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops.offload import HostPool, arrived, ask, fetch, host_pool, is_dense, link_seconds, offload, send, sent
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool]

@@ -11,7 +11,7 @@ from pass_helpers import Block
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from effcompile.capture.inference import capture
-from effcompile.program import Program
+from effcompile.ir.program import Program
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from effcompile.cost import Cost
-from effcompile.goal import Goal
+from effcompile.core.cost import Cost
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall, Target
 from effcompile.passes.base import Choice, Context, Declined
-from effcompile.plan import Certificate, Decision, Plan, Totals
-from effcompile.program import Program
-from effcompile.target import KernelCall, Target
 
 LOOSE = Goal(max_error=0.05)
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-from effcompile.step import Step
+from effcompile.ir.step import Step
 
 VOCABULARY = 197
 

@@ -8,9 +8,9 @@ from train_helpers import MODELS, cut_model, differing, eager, everything, run_s
 
 from effcompile.passes.training.checkpoint import Checkpoint, kept_storages, label
 from effcompile.planner.remat import BlockOption
-from effcompile.remat.blocks import Block, Blocks
-from effcompile.remat.emit import emit
-from effcompile.remat.simulate import simulate
+from effcompile.schedule.blocks import Block, Blocks
+from effcompile.schedule.emit import emit
+from effcompile.schedule.simulate import simulate
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from train_helpers import cut_model
 
-from effcompile.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.estimate.roofline import moved_bytes
 from effcompile.ops.compress import packed_bytes
 from effcompile.passes import TRAINING_PASSES, load_levers, load_training_passes
@@ -18,7 +18,7 @@ from effcompile.passes.training.offload import Offload
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.states import States
 from effcompile.planner.remat import smallest_budget
-from effcompile.remat.blocks import Blocks
+from effcompile.schedule.blocks import Blocks
 
 RATES = Rates(out=1e-9, back=2e-9, pack=3e-10, call=1e-6, host_bytes=1 << 40)
 EVERY = Levers(offload=Offload(share=0.0), compress=Compress(share=0.0))

@@ -12,10 +12,10 @@ from step_helpers import VOCABULARY, assert_equal, distance, eager, joint_step, 
 from torch import Tensor, nn
 
 from effcompile.capture.training import capture_training
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.core.torch_compat import peak_of_memory_events
+from effcompile.ir.step import Step
 from effcompile.passes.training.loss_head import OPTIONS, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
-from effcompile.step import Step
-from effcompile.torch_compat import peak_of_memory_events
 
 aten, ours = torch.ops.aten, torch.ops.effcompile
 IN_PLACE = (ours.embedding_backward_into.default, aten.addmm_.default, aten.add_.Tensor)

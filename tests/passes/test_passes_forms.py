@@ -8,14 +8,14 @@ import pytest
 import torch
 from pass_helpers import by_work, context, outputs, plan_with, split
 
-from effcompile.export import reexport
-from effcompile.goal import Goal
+from effcompile.core.goal import Goal
+from effcompile.ir.export import reexport
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 from effcompile.passes.attention import Attention
 from effcompile.passes.fuse import Fuse
 from effcompile.passes.logits import Logits
-from effcompile.program import Program
-from effcompile.sites import attentions, gelus, linears
-from effcompile.target import KernelCall
+from effcompile.sites.parts import attentions, gelus, linears
 
 LAST = Goal(max_error=0.05, reads="last")
 

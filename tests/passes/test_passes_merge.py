@@ -9,12 +9,12 @@ from torch import nn
 
 from effcompile.backends import BACKENDS
 from effcompile.capture.inference import capture
-from effcompile.export import reexport
-from effcompile.goal import Goal
+from effcompile.core.goal import Goal
+from effcompile.ir.export import reexport
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 from effcompile.passes.merge import VIEW_SPLITS, Merge
-from effcompile.program import Program
-from effcompile.sites import linears, merges
-from effcompile.target import KernelCall
+from effcompile.sites.parts import linears, merges
 
 
 def merged(program: Program, precision: str = "int8_dynamic") -> Program:

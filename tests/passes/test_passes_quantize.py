@@ -5,12 +5,12 @@ import itertools
 import pytest
 from pass_helpers import context, plan_with, split
 
-from effcompile.errors import UnknownNameError, UsageError
-from effcompile.goal import Goal
+from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 from effcompile.passes.quantize import LINEAR_OPTIONS, Quantize, stored_bytes
-from effcompile.program import Program
-from effcompile.sites import embeddings, linears
-from effcompile.target import KernelCall
+from effcompile.sites.parts import embeddings, linears
 
 
 def test_an_exact_goal_gets_fp32_alone_and_one_refusal_per_option(bert: Program) -> None:

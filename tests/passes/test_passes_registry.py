@@ -8,13 +8,13 @@ import pytest
 from pass_helpers import context
 
 import effcompile.passes as registry
-from effcompile.cost import Cost
-from effcompile.errors import UnknownNameError, UsageError
-from effcompile.goal import Goal
+from effcompile.core.cost import Cost
+from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.program import Program
 from effcompile.passes import OPTIONAL, PASSES, Choice, Declined, Option, load_passes, propose_all
 from effcompile.passes.base import Pass
 from effcompile.passes.quantize import Quantize
-from effcompile.program import Program
 
 
 def names(*spec: str) -> list[str]:

@@ -13,12 +13,12 @@ from torch import fx, nn
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.estimate.storages import graph_storages
+from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.accumulate import accumulate_embeddings
 from effcompile.passes.training.pointwise import Pointwise, fuse, fuse_pointwise
-from effcompile.remat.blocks import Blocks, cut_into_blocks, split
-from effcompile.remat.emit import emit
-from effcompile.step import Step
+from effcompile.schedule.blocks import Blocks, cut_into_blocks, split
+from effcompile.schedule.emit import emit
 
 aten = torch.ops.aten
 TOLERANCE = 1e-6

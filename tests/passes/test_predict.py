@@ -10,15 +10,15 @@ import torch
 from pass_helpers import context, machine, outputs, plan_with, split
 from torch import Tensor, nn
 
-from effcompile.attention.normalise import normalised
 from effcompile.capture import capture
 from effcompile.compiler import optimize
-from effcompile.goal import Goal
+from effcompile.core.goal import Goal
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 from effcompile.passes.attention import Attention
 from effcompile.passes.predict import Predict
-from effcompile.program import Program
-from effcompile.sites import attentions
-from effcompile.target import KernelCall
+from effcompile.sites.attention.normalise import normalised
+from effcompile.sites.parts import attentions
 
 LENGTH, BLOCK = 256, 32
 OURS = torch.ops.effcompile

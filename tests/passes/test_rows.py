@@ -24,16 +24,16 @@ from transformers import (
 )
 
 import effcompile
-from effcompile.attention.normalise import normalised
 from effcompile.backends.torch import TorchEager
 from effcompile.capture.inference import capture
-from effcompile.goal import Goal
-from effcompile.machines import load_target
+from effcompile.core.goal import Goal
+from effcompile.ir.program import Program
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import KernelCall
 from effcompile.passes.base import Context
 from effcompile.passes.rows import Rows
-from effcompile.program import Program
-from effcompile.row_sites import RowSite, row_sites, unmatched
-from effcompile.target import KernelCall
+from effcompile.sites.attention.normalise import normalised
+from effcompile.sites.rows import RowSite, row_sites, unmatched
 
 SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}  # fmt: skip

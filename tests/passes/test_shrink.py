@@ -17,18 +17,18 @@ from torch import nn
 from effcompile.backends.torch import TorchEager
 from effcompile.capture.inference import capture
 from effcompile.compiler.settle import apply_passes
-from effcompile.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.core.goal import Goal
 from effcompile.estimate import sensitivity
-from effcompile.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, shape_of
 from effcompile.passes import load_passes, propose_all
 from effcompile.passes.base import Choice, Declined
 from effcompile.passes.channels import _components
 from effcompile.passes.scores import Scores, output_gradients
 from effcompile.passes.shrink import Shrink, worth
 from effcompile.passes.structures import Structure, structures
-from effcompile.plan import Plan
-from effcompile.program import Program, shape_of
-from effcompile.sites import linears
+from effcompile.sites.parts import linears
 
 NEURONS, HEADS = "layers.0:neurons", "layers.0.attention:heads"
 
@@ -351,7 +351,7 @@ def test_the_price_is_that_of_smaller_layers_for_each_form_of_the_members(progra
 
 
 def _call(precision: str, shape: tuple[int, int, int]) -> Any:
-    from effcompile.target import KernelCall
+    from effcompile.machine.target import KernelCall
 
     return KernelCall(f"linear/{precision}", shape)
 

@@ -10,7 +10,7 @@ from test_shrink import HEADS, NEURONS, Model
 
 import effcompile
 from effcompile.backends import load_backend
-from effcompile.target import KernelCall
+from effcompile.machine.target import KernelCall
 
 
 @pytest.mark.slow

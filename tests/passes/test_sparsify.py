@@ -16,11 +16,13 @@ from torch import nn
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchEager, TorchInductor, load
 from effcompile.capture.inference import capture
-from effcompile.cost import Provenance
-from effcompile.errors import FormatError, LoweringError, UnknownNameError, UsageError
+from effcompile.core.cost import Provenance
+from effcompile.core.errors import FormatError, LoweringError, UnknownNameError, UsageError
+from effcompile.core.goal import Goal
 from effcompile.estimate import sensitivity
 from effcompile.estimate.nodes import kernel_calls
-from effcompile.goal import Goal
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall, Target
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes import propose_all, sparsify
 from effcompile.passes.base import Context, Option
@@ -28,11 +30,9 @@ from effcompile.passes.quantize import Quantize
 from effcompile.passes.scores import Scores
 from effcompile.passes.sparse_forms import given_forms
 from effcompile.passes.sparsify import Sparsify
-from effcompile.program import Program
-from effcompile.sites import linears
+from effcompile.sites.parts import linears
 from effcompile.sparse import BlockPattern, BlockSparseLinear
 from effcompile.sparse.forms import block_of, form_name, name_of_count, stored_bytes
-from effcompile.target import KernelCall, Target
 
 UP, DOWN, HEAD = "layers.0.up", "layers.0.down", "head"
 

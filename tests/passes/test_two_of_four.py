@@ -21,17 +21,17 @@ from effcompile.backends.torch import TorchEager, load
 from effcompile.backends.torch.edit import SITE, edit
 from effcompile.backends.triton import linears as triton_linears
 from effcompile.capture.inference import capture
-from effcompile.cost import Provenance
-from effcompile.errors import LoweringError, UsageError
-from effcompile.goal import Goal
-from effcompile.machines import load_target
+from effcompile.core.cost import Provenance
+from effcompile.core.errors import LoweringError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.program import Program
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import KernelCall
 from effcompile.ops import two_of_four
 from effcompile.ops.two_of_four import compress, linear_on_cores, two_of_four_linear
 from effcompile.passes.base import Context, Option
 from effcompile.passes.sparsify import Sparsify
-from effcompile.program import Program
-from effcompile.sites import linears
-from effcompile.target import KernelCall
+from effcompile.sites.parts import linears
 
 UP, DOWN, HEAD = "layers.0.up", "layers.0.down", "head"
 A100 = load_target("a100-80gb")

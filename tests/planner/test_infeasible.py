@@ -7,7 +7,7 @@ import pytest
 from brute import feasible_choices, problems
 from hypothesis import assume, given, settings
 
-from effcompile.errors import InfeasibleError, UnknownNameError
+from effcompile.core.errors import InfeasibleError, UnknownNameError
 from effcompile.planner import Alternative, Problem, solve, why_not
 
 FEW = settings(max_examples=60, deadline=None)

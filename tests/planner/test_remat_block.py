@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from remat_brute import blocks, front, replay, transformer_block, ways
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.planner.remat import BackwardStep, BlockProblem, Op, block, block_front, block_options, simulate_block
 from effcompile.planner.remat.block import thinned
 from effcompile.planner.remat.layout import layout

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from remat_brute import MB, chain_optimum, chains, instants, realistic_chain
 
-from effcompile.errors import InfeasibleError, UnknownNameError, UsageError
+from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
 from effcompile.planner import OPTIMAL, SINGLE, UNPROVEN
 from effcompile.planner.remat import ChainProblem, chain_frontier, frontier_budgets, smallest_budget, solve_chain
 from effcompile.planner.remat import chain as chain_module

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from remat_brute import chains, every_choice, front, groupings, instants
 from remat_forms_brute import blocks_with_forms, held_ways
 
-from effcompile.errors import InfeasibleError, UsageError
+from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.planner import OPTIMAL
 from effcompile.planner.remat import (
     BackwardStep,

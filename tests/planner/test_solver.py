@@ -10,7 +10,7 @@ from brute import LIMITS, optimum, problems, realistic
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from effcompile.errors import InfeasibleError, UnknownNameError, UsageError
+from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
 from effcompile.planner import OPTIMAL, SINGLE, UNPROVEN, Alternative, Problem, certify, frontier, optimise, reduce, solve
 
 FEW = settings(max_examples=60, deadline=None)

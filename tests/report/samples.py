@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from effcompile.cost import Cost, Provenance
-from effcompile.errors import InfeasibleError
-from effcompile.goal import Goal
-from effcompile.plan import Candidate, Certificate, Check, Decision, Declined, Plan, Totals
-from effcompile.target import Target
+from effcompile.core.cost import Cost, Provenance
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Candidate, Certificate, Check, Decision, Declined, Plan, Totals
+from effcompile.machine.target import Target
 
 LAYERS = 12
 MIB = 2**20

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import samples
 
-from effcompile.plan import Plan
+from effcompile.ir.plan import Plan
 from effcompile.report import html_report
 
 VOID = {"meta", "line", "rect", "br"}

@@ -13,8 +13,8 @@ from rich.console import Console
 from test_report_text import render
 
 import effcompile
+from effcompile.ir.sparsity import Efficiency, LayerFigures, SparsityFigures, StepFlops
 from effcompile.report import print_sparsity
-from effcompile.sparsity import Efficiency, LayerFigures, SparsityFigures, StepFlops
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

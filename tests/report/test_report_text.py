@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from effcompile.cost import Cost
-from effcompile.errors import UnknownNameError, UsageError
-from effcompile.goal import Goal
-from effcompile.plan import Candidate, Decision, Declined, Plan, Totals
+from effcompile.core.cost import Cost
+from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.core.units import parse_bytes
+from effcompile.ir.plan import Candidate, Decision, Declined, Plan, Totals
 from effcompile.report import diff, explain, find_site, flag, html_report, print_infeasible, print_plan, targets_table
-from effcompile.units import parse_bytes
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from effcompile.cost import Cost
-from effcompile.errors import InfeasibleError
-from effcompile.goal import Goal
-from effcompile.plan import Certificate, Check, Decision, Declined, MemoryTimeline, Plan, Totals
+from effcompile.core.cost import Cost
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Certificate, Check, Decision, Declined, MemoryTimeline, Plan, Totals
 
 MIB = 2**20
 LAYERS = 12

@@ -10,9 +10,9 @@ from sparse_helpers import LINEARS, Tiny, loss_of, tiny, train
 from torch import Tensor, nn
 
 import effcompile
+from effcompile.core.torch_compat import flop_counter
+from effcompile.ir.sparsity import Efficiency, StepFlops
 from effcompile.sparse import costs
-from effcompile.sparsity import Efficiency, StepFlops
-from effcompile.torch_compat import flop_counter
 
 
 class Attending(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from effcompile.capture.training import capture_training
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.sparse import BlockPattern, BlockSparseLinear
 from effcompile.sparse.layer import carry
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.sparse import BLOCKS, BlockPattern
 
 sizes = st.integers(1, 6)

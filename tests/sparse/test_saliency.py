@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.sparse import saliency
 
 SEEDS = st.integers(0, 2**31)

@@ -19,12 +19,12 @@ from effcompile.backends.base import Run
 from effcompile.backends.onnxruntime import kernels, session
 from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.backends.onnxruntime.session import Settings
-from effcompile.errors import LoweringError, UsageError
-from effcompile.goal import Goal
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.target import KernelCall
-from effcompile.units import format_seconds
+from effcompile.core.errors import LoweringError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_seconds
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 

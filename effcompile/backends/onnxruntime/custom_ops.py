@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from effcompile.errors import LoweringError
+from effcompile.core.errors import LoweringError
 from effcompile.ops.block_sparse_native import BLOCKS, onnxruntime_library
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ import onnxscript.optimizer
 import torch
 from torch import fx
 
-from effcompile import sites
-from effcompile.attention.expand import without_ours
-from effcompile.errors import LoweringError
-from effcompile.export import reexport, refresh_shapes
-from effcompile.program import Program
+from effcompile.core.errors import LoweringError
+from effcompile.ir.export import reexport, refresh_shapes
+from effcompile.ir.program import Program
+from effcompile.sites import parts as sites
+from effcompile.sites.attention.expand import without_ours
 
 #: Opset 23 has one `Attention` operator instead of a dozen; 20 is the oldest with `Gelu`.
 OPSETS = (23, 20)

@@ -17,10 +17,10 @@ from onnx import TensorProto, helper, numpy_helper
 from effcompile.backends.onnxruntime.custom_ops import DOMAIN, VERSION, block_sparse_node, custom_ops_library
 from effcompile.backends.onnxruntime.quantise import quantise
 from effcompile.backends.onnxruntime.session import default_settings, open_session, run
-from effcompile.errors import LoweringError
+from effcompile.core.errors import LoweringError
+from effcompile.core.timing import median_seconds
+from effcompile.machine.target import Dims, KernelCall
 from effcompile.sparse.pattern import BlockPattern
-from effcompile.target import Dims, KernelCall
-from effcompile.timing import median_seconds
 
 _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machines we saw
 _MOST_COPIES = 12

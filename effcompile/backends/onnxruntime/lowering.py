@@ -16,8 +16,8 @@ from effcompile.backends.onnxruntime.quantise import found_precision, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
 from effcompile.backends.onnxruntime.session import PROTOBUF_LIMIT, numpy_feeds, open_session, run
 from effcompile.backends.onnxruntime.sparse import found_forms, make_sparse
-from effcompile.errors import LoweringError
-from effcompile.program import Program
+from effcompile.core.errors import LoweringError
+from effcompile.ir.program import Program
 from effcompile.sparse.forms import block_of
 
 

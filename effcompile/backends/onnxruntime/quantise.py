@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from effcompile.errors import LoweringError
+from effcompile.core.errors import LoweringError
 
 Ranges = Mapping[str, tuple[float, float]]  # node name → (lowest, highest) of its input on the calibration inputs
 

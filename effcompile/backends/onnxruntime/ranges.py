@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from effcompile import sites
-from effcompile.program import Program
+from effcompile.ir.program import Program
+from effcompile.sites import parts as sites
 
 
 def input_ranges(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> dict[str, tuple[float, float]]:

@@ -13,8 +13,8 @@ import numpy as np
 
 from effcompile.backends import resident
 from effcompile.backends.onnxruntime.custom_ops import library_for
-from effcompile.errors import LoweringError
-from effcompile.timing import faster_half_median, interleaved
+from effcompile.core.errors import LoweringError
+from effcompile.core.timing import faster_half_median, interleaved
 
 if TYPE_CHECKING:
     import onnxruntime

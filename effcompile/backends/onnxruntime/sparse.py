@@ -15,7 +15,7 @@ import torch
 from effcompile.backends.onnxruntime.custom_ops import BLOCK_SPARSE, DOMAIN, VERSION
 from effcompile.backends.onnxruntime.export import Exported
 from effcompile.backends.onnxruntime.forms import behind_transpose, is_plain_gemm, replace
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.sparse.forms import form_name
 from effcompile.sparse.pattern import BlockPattern
 

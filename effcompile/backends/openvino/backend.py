@@ -17,12 +17,12 @@ from effcompile.backends.base import Run
 from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.measure import measure
 from effcompile.backends.openvino.shapes import Shaped
-from effcompile.errors import FormatError, LoweringError, MissingPackageError, UsageError
-from effcompile.goal import Goal
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.sites import add_norms, attentions, embeddings, gelus, linears
-from effcompile.target import KernelCall
+from effcompile.core.errors import FormatError, LoweringError, MissingPackageError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
+from effcompile.sites.parts import add_norms, attentions, embeddings, gelus, linears
 
 ARTIFACT = "model.xml"
 INSTALL = "pip install 'effcompile[openvino]'"

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from effcompile.target import Dims, KernelCall
-from effcompile.timing import median_seconds
+from effcompile.core.timing import median_seconds
+from effcompile.machine.target import Dims, KernelCall
 
 #: A table for timing lookups: larger than a vocabulary's cached part, small enough to allocate at once.
 _TABLE_ROWS = 30_000

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from effcompile.attention.expand import without_ours
-from effcompile.errors import LoweringError
-from effcompile.export import reexport
-from effcompile.program import Program
-from effcompile.sites import attentions, embeddings, linears
+from effcompile.core.errors import LoweringError
+from effcompile.ir.export import reexport
+from effcompile.ir.program import Program
+from effcompile.sites.attention.expand import without_ours
+from effcompile.sites.parts import attentions, embeddings, linears
 
 #: Operators between a constant and the product or lookup that reads it.
 _PASSED_THROUGH = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize")

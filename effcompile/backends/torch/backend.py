@@ -16,10 +16,10 @@ from effcompile.backends.base import Run
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load, lower_eager, lower_inductor
 from effcompile.backends.torch.measure import measure
-from effcompile.goal import Goal
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.target import KernelCall
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 
 
 class TorchEager:

@@ -14,14 +14,14 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from effcompile import torch_compat
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
-from effcompile.errors import LoweringError
+from effcompile.core import torch_compat
+from effcompile.core.errors import LoweringError
+from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import two_of_four
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
-from effcompile.program import Program, dtype_of, shape_of
-from effcompile.sites import AttentionSite, LinearSite, argument, attentions, embeddings, linears
+from effcompile.sites.parts import AttentionSite, LinearSite, argument, attentions, embeddings, linears
 from effcompile.sparse.forms import TWO_OF_FOUR, block_of
 from effcompile.sparse.pattern import BlockPattern
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import fx
 
-from effcompile import torch_compat
-from effcompile.attention.predictors import STATIC
 from effcompile.backends.torch.edit import SITE
+from effcompile.core import torch_compat
+from effcompile.ir.program import Program, module_path
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
-from effcompile.program import Program, module_path
-from effcompile.row_sites import ROW_SITE, row_sites
-from effcompile.sites import add_norms, argument, linears, merges
+from effcompile.sites.attention.predictors import STATIC
+from effcompile.sites.parts import add_norms, argument, linears, merges
+from effcompile.sites.rows import ROW_SITE, row_sites
 from effcompile.sparse.forms import TWO_OF_FOUR, form_name
 from effcompile.sparse.pattern import BlockPattern
 

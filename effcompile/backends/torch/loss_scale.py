@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 #: A gradient at the loss that is a power of two from here up was made by an outer GradScaler: no loop weighs a loss so.
 _OUTER = 2.0**10

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from effcompile import torch_compat
 from effcompile.backends.torch import found
 from effcompile.backends.torch.pack import flatten, pack
-from effcompile.errors import FormatError, LoweringError, UsageError
-from effcompile.export import reexport
-from effcompile.files import write_atomically
-from effcompile.program import Program
+from effcompile.core import torch_compat
+from effcompile.core.errors import FormatError, LoweringError, UsageError
+from effcompile.core.files import write_atomically
+from effcompile.ir.export import reexport
+from effcompile.ir.program import Program
 
 ARTIFACT = "model.pt2"
 _HEADER = "effcompile.json"

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from effcompile import torch_compat
-from effcompile.attention import flex as _registers  # noqa: F401 - the operators that are timed
-from effcompile.attention import predicted as _registers_too  # noqa: F401 - the same
-from effcompile.attention.predictors import METHODS
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
+from effcompile.core import torch_compat
+from effcompile.core.timing import median_seconds
+from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
+from effcompile.ops.tiles import TileList
+from effcompile.sites.attention import flex as _registers  # noqa: F401 - the operators that are timed
+from effcompile.sites.attention import predicted as _registers_too  # noqa: F401 - the same
+from effcompile.sites.attention.predictors import METHODS
 from effcompile.sparse.pattern import BlockPattern
-from effcompile.target import Dims, KernelCall
-from effcompile.tiles import TileList
-from effcompile.timing import median_seconds
 
 aten = torch.ops.aten
 Body = Callable[[], Any]

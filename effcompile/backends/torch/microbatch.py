@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import times, unscaled_factor
 from effcompile.backends.torch.training import StepRunner
-from effcompile.errors import InputsError
-from effcompile.remat.emit import Emitted
-from effcompile.step import DividedStep, Step
+from effcompile.core.errors import InputsError
+from effcompile.ir.step import DividedStep, Step
+from effcompile.schedule.emit import Emitted
 
 
 class MicrobatchRunner(StepRunner):

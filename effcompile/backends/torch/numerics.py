@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from effcompile import torch_compat
+from effcompile.core import torch_compat
 
 aten = torch.ops.aten
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from effcompile.backends.torch.host import host_copies
-from effcompile.errors import FormatError, InputsError
+from effcompile.core.errors import FormatError, InputsError
 from effcompile.ops.one_by_one import OneByOne
+from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, pieces, update_options
 from effcompile.ops.states8 import step8
-from effcompile.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, pieces, update_options
 
 
 class PlannedOptimizer(OneByOne):

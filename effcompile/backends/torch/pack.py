@@ -8,9 +8,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile import torch_compat
-from effcompile.errors import LoweringError
-from effcompile.program import Program
+from effcompile.core import torch_compat
+from effcompile.core.errors import LoweringError
+from effcompile.ir.program import Program
 
 
 def flatten(program: Program) -> fx.GraphModule:

@@ -17,11 +17,11 @@ from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
-from effcompile.errors import InputsError
+from effcompile.core.errors import InputsError
+from effcompile.ir.step import Step
 from effcompile.ops.consume import Sink, consuming
-from effcompile.remat.emit import Emitted
-from effcompile.remat.simulate import overwritten
-from effcompile.step import Step
+from effcompile.schedule.emit import Emitted
+from effcompile.schedule.simulate import overwritten
 
 
 class StepRunner:

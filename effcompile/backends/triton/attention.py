@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 
-from effcompile.attention.visibility import Visibility
 from effcompile.backends.triton import tune
 from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, shared_memory, using
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
@@ -23,7 +22,8 @@ from effcompile.backends.triton.layout import WIDEST, by_rows
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.attention_terms import Terms, check, sink_rows
-from effcompile.tiles import TileList
+from effcompile.ops.tiles import TileList
+from effcompile.sites.attention.visibility import Visibility
 
 __all__ = ["backward", "declines", "forward", "register"]
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from effcompile import torch_compat
 from effcompile.backends import triton as kernels
 from effcompile.backends.base import Run
 from effcompile.backends.torch import TorchEager, TorchLowered
@@ -17,12 +16,13 @@ from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import lower_eager
 from effcompile.backends.torch.measure import awaited, copies, in_turn, measure
 from effcompile.backends.triton import graphs, linears, rows_bodies
-from effcompile.errors import LoweringError
-from effcompile.goal import Goal
-from effcompile.plan import Plan
-from effcompile.program import Program
-from effcompile.target import KernelCall
-from effcompile.timing import median_seconds
+from effcompile.core import torch_compat
+from effcompile.core.errors import LoweringError
+from effcompile.core.goal import Goal
+from effcompile.core.timing import median_seconds
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
 
 
 class Triton:

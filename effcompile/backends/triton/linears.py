@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.backends.torch.edit import SITE
-from effcompile.errors import LoweringError
+from effcompile.core.errors import LoweringError
+from effcompile.ir.program import Program, dtype_of, shape_of
+from effcompile.machine.target import Dims
 from effcompile.ops import two_of_four
 from effcompile.ops.group_quant import pack_int4, quantize_by_torch, quantize_groups, quantized_linear
-from effcompile.program import Program, dtype_of, shape_of
-from effcompile.sites import LinearSite, linears
-from effcompile.target import Dims
+from effcompile.sites.parts import LinearSite, linears
 
 __all__ = ["HALVES", "OPTIONS", "body", "emit", "half_body", "stored", "why_not"]
 

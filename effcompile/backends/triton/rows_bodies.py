@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from effcompile.machine.target import Dims
 from effcompile.ops import rows as op
-from effcompile.target import Dims
 
 __all__ = ["body"]
 

@@ -20,7 +20,7 @@ import torch
 from triton.testing import do_bench
 
 from effcompile.backends.triton.configs import Config
-from effcompile.files import cache_folder
+from effcompile.core.files import cache_folder
 
 __all__ = ["Timer", "Tuner", "tuner"]
 

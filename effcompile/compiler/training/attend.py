@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import capture_training
 from effcompile.capture.training_graph import WRAPPED
-from effcompile.cost import Cost
+from effcompile.core.cost import Cost
+from effcompile.core.torch_compat import is_fake
+from effcompile.core.units import format_bytes
+from effcompile.ir.plan import Decision, Declined
+from effcompile.ir.step import Step
 from effcompile.passes.training.fused_attention import Attended, FusedAttention
-from effcompile.plan import Decision, Declined
-from effcompile.step import Step
-from effcompile.torch_compat import is_fake
-from effcompile.units import format_bytes
 
 WRITTEN, FUSED = "as written", "fused"
 

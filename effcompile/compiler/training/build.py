@@ -16,17 +16,17 @@ from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.states import Joint, decisions, saved_states, state_notes, update_bytes
-from effcompile.cost import Cost, Provenance
-from effcompile.errors import FormatError
-from effcompile.goal import Goal
+from effcompile.core.cost import Cost, Provenance
+from effcompile.core.errors import FormatError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
+from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.checkpoint import carried_out
-from effcompile.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.planner.remat import BlockOption, Group
-from effcompile.remat.emit import Emitted
-from effcompile.remat.simulate import Trace
-from effcompile.step import Step
-from effcompile.units import format_bytes, format_seconds
+from effcompile.schedule.emit import Emitted
+from effcompile.schedule.simulate import Trace
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
 KEEP = "keep everything"

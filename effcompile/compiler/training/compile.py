@@ -24,14 +24,14 @@ from effcompile.compiler.training.prepare import Preparation, with_levers
 from effcompile.compiler.training.solve import frontier
 from effcompile.compiler.training.states import Joint, allowing, consumed_key, restored_states, update_bytes, with_states
 from effcompile.compiler.training.work import Loss, Work, make_work
-from effcompile.errors import FormatError, InfeasibleError, UsageError
-from effcompile.goal import Goal
+from effcompile.core.errors import FormatError, InfeasibleError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_bytes
+from effcompile.ir.plan import Plan
+from effcompile.machine.target import Target
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.precision import DTYPES, Precision
-from effcompile.plan import Plan
 from effcompile.planner.remat import BlockFront
-from effcompile.target import Target
-from effcompile.units import format_bytes
 
 #: Solves again at the most when the allocator's peak is above the budget though the simulated one is not.
 _REMEASURED = 3

@@ -20,9 +20,9 @@ from effcompile.compiler.training.precision import precision_of, settled
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
-from effcompile.errors import VerificationError
+from effcompile.core.errors import VerificationError
+from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.passes.training.states import StatesOption
-from effcompile.plan import Check, Plan, Totals
 
 #: Seconds that timing the step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0

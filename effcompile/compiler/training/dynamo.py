@@ -15,17 +15,17 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile import torch_compat_aot
 from effcompile.backends.torch.boxed import boxed
 from effcompile.compiler.machine import AUTO, resolve
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.compiler.training.solve import Schedule, best_schedule
-from effcompile.errors import UsageError
-from effcompile.goal import Goal
+from effcompile.core import torch_compat_aot
+from effcompile.core.errors import UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
-from effcompile.remat.emit import Emitted
-from effcompile.step import Step
+from effcompile.schedule.emit import Emitted
 
 
 def training_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal) -> Callable[..., Any]:

@@ -15,8 +15,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from effcompile.backends.torch.training import StepRunner
-from effcompile.errors import UsageError
-from effcompile.plan import Plan
+from effcompile.core.errors import UsageError
+from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console

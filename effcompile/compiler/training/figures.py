@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from effcompile.errors import UsageError
-from effcompile.estimate.calibration import calibration_path
+from effcompile.core.errors import UsageError
+from effcompile.core.files import write_atomically
 from effcompile.estimate.operators import Measured
-from effcompile.files import write_atomically
+from effcompile.machine.calibration import calibration_path
 
 _FORMAT = "effcompile-operators"
 #: More than this many, and the file is begun anew.

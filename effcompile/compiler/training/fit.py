@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from effcompile.compiler.training.states import Joint
-from effcompile.errors import InfeasibleError
-from effcompile.plan import Fit, MemoryTimeline
-from effcompile.target import Target
-from effcompile.units import format_bytes
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.units import format_bytes
+from effcompile.ir.plan import Fit, MemoryTimeline
+from effcompile.machine.target import Target
 
 #: How far the allocator's peak may be from the simulated one, as a share of it. On CPUs it was within 2 % wherever measured
 #: (tests/compiler). On GPUs it was not measured by this project: blocks are rounded, split and fragmented, libraries take

@@ -21,14 +21,14 @@ from effcompile.compiler.training.microbatch import Divisions
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
 from effcompile.compiler.training.solve import best_schedule
 from effcompile.compiler.training.states import Joint, Parts, best_joint
-from effcompile.errors import InfeasibleError, UnknownNameError
+from effcompile.core.errors import InfeasibleError, UnknownNameError
+from effcompile.core.units import format_seconds
+from effcompile.ir.plan import LeverRow
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.heads import Variant
 from effcompile.passes.training.levers import LEVERS, RECOMPUTE, Levers
 from effcompile.passes.training.states import StatesOption
-from effcompile.plan import LeverRow
 from effcompile.planner.remat import BlockFront
-from effcompile.units import format_seconds
 
 #: Levers that are forms of the whole step → whether a variant uses it.
 STEP_LEVERS: Mapping[str, Callable[[Variant], bool]] = {

@@ -34,16 +34,16 @@ from effcompile.compiler.training.attend import WRITTEN, as_written
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
 from effcompile.compiler.training.states import Joint, Parts
 from effcompile.compiler.training.work import Work
-from effcompile.cost import Cost
-from effcompile.errors import CaptureError, FormatError, InfeasibleError, InputsError, UsageError, VerificationError
+from effcompile.core.cost import Cost
+from effcompile.core.errors import CaptureError, FormatError, InfeasibleError, InputsError, UsageError, VerificationError
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import Decision, Declined
+from effcompile.ir.step import DividedStep, Step
 from effcompile.passes.training.loss_head_match import Refusal
 from effcompile.passes.training.microbatch import KIND, SITE, accumulating, batch_size, doubled, first_part, part_of
 from effcompile.passes.training.precision import SCALED
 from effcompile.passes.training.separable import AnotherGraph, divided, divided_into_single
-from effcompile.plan import Decision, Declined
-from effcompile.remat.emit import Emitted
-from effcompile.step import DividedStep, Step
-from effcompile.units import format_bytes, format_seconds
+from effcompile.schedule.emit import Emitted
 
 _BY = "microbatch"
 _COUNT = "microbatches"  # where a plan's schedule says how many

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from effcompile.cost import Cost
-from effcompile.errors import FormatError, VerificationError
+from effcompile.core.cost import Cost
+from effcompile.core.errors import FormatError, VerificationError
+from effcompile.core.units import format_bytes
+from effcompile.ir.plan import Decision, Plan
 from effcompile.ops.offload import host_pool
-from effcompile.plan import Decision, Plan
 from effcompile.planner.remat import BlockOption
-from effcompile.remat.away import BOTH, COMPRESS, OFFLOAD, movable
-from effcompile.remat.blocks import Block, Blocks
-from effcompile.units import format_bytes
+from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD, movable
+from effcompile.schedule.blocks import Block, Blocks
 
 if TYPE_CHECKING:
     from effcompile.compiler.training.prepare import Prepared

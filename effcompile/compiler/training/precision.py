@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from effcompile.attention.normalise import OUR_ATTENTIONS
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.capture.float8 import float8_linears
@@ -20,12 +19,13 @@ from effcompile.compiler.training.moved import TooCoarseError
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.verify import Result
-from effcompile.cost import Cost
-from effcompile.errors import EffcompileError, FormatError
+from effcompile.core.cost import Cost
+from effcompile.core.errors import EffcompileError, FormatError
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import Decision, Declined, Plan
+from effcompile.ir.step import Step
 from effcompile.passes.training.precision import BASELINE, DTYPES, FP8, KIND, SCALED, SITE, Precision, label
-from effcompile.plan import Decision, Declined, Plan
-from effcompile.step import Step
-from effcompile.units import format_bytes, format_seconds
+from effcompile.sites.attention.normalise import OUR_ATTENTIONS
 
 aten = torch.ops.aten
 

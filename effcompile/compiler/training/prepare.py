@@ -16,6 +16,9 @@ from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
+from effcompile.ir.plan import Declined
+from effcompile.ir.step import Step
+from effcompile.machine.target import Target
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.consume import with_consumed_gradients
@@ -24,13 +27,10 @@ from effcompile.passes.training.heads import LossHeads, Variant
 from effcompile.passes.training.levers import Levers
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import SCALED
-from effcompile.plan import Declined
 from effcompile.planner.remat import BlockFront, BlockOption, Stage
-from effcompile.remat.blocks import Blocks, cut_into_blocks
-from effcompile.remat.emit import emit
-from effcompile.remat.simulate import Trace, simulate
-from effcompile.step import Step
-from effcompile.target import Target
+from effcompile.schedule.blocks import Blocks, cut_into_blocks
+from effcompile.schedule.emit import emit
+from effcompile.schedule.simulate import Trace, simulate
 
 #: Recomputation alone: what there is without asking.
 ALONE = Levers()

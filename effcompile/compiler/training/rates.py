@@ -9,11 +9,11 @@ from time import perf_counter
 
 import torch
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.machine.target import Target
 from effcompile.ops.compress import compress, decompress
 from effcompile.ops.offload import link_seconds
 from effcompile.passes.training.levers import Levers, Rates
-from effcompile.target import Target
 
 _PROBE_ELEMENTS = 1 << 20
 

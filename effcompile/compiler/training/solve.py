@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Prepared
-from effcompile.errors import InfeasibleError
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.units import format_bytes
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.planner import UNPROVEN
 from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
-from effcompile.remat.emit import Emitted
-from effcompile.remat.simulate import Trace, per_stage
-from effcompile.units import format_bytes
+from effcompile.schedule.emit import Emitted
+from effcompile.schedule.simulate import Trace, per_stage
 
 #: Solves at the most per variant: a schedule above its budget is corrected and solved again.
 MAX_ROUNDS = 8

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule, best_schedule, leanest
-from effcompile.cost import Cost, Provenance
-from effcompile.errors import FormatError, InfeasibleError, UsageError
-from effcompile.optimizers import CHANGES, EIGHT_BIT, check
+from effcompile.core.cost import Cost, Provenance
+from effcompile.core.errors import FormatError, InfeasibleError, UsageError
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import Decision, Declined
+from effcompile.ir.step import DividedStep
+from effcompile.ops.optimizers import CHANGES, EIGHT_BIT, check
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.states import KIND, SITE, States, StatesOption
-from effcompile.plan import Decision, Declined
-from effcompile.step import DividedStep
-from effcompile.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True)

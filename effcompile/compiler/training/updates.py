@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from effcompile import torch_compat
 from effcompile.backends.torch.optimizer import PlannedOptimizer, Worker
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.training import verify
-from effcompile.goal import EXACT_TOLERANCE
-from effcompile.optimizers import Form, one_by_one
+from effcompile.core import torch_compat
+from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.ir.plan import Check
+from effcompile.ops.optimizers import Form, one_by_one
 from effcompile.passes.training.states import StatesOption
-from effcompile.plan import Check
 
 
 @dataclass(frozen=True, kw_only=True)

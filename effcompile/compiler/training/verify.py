@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from effcompile import torch_compat
-from effcompile.errors import VerificationError
-from effcompile.goal import EXACT_TOLERANCE
-from effcompile.plan import Check
-from effcompile.units import format_bytes
+from effcompile.core import torch_compat
+from effcompile.core.errors import VerificationError
+from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.units import format_bytes
+from effcompile.ir.plan import Check
 
 #: Relative error that the dtype's own rounding makes when sums are taken in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}

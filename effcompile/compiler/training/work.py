@@ -21,7 +21,10 @@ from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.precision import Capture, with_narrow
 from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
 from effcompile.compiler.training.states import Joint, Parts, as_optimizer, best_joint, consumed_key, declined_way
-from effcompile.goal import Goal
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Declined
+from effcompile.ir.step import Step
+from effcompile.machine.target import Target
 from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_precision, load_training_passes
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.fused_attention import FusedAttention
@@ -30,10 +33,7 @@ from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.states import States, StatesOption
-from effcompile.plan import Declined
 from effcompile.sparse.costs import per_row_of
-from effcompile.step import Step
-from effcompile.target import Target
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 import effcompile.ops.embedding  # noqa: F401  registers the operator
+from effcompile.ir.step import Step
 from effcompile.passes.training.step_edit import call, copied, is_whole_view, viewed
-from effcompile.step import Step
 
 aten = torch.ops.aten
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from effcompile.core.units import format_bytes
 from effcompile.estimate.storages import Storage
 from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, Group, in_order_of_need, joint_front
-from effcompile.remat.away import Away
-from effcompile.remat.blocks import Block, Blocks
-from effcompile.remat.emit import Emitted, emit
-from effcompile.remat.simulate import Trace, simulate
-from effcompile.units import format_bytes
+from effcompile.schedule.away import Away
+from effcompile.schedule.blocks import Block, Blocks
+from effcompile.schedule.emit import Emitted, emit
+from effcompile.schedule.simulate import Trace, simulate
 
 #: Options of a block are searched for so long at the most; then the best found stand.
 SECONDS_PER_BLOCK = 1.5

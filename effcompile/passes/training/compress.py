@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

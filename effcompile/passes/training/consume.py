@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
+from effcompile.ir.step import Step
 from effcompile.ops.consume import consume
 from effcompile.passes.training.step_edit import copied, viewed
-from effcompile.step import Step
 
 
 def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: Mapping[str, int], *, updates: bool = True) -> Step:

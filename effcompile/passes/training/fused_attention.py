@@ -12,14 +12,14 @@ from typing import ClassVar
 
 from torch import Tensor, fx
 
-from effcompile.attention.forms import AttentionMatch
-from effcompile.attention.graph_mask import GraphMask
-from effcompile.attention.known import in_closed_form, mask_of
-from effcompile.attention.match import SDPA, match
-from effcompile.attention.normalise import normalise, refused
-from effcompile.attention.rewrite import why_not
-from effcompile.program import Program, TensorSpec
-from effcompile.sites import AttentionSite, attentions
+from effcompile.ir.program import Program, TensorSpec
+from effcompile.sites.attention.forms import AttentionMatch
+from effcompile.sites.attention.graph_mask import GraphMask
+from effcompile.sites.attention.known import in_closed_form, mask_of
+from effcompile.sites.attention.match import SDPA, match
+from effcompile.sites.attention.normalise import normalise, refused
+from effcompile.sites.attention.rewrite import why_not
+from effcompile.sites.parts import AttentionSite, attentions
 
 
 @dataclass(slots=True, kw_only=True)

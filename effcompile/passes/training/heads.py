@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from effcompile.ir.step import Step
 from effcompile.passes.training.loss_head import LossHead, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
-from effcompile.step import Step
 
 #: A chunk's logits should not be larger than this: smaller ones only cost time.
 _CHUNK_BYTES = 32 << 20

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from effcompile.errors import UnknownNameError
+from effcompile.core.errors import UnknownNameError
 from effcompile.ops.compress import packed_bytes
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.offload import Offload
 from effcompile.planner.remat import BlockProblem, Form
-from effcompile.remat.away import BOTH, COMPRESS, OFFLOAD, movable, pack_workspace
-from effcompile.remat.blocks import Block, Blocks, Host
+from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD, movable, pack_workspace
+from effcompile.schedule.blocks import Block, Blocks, Host
 
 RECOMPUTE = "recompute"
 LEVERS = (RECOMPUTE, OFFLOAD, COMPRESS)

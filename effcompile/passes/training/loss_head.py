@@ -23,12 +23,12 @@ import torch
 from torch import fx
 
 import effcompile.ops.loss_head  # noqa: F401  registers the operators
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.ir.program import dtype_of, module_path, shape_of
+from effcompile.ir.step import Step
 from effcompile.passes.training.accumulate import accumulate_embeddings
 from effcompile.passes.training.loss_head_match import Match, matches
 from effcompile.passes.training.step_edit import call, copied, operator_name
-from effcompile.program import dtype_of, module_path, shape_of
-from effcompile.step import Step
 
 __all__ = ["OPTIONS", "LossHead", "accumulate_embeddings", "declined_loss_heads", "find_loss_heads", "with_loss_head"]
 

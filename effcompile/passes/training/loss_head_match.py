@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.ir.program import dtype_of, module_path, shape_of
+from effcompile.ir.step import Step
 from effcompile.passes.training.step_edit import operator_name, viewed
-from effcompile.program import dtype_of, module_path, shape_of
-from effcompile.step import Step
 
 aten = torch.ops.aten
 

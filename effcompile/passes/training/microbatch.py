@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.ir.step import Step
 from effcompile.passes.training.consume import with_consumed_gradients
-from effcompile.step import Step
 
 SITE = "batch"
 KIND = "micro-batches"

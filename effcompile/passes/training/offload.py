@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from effcompile.errors import UsageError
-from effcompile.units import parse_bytes
+from effcompile.core.errors import UsageError
+from effcompile.core.units import parse_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from typing import ClassVar
 
 from torch import fx
 
+from effcompile.core.torch_compat_aot import is_random
+from effcompile.ir.step import Step
 from effcompile.passes.training.pointwise_build import replace_group, size_of
 from effcompile.passes.training.pointwise_cut import absorbed
 from effcompile.passes.training.pointwise_graph import (
@@ -30,9 +32,7 @@ from effcompile.passes.training.pointwise_graph import (
     written,
 )
 from effcompile.passes.training.step_edit import copied
-from effcompile.remat.blocks import split
-from effcompile.step import Step
-from effcompile.torch_compat_aot import is_random
+from effcompile.schedule.blocks import split
 
 #: Operators of one kernel at the most.
 _LARGEST = 48

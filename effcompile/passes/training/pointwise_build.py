@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
+from effcompile.ir.program import module_path
 from effcompile.ops.fused import Fused, Layout
 from effcompile.passes.training.pointwise_graph import block_of, is_inner_view, link
-from effcompile.program import module_path
 
 _INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr", "stack_trace", "partitioner_tag", "autograd_backward")
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from effcompile.core.torch_compat_aot import is_random
+from effcompile.ir.program import module_path
 from effcompile.passes.training.step_edit import is_whole_view
-from effcompile.program import module_path
-from effcompile.torch_compat_aot import is_random
 
 aten = torch.ops.aten
 

@@ -14,11 +14,11 @@ from typing import ClassVar
 import torch
 
 from effcompile.capture.float8 import unavailable
-from effcompile.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.torch_compat_aot import is_random
 from effcompile.estimate.halves import draws_as_fp32, product_ratio
-from effcompile.step import Step
-from effcompile.target import Target
-from effcompile.torch_compat_aot import is_random
+from effcompile.ir.step import Step
+from effcompile.machine.target import Target
 
 SITE, KIND = "step", "precision"
 BASELINE = "fp32"

@@ -16,13 +16,13 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core.torch_compat import is_fake
+from effcompile.core.torch_compat_aot import is_random
+from effcompile.ir.program import module_path, shape_of
+from effcompile.ir.step import DividedStep, Step
 from effcompile.passes.training.loss_head_match import Refusal
 from effcompile.passes.training.step_edit import operator_name
-from effcompile.program import module_path, shape_of
-from effcompile.remat.blocks import split
-from effcompile.step import DividedStep, Step
-from effcompile.torch_compat import is_fake
-from effcompile.torch_compat_aot import is_random
+from effcompile.schedule.blocks import split
 
 aten = torch.ops.aten
 

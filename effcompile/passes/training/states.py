@@ -14,14 +14,14 @@ from typing import ClassVar
 import torch
 from torch.optim import Optimizer
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
+from effcompile.core.goal import Goal
+from effcompile.core.units import format_bytes
 from effcompile.estimate.optimizer import Footprint, footprint, measured_seconds, modelled_host_seconds, modelled_seconds
-from effcompile.goal import Goal
-from effcompile.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, Group, declined, given_form, one_by_one
-from effcompile.plan import Declined
-from effcompile.step import Step
-from effcompile.target import Target
-from effcompile.units import format_bytes
+from effcompile.ir.plan import Declined
+from effcompile.ir.step import Step
+from effcompile.machine.target import Target
+from effcompile.ops.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, Group, declined, given_form, one_by_one
 
 SITE = "optimizer"
 KIND = "optimizer states"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from effcompile.step import Step
+from effcompile.ir.step import Step
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import z3
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.planner.remat.layout import Layout, layout
 from effcompile.planner.remat.problem import BlockOption, BlockProblem
 from effcompile.planner.remat.prove import prove

@@ -22,7 +22,7 @@ from fractions import Fraction
 
 import z3
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN
 from effcompile.planner.remat.count import Certifier
 from effcompile.planner.remat.least import UNLIMITED, check_chain, highest, infeasible, leanest

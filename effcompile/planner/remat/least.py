@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from effcompile.errors import InfeasibleError, UnknownNameError, UsageError
+from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
+from effcompile.core.units import format_bytes
 from effcompile.planner.remat.links import Links, variants
 from effcompile.planner.remat.problem import ChainProblem
 from effcompile.planner.remat.walk import feasible
-from effcompile.units import format_bytes
 
 UNLIMITED = 1 << 60  # bytes; more than any chain takes
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import fsum
 
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.planner.remat.problem import BlockOption, BlockProblem, Form, Op
 
 

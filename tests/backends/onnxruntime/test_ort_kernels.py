@@ -3,8 +3,8 @@
 import pytest
 
 from effcompile.backends.onnxruntime import OnnxRuntime
-from effcompile.estimate.calibration import grid
-from effcompile.target import KERNELS, KernelCall
+from effcompile.machine.calibration import grid
+from effcompile.machine.target import KERNELS, KernelCall
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {

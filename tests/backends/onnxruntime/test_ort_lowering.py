@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from effcompile import sites
 from effcompile.backends.onnxruntime import OnnxRuntime
 from effcompile.backends.onnxruntime.quantise import found_precision
-from effcompile.errors import LoweringError, UsageError
-from effcompile.export import resized
+from effcompile.core.errors import LoweringError, UsageError
+from effcompile.ir.export import resized
+from effcompile.sites import parts as sites
 
 LINEAR_OPTIONS = ["fp32", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4"]
 

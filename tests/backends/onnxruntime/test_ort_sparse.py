@@ -23,13 +23,13 @@ from effcompile.backends.onnxruntime.custom_ops import DOMAIN, block_sparse_node
 from effcompile.backends.onnxruntime.session import Settings, open_session, run
 from effcompile.capture.inference import capture
 from effcompile.compiler.artifact import run_artifact
-from effcompile.errors import LoweringError
-from effcompile.ops import native
+from effcompile.core.errors import LoweringError
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.machine import native
+from effcompile.machine.target import KernelCall
 from effcompile.passes.sparsify import Sparsify
-from effcompile.plan import Plan
-from effcompile.program import Program
 from effcompile.sparse import BLOCKS, BlockPattern
-from effcompile.target import KernelCall
 
 UP, DOWN, GATE = "layers.0.up", "layers.0.down", "layers.0.gate"
 

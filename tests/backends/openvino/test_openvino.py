@@ -12,11 +12,11 @@ from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.openvino import OpenVino, load
-from effcompile.errors import FormatError, LoweringError
-from effcompile.goal import Goal
-from effcompile.program import Program
-from effcompile.sites import attentions, embeddings, linears
-from effcompile.target import KernelCall
+from effcompile.core.errors import FormatError, LoweringError
+from effcompile.core.goal import Goal
+from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall
+from effcompile.sites.parts import attentions, embeddings, linears
 
 installed = pytest.mark.skipif(OpenVino().unavailable() is not None, reason="openvino or nncf is not installed")
 

@@ -13,10 +13,10 @@ from torch import nn
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.torch import TorchEager, load
 from effcompile.backends.torch.numerics import OPTIONS
-from effcompile.errors import FormatError, LoweringError, UsageError
-from effcompile.goal import Goal
-from effcompile.program import Program
-from effcompile.sites import attentions, embeddings, linears
+from effcompile.core.errors import FormatError, LoweringError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.program import Program
+from effcompile.sites.parts import attentions, embeddings, linears
 
 #: int8_static is looser: tokens that calibration never saw may saturate.
 LIMITS = {"fp32": 1e-5, "bf16": 1e-2, "int8_dynamic": 5e-2, "int8_channel": 5e-2, "int8_static": 0.15, "w8": 3e-2, "w4": 0.3}

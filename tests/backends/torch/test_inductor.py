@@ -11,8 +11,8 @@ from torch import nn
 from effcompile.backends.torch import TorchInductor, found
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.pack import flatten
-from effcompile.program import Program
-from effcompile.sites import linears
+from effcompile.ir.program import Program
+from effcompile.sites.parts import linears
 
 pytestmark = pytest.mark.skipif(TorchInductor().unavailable() is not None, reason="no C++ compiler")
 MIXED = ("fp32", "bf16", "int8_dynamic", "int8_channel", "int8_static", "int8_static", "bf16")

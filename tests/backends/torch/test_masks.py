@@ -8,8 +8,8 @@ from torch import nn
 
 from effcompile.backends.torch import TorchEager, load
 from effcompile.capture import capture
-from effcompile.program import Program
-from effcompile.sites import attentions
+from effcompile.ir.program import Program
+from effcompile.sites.parts import attentions
 
 WIDTH, HEADS = 16, 2
 

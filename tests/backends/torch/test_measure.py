@@ -6,8 +6,8 @@ import pytest
 
 from effcompile.backends.torch import TorchEager
 from effcompile.backends.torch.numerics import OPTIONS
-from effcompile.estimate.calibration import grid
-from effcompile.target import KERNELS, KernelCall
+from effcompile.machine.calibration import grid
+from effcompile.machine.target import KERNELS, KernelCall
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {

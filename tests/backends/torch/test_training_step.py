@@ -12,10 +12,10 @@ from train_helpers import Batch, cut_model, cut_step, differing, eager, everythi
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
-from effcompile.errors import InputsError
-from effcompile.remat.blocks import Blocks
-from effcompile.remat.emit import emit
-from effcompile.remat.simulate import overwritten, simulate
+from effcompile.core.errors import InputsError
+from effcompile.schedule.blocks import Blocks
+from effcompile.schedule.emit import emit
+from effcompile.schedule.simulate import overwritten, simulate
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ kernels: one walks a row of tiles for dQ, one a column for dK and dV, over all q
 
 Legend: q [B, H, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv] with strides (b, h, s) and last stride 1; out [B, H, Sq, Dv] and lse,
 delta [B, H, Sq] contiguous. `bias`, `mask`: strides (b, h, i, j), 0 where broadcast; `sink`: (b, h, i). `q_ids`, `k_ids`, `valid`:
-strides per batch in `row_strides`. Tile lists as in effcompile.tiles; `list_strides`: rows of the lists per (b, h), 0 where broadcast.
+strides per batch in `row_strides`. Tile lists as in effcompile.ops.tiles; `list_strides`: rows of the lists per (b, h), 0 where broadcast.
 None is "no such term". LIST_M × LIST_N are the lists' tiles, BLOCK_M × BLOCK_N the kernels', which divide them.
 """
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from effcompile.attention.visibility import Visibility
 from effcompile.backends.triton import attention
 from effcompile.ops.attention_terms import Terms, sink_rows
+from effcompile.sites.attention.visibility import Visibility
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 VISIBLE = ("lo", "hi", "chunk", "q_ids", "k_ids", "valid", "mask")

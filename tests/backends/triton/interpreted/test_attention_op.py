@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from effcompile.attention.visibility import Visibility
 from effcompile.backends import triton
 from effcompile.backends.triton import attention as tiled
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention
 from effcompile.ops.attention_terms import Terms
+from effcompile.sites.attention.visibility import Visibility
 
 OP = torch.ops.effcompile.attention.default
 

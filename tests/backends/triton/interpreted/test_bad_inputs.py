@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from effcompile.backends.triton import attention, block_sparse, group_quant, loss_head, register, rows, states8
 from effcompile.backends.triton.layout import WIDEST, by_rows, matrix
-from effcompile.errors import UsageError
+from effcompile.core.errors import UsageError
 from effcompile.ops import rows as row_ops
 from effcompile.ops.attention import attention as attention_op
 from effcompile.ops.attention_terms import Terms

@@ -14,7 +14,7 @@ from effcompile.backends.triton import attention, group_quant, linears, loss_hea
 from effcompile.backends.triton.backend import Triton
 from effcompile.compiler import measure
 from effcompile.compiler.training import confirm
-from effcompile.target import KernelCall
+from effcompile.machine.target import KernelCall
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 

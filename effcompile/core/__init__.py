@@ -1,0 +1,1 @@
+"""What everything stands on: errors, units, files, timing, costs, goals, and torch's private APIs."""

@@ -1,0 +1,94 @@
+"""What the user declares: minimise time or memory, under limits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, get_args
+
+from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.units import format_bytes, format_error, parse_bytes
+
+Mode = Literal["inference", "training"]
+Objective = Literal["time", "memory"]
+Reads = Literal["all", "last"]
+
+#: What fp32 re-ordering alone may change: relative L2 allowed when no error was granted.
+EXACT_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """A declared goal. All limits hold together; `minimize` breaks the tie.
+
+    Attributes:
+        mode: "inference" (a forward call) or "training" (forward, loss and backward).
+        minimize: "time" (seconds per call or step) or "memory" (weight bytes in inference, peak bytes in training).
+        memory: peak bytes live on the device during the call or step, or None for no limit. Accepts "6GiB". In training
+            parameters, buffers, inputs, gradients, kept activations and workspace count.
+        max_error: largest relative L2 error of the output, ‖y − y₀‖ / ‖y₀‖; None or 0 allows only
+            exact choices (verified to EXACT_TOLERANCE).
+        reads: which positions of the output's sequence axis are read: "all", or "last" for a generator
+            that reads only the last token's logits (inference only).
+    """
+
+    mode: Mode = "inference"
+    minimize: Objective = "time"
+    memory: int | None = None
+    max_error: float | None = None
+    reads: Reads = "all"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("mode", get_args(Mode)), ("minimize", get_args(Objective)), ("reads", get_args(Reads))):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name} = {getattr(self, name)!r} is not allowed. Choose one of: {', '.join(allowed)}.")
+        if self.mode == "training" and self.reads != "all":
+            raise UsageError("reads = 'last' is for inference: a training step reads every position. Leave it out.")
+        if self.memory is not None:
+            object.__setattr__(self, "memory", parse_bytes(self.memory))
+        if self.max_error is not None:
+            _check_error(self.max_error)
+            object.__setattr__(self, "max_error", float(self.max_error))
+
+    @classmethod
+    def of(cls, goal: Goal | None = None, **changes: Any) -> Goal:
+        """A goal from another one and keyword changes; unknown keywords get a "did you mean".
+
+        Raises:
+            UnknownNameError: a keyword that is no field of Goal.
+            UsageError: a value that is not allowed.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in changes:
+            if name not in known:
+                raise UnknownNameError("goal field", name, known)
+        return cls(**({**(asdict(goal) if goal else {}), **changes}))
+
+    @property
+    def exact(self) -> bool:
+        """True when no error was granted."""
+        return not self.max_error
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative L2 error that verification accepts."""
+        return max(self.max_error or 0.0, EXACT_TOLERANCE)
+
+    def describe(self) -> str:
+        """The goal in one line, as the report prints it."""
+        limits = [f"error ≤ {format_error(self.max_error)}" if self.max_error else "exact"]
+        if self.memory is not None:
+            limits.append(f"peak memory ≤ {format_bytes(self.memory)}")
+        if self.reads == "last":
+            limits.append("last token read")
+        if self.mode == "training":
+            return ", ".join([*reversed(limits), f"least {self.minimize}"])
+        return f"least {self.minimize}, " + ", ".join(limits)
+
+
+def _check_error(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise UsageError(
+            f"max_error = {value!r} must be a number ≥ 0: the largest relative L2 error of the output, e.g. 0.01. "
+            "Leave it out for an exact plan."
+        )

@@ -1,0 +1,1 @@
+"""What is planned and what was decided: programs, steps, plans. `plan` and `sparsity` load without torch."""

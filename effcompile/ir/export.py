@@ -1,0 +1,194 @@
+"""torch.export of a program again: inputs at other sizes, concrete shapes for edited graphs, dynamic axes.
+
+torch.export makes an axis of size 0 or 1 constant. Wherever a dynamic axis of the example has size 1, tracing
+therefore uses a copy of the inputs with that axis repeated (`grow`); the program's own inputs stay the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.core import torch_compat
+from effcompile.ir.program import Dim, Program
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+#: axis → what torch.export is told about it, for each tensor leaf in the order of `Program.inputs`
+Axes = Sequence[Mapping[int, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """Where a captured graph is valid: bounds of each named axis (None: no upper bound), and torch's guards."""
+
+    bounds: Mapping[str, tuple[int, int | None]]
+    guards: tuple[str, ...] = ()
+
+
+def domain_of(program: Program) -> Domain:
+    """The domain that capture stored with the graph; unbounded where there is none."""
+    stored = program.module.meta.get("effcompile_domain")
+    return stored if isinstance(stored, Domain) else Domain(bounds={})
+
+
+def reexport(program: Program) -> torch.export.ExportedProgram:
+    """Export `program.module`, edited or not, with its dynamic axes; works for examples of batch 1.
+
+    Nodes keep the module names (`nn_module_stack`) of the program's nodes wherever the two graphs agree.
+    """
+    args, kwargs = trace_inputs(program)
+    with torch.no_grad():
+        exported = torch.export.export(program.module, args, kwargs, dynamic_shapes=program.dynamic_shapes, strict=False)
+    _copy_module_names(program.graph, exported.graph)
+    return exported
+
+
+def trace_inputs(program: Program) -> Inputs:
+    """The example inputs with every dynamic axis at least 2 long, as tracing needs them."""
+    axes = [{axis: dim for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in program.inputs]
+    return grow(program.args, program.kwargs, axes)
+
+
+def grow(args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Axes) -> Inputs:
+    """The inputs with each of `axes` that has size 1 repeated to 2."""
+    targets = iter(axes)
+
+    def repeat(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        wanted = next(targets)
+        factors = [2 if axis in wanted and size == 1 else 1 for axis, size in enumerate(leaf.shape)]
+        return leaf.repeat(factors) if 2 in factors else leaf
+
+    grown_args, grown_kwargs = pytree.tree_map(repeat, (args, dict(kwargs)))
+    return grown_args, grown_kwargs
+
+
+def sizes_of(program: Program) -> dict[str, int]:
+    """The example's size of each dynamic axis: {"batch": 2, "seq": 16}."""
+    sizes: dict[str, int] = {}
+    for spec, tensor in zip(program.inputs, program.flat_inputs(), strict=True):
+        for dim, size in zip(spec.shape, tensor.shape, strict=True):
+            if isinstance(dim, str) and dim.isidentifier():
+                sizes.setdefault(dim, int(size))
+    return sizes
+
+
+def resized(program: Program, sizes: Mapping[str, int]) -> Inputs:
+    """The example inputs with the named axes cut or tiled to `sizes`: values stay among the example's.
+
+    Token ids therefore stay within the vocabulary. Unnamed axes keep their sizes.
+    """
+    wanted = {**sizes_of(program), **sizes}
+    specs = iter(program.inputs)
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        for axis, dim in enumerate(next(specs).shape):
+            size = size_at(dim, wanted)
+            if size != leaf.shape[axis]:
+                leaf = leaf.index_select(axis, torch.arange(size, device=leaf.device) % leaf.shape[axis])
+        return leaf
+
+    args, kwargs = pytree.tree_map(resize, (program.args, dict(program.kwargs)))
+    return args, kwargs
+
+
+def size_at(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """The size of an axis, which may be derived from a named one ("8*seq")."""
+    if isinstance(dim, int):
+        return dim
+    return sizes[dim] if dim in sizes else int(sympy.sympify(dim, locals={n: sympy.Integer(v) for n, v in sizes.items()}))
+
+
+def allowed(program: Program, sizes: Mapping[str, int]) -> bool:
+    """Whether torch's guards and the bounds of the axes admit these sizes."""
+    domain = domain_of(program)
+    for name, size in sizes.items():
+        low, high = domain.bounds.get(name, (0, None))
+        low = low if low > 2 else 1  # tracing assumes every dynamic size to be at least 2; that is torch's, not the model's
+        if size < low or (high is not None and size > high):
+            return False
+    args, kwargs = resized(program, sizes)
+    return unmet_guard(program.module, domain.guards, args, kwargs) is None
+
+
+def unmet_guard(module: torch.nn.Module, guards: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """The first of torch.export's guards that these inputs break, or None."""
+    scope = torch_compat.guard_scope(bound_arguments(module, args, kwargs))
+    return next((guard for guard in guards if not torch_compat.guard_holds(guard, scope)), None)
+
+
+def bound_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by parameter name of `forward`, as torch.export sees them."""
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+
+def shapes_for(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+    """`dynamic_shapes` for torch.export in the structure of `module.forward`'s arguments."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    wanted = {id(leaf): dict(axis) for leaf, axis in zip(leaves, axes, strict=True)}
+    return pytree.tree_map(lambda leaf: wanted.get(id(leaf)), bound_arguments(module, args, kwargs))
+
+
+def refresh_shapes(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Give every node of `module` a concrete fake tensor in `meta["val"]`, at the sizes of these inputs.
+
+    Call it after editing a graph. Nothing is computed and no weight is copied. From the first operator on whose result is
+    known only with data (`item`, `nonzero`), nodes keep torch.export's symbolic values: their sizes at the traced example.
+    """
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    with torch_compat.fake_mode() as mode, torch.no_grad():
+        inputs = [mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with contextlib.suppress(*torch_compat.data_dependent_errors()):
+            _ShapePropagation(module, mode).run(*inputs, enable_io_processing=False)
+
+
+class _ShapePropagation(fx.Interpreter):
+    """Runs a graph on fake tensors and records each node's value."""
+
+    def __init__(self, module: fx.GraphModule, mode: Any) -> None:
+        super().__init__(module)
+        self._mode = mode
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        return self._mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output":
+            n.meta["val"] = result
+        return result
+
+
+def _copy_module_names(source: fx.Graph, target: fx.Graph) -> None:
+    """Carry `nn_module_stack` over to a re-exported graph, whose calls come in the same order.
+
+    Export may drop or add a node here and there; a call is matched to the next one with the same operator.
+    """
+    calls = [node for node in source.nodes if node.op == "call_function"]
+    position = 0
+    for node in target.nodes:
+        if node.op != "call_function":
+            continue
+        ahead = (i for i in range(position, min(position + 8, len(calls))) if calls[i].target == node.target)
+        match = next(ahead, None)
+        if match is not None:
+            stack = calls[match].meta.get("nn_module_stack", {})
+            node.meta["nn_module_stack"] = {key: (path, _type_name(kind)) for key, (path, kind) in stack.items()}
+            position = match + 1
+
+
+def _type_name(kind: object) -> str:
+    """A module's class as the text that torch.export can save."""
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)

@@ -1,0 +1,328 @@
+"""The Plan: what was decided, what was declined, at what predicted and measured cost, with which proof.
+
+Stable, versioned JSON; saved atomically; validated on load (never unpickled); knows no torch. msgspec is imported where a plan is written
+or read, so that the kernels alone run on machines without it (benchmarks/gpu.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from effcompile.core.cost import Cost
+from effcompile.core.errors import FormatError, UnknownNameError, UsageError
+from effcompile.core.files import write_atomically
+from effcompile.core.goal import Goal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = "effcompile-plan"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The option taken at a site.
+
+    Attributes:
+        site: unique name of the place, the module's qualified name where there is one.
+        kind: what is decided there: "linear", "embedding", "attention", "merge", "norm", "gelu", "logits"; in training
+            "checkpoint" (what a block keeps from forward to backward), "loss head", "gradient" (where it is accumulated).
+        option: the option taken. `baseline`: the option the unplanned model has.
+        by: the pass that proposed it.
+        cost, baseline_cost: predicted costs of the two.
+        why: one line.
+        note: what is known of the place ("sees causal ∧ window 512 ∧ padding"); "" for nothing.
+        applied: what the backend found in the lowered artifact at this site ("" before lowering).
+    """
+
+    site: str
+    kind: str
+    option: str
+    baseline: str
+    by: str
+    cost: Cost
+    baseline_cost: Cost
+    why: str = ""
+    note: str = ""
+    applied: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """An option not taken, and why: the binding limit, or why it cannot be or does not pay."""
+
+    site: str
+    kind: str
+    option: str
+    by: str
+    reason: str
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Whole-model figures. None where not predicted or not measured in this run.
+
+    `seconds` is per call (measured: the median); `error` relative L2 of the outputs. In training `seconds` is one step
+    (forward and backward), `peak_bytes` its highest instant, and `error` 0 when loss and gradients are bit-identical.
+    """
+
+    seconds: float | None = None
+    weight_bytes: int | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """The solver's proof.
+
+    `gap` 0.01 means: z3 found "cheaper than (1 − 0.01) × this" unsatisfiable under the same limits and costs.
+    """
+
+    status: str  # "optimal within gap" | "feasible, bound not proven" | "only one alternative"
+    objective: float
+    bound: float
+    gap: float
+    sites: int
+    alternatives: int
+    seconds: float
+    solver: str
+    rounds: int = 1  # solves until the measured error was within the limit
+    error_scale: float = 1.0  # measured / predicted squared error that the last round used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One verification: what was compared, the figure, the limit."""
+
+    name: str
+    error: float
+    limit: float
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One backend that was considered: its predicted and, where it was lowered, measured time."""
+
+    backend: str
+    predicted_seconds: float | None = None
+    measured_seconds: float | None = None
+    error: float | None = None
+    note: str = ""
+
+
+#: A memory timeline has no more points than this: enough for a wide terminal, little in a plan.json.
+MOST_POINTS = 160
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimeline:
+    """Bytes live on the device over one training step, as predicted by simulating what was emitted, and its highest instant.
+
+    Attributes:
+        points: bytes live, in the order of the step; at most MOST_POINTS, each the maximum of its bucket.
+        forward_points: how many of them belong to the forward; the others are the backward.
+        parameter_bytes: what is live at every instant: parameters, buffers, inputs.
+        peak_phase: "forward" or "backward". peak_site: the block. peak_node: the operator.
+        parts: what is alive at the peak → bytes: "parameters, buffers, inputs", "gradients", "kept activations",
+            "working memory".
+
+    Raises:
+        UsageError: no points, too many, or a division that is not among them.
+    """
+
+    points: tuple[int, ...]
+    forward_points: int
+    parameter_bytes: int
+    peak_phase: str
+    peak_site: str
+    peak_node: str
+    parts: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.points) <= MOST_POINTS:
+            raise UsageError(f"a memory timeline of {len(self.points)} points; 1 to {MOST_POINTS} are allowed")
+        if not 0 <= self.forward_points <= len(self.points):
+            raise UsageError(f"forward_points = {self.forward_points} must be 0 to {len(self.points)}, the number of points")
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.points)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether a training step fits on a machine that is not here.
+
+    Attributes:
+        verdict: "FITS" (the whole interval does), "MARGINAL", "DOES NOT FIT" (none of it does).
+        low_bytes, high_bytes: the predicted peak less and plus the model's error.
+        limit_bytes: the machine's memory, or the user's limit where that is less.
+        instant: the one that binds: "backward model.layers.3".
+    """
+
+    verdict: str
+    low_bytes: int
+    high_bytes: int
+    limit_bytes: int
+    instant: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverRow:
+    """What some of a training step's memory levers reach by themselves, within the plan's budget. Predicted.
+
+    Attributes:
+        levers: their names; none: everything is kept.
+        seconds: of the fastest step with them that fits; None where none does.
+        peak_bytes: its peak; where none fits, the least that these levers reach.
+    """
+
+    levers: tuple[str, ...]
+    seconds: float | None
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """See the module's docstring. `rows` of equal decisions are grouped by the report, not here."""
+
+    model: str
+    fingerprint: str  # of the captured graph and parameter shapes: a plan is re-applied only to its model
+    parameters: int
+    goal: Goal
+    target: str
+    target_line: str
+    backend: str
+    decisions: tuple[Decision, ...]
+    declined: tuple[Declined, ...]
+    certificate: Certificate
+    baseline: Totals  # predicted, of the unplanned model in stock torch
+    predicted: Totals
+    measured: Totals | None = None
+    measured_baseline: Totals | None = None
+    candidates: tuple[Candidate, ...] = ()
+    checks: tuple[Check, ...] = ()
+    inputs: tuple[str, ...] = ()
+    calibration_inputs: str = ""  # "the user's" or how they were generated
+    settings: Mapping[str, Any] = field(default_factory=dict)  # backend settings tuned by measurement
+    notes: tuple[str, ...] = ()  # mends, fallbacks, corrections: nothing silent
+    versions: Mapping[str, str] = field(default_factory=dict)
+    artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
+    memory_timeline: MemoryTimeline | None = None  # of a training step
+    levers: tuple[LeverRow, ...] = ()  # of a training step with a budget: none, each lever alone, the best pair, all
+    fit: Fit | None = None  # of a training step on a machine that is not here
+    schedule: Mapping[str, Any] = field(default_factory=dict)  # what a training step keeps: for applying the plan; the compiler checks it
+
+    #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
+    printer: ClassVar[Callable[..., None] | None] = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Measured peak where there is one, else predicted."""
+        measured = self.measured.peak_bytes if self.measured else None
+        return measured if measured is not None else self.predicted.peak_bytes
+
+    @property
+    def met(self) -> bool:
+        """True when every check passed and the memory limit holds; in training for the predicted and the measured peak."""
+        return self.over_memory is None and all(check.passed for check in self.checks)
+
+    @property
+    def over_memory(self) -> tuple[str, int] | None:
+        """("measured" or "predicted", bytes) of a peak over the limit; None when the limit holds.
+
+        A measured peak replaces the predicted one; in training, where the predicted peak is simulated and must hold
+        on any machine, both count.
+        """
+        peaks = {"measured": self.measured.peak_bytes if self.measured else None, "predicted": self.predicted.peak_bytes}
+        known = {how: peak for how, peak in peaks.items() if peak is not None}
+        if self.goal.mode != "training":
+            known = dict(list(known.items())[:1])
+        over = [(how, peak) for how, peak in known.items() if self.goal.memory is not None and peak > self.goal.memory]
+        return over[0] if over else None
+
+    def options(self) -> dict[str, str]:
+        """site → option taken."""
+        return {d.site: d.option for d in self.decisions}
+
+    def decision(self, site: str) -> Decision:
+        """The decision at a site.
+
+        Raises:
+            UnknownNameError: no such site in this plan.
+        """
+        for decision in self.decisions:
+            if decision.site == site:
+                return decision
+        raise UnknownNameError("site", site, [d.site for d in self.decisions])
+
+    def with_changes(self, **changes: Any) -> Plan:
+        return replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-ready data, `format` and `version` first."""
+        import msgspec
+
+        body: dict[str, Any] = msgspec.to_builtins(self)
+        return {"format": FORMAT, "version": VERSION, **body}
+
+    @classmethod
+    def from_dict(cls, data: object, *, source: str = "plan") -> Plan:
+        """A plan from `to_dict` data, every field validated.
+
+        Raises:
+            FormatError: foreign data, another version, or a field of the wrong type (named).
+        """
+        import msgspec
+
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise FormatError(f"{source} is not an effcompile plan: it has no 'format': {FORMAT!r}. Make one with `effcompile plan`.")
+        if data.get("version") != VERSION:
+            raise FormatError(f"{source} has plan version {data.get('version')!r}; this effcompile reads version {VERSION}. Plan again.")
+        try:
+            return msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls)
+        except (msgspec.ValidationError, UsageError) as error:
+            raise FormatError(f"{source} is not a valid plan: {error}. Plan again, or restore the file.") from error
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as JSON: to a temporary file first, then renamed over `path`."""
+        import msgspec
+
+        return write_atomically(Path(path), msgspec.json.format(msgspec.json.encode(self.to_dict()), indent=1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read and validate a plan.json.
+
+        Raises:
+            UsageError: no such file. FormatError: not a valid plan.
+        """
+        import msgspec
+
+        try:
+            raw = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"Cannot read the plan {str(path)!r}: {error.strerror or error}.") from error
+        try:
+            data = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise FormatError(f"{str(path)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it.") from error
+        return cls.from_dict(data, source=repr(str(path)))
+
+    def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
+        """Print the plan; see effcompile.report."""
+        if Plan.printer is None:
+            raise UsageError("No printer is installed: `import effcompile` first.")
+        Plan.printer(self, console, verbose)

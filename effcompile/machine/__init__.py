@@ -1,0 +1,1 @@
+"""What machines can do, as data: targets, hardware, calibration, the C++ compiler."""

@@ -1,0 +1,368 @@
+"""The measured kernel store of this machine: a standard grid once, then any shape a plan asks for, kept on disk.
+
+The file is `calibration-<machine>.json` under $EFFCOMPILE_CACHE, else $XDG_CACHE_HOME/effcompile, else
+~/.cache/effcompile; written whole or not at all. Points of a backend hold for the package versions they were
+measured with; on another version that backend is measured again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import msgspec
+
+from effcompile.core.errors import EffcompileError, FormatError, UsageError
+from effcompile.core.files import cache_folder, write_atomically
+from effcompile.machine import native
+from effcompile.machine.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
+from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
+
+FORMAT = "effcompile-calibration"
+VERSION = 1
+
+#: Times one kernel of one backend (seconds), or None where the backend has no such kernel.
+Measure = Callable[[KernelCall], float | None]
+#: Called after each kernel of the grid with the backend's name, kernels done and kernels in all.
+Progress = Callable[[str, int, int], None]
+
+#: Backend → packages whose version its points depend on; every other backend runs on torch.
+_DEPENDS = {"onnxruntime": ("onnxruntime",), "openvino": ("openvino",)}
+
+_Seconds = Annotated[float, msgspec.Meta(gt=0)]
+_Rate = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What was measured of one backend.
+
+    Attributes:
+        overhead: seconds of the smallest kernel; what a launch costs.
+        points: kernel → (dims, seconds).
+        absent: kernel → shapes it does not have; `missing`: kernels it has at no shape.
+        failures: kernel call → the error its measurement raised (counted as absent).
+        versions: package → version it was measured with; our compiled kernels count as one.
+    """
+
+    overhead: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    points: dict[str, list[tuple[Dims, _Seconds]]] = {}
+    absent: dict[str, list[Dims]] = {}
+    missing: set[str] = set()
+    failures: dict[str, str] = {}
+    versions: dict[str, str] = {}
+
+    def known(self, call: KernelCall) -> tuple[bool, float | None]:
+        """(True, seconds or None for an absent kernel) when this call was tried before, else (False, None)."""
+        for dims, seconds in self.points.get(call.kernel, ()):
+            if dims == call.dims:
+                return True, seconds
+        return call.kernel in self.missing or call.dims in self.absent.get(call.kernel, ()), None
+
+    def record(self, call: KernelCall, seconds: float | None) -> None:
+        if seconds is None:
+            self.absent.setdefault(call.kernel, []).append(call.dims)
+        else:
+            self.points.setdefault(call.kernel, []).append((call.dims, seconds))
+
+    def law(self, kernel: str) -> Law | None:
+        points = self.points.get(kernel)
+        return Law(points=merge_points(points), overhead=self.overhead) if points else None
+
+
+class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Everything measured of one machine. `dirty` means that it holds points that its file does not."""
+
+    machine: Machine
+    date: str
+    memory_bandwidth: _Rate
+    peak_flops: dict[str, _Rate]
+    backends: dict[str, BackendPoints] = {}
+    dirty: bool = False
+
+    def laws(self) -> dict[str, dict[str, Law]]:
+        """backend → kernel → Law, as a Target carries them."""
+        return {b: {k: law for k in points.points if (law := points.law(k)) is not None} for b, points in self.backends.items()}
+
+
+# ------------------------------------------------------------------ measuring
+
+
+def grid(*, quick: bool = False) -> tuple[KernelCall, ...]:
+    """The kernels that `calibrate` times, cheap ones first within each kernel. `quick`: one small shape each."""
+    if quick:
+        small: dict[str, Dims] = {
+            "M K N": (8, 64, 64), "M K N Z B": (8, 64, 64, 4, 16), "B M K N": (2, 8, 16, 8), "B H Sq Sk D": (1, 2, 16, 16, 16),
+            "B H Sq Sk D V": (1, 2, 16, 16, 16, 8), "B H Sq Sk D V T": (1, 2, 32, 32, 16, 16, 16),
+            "B H Sq Sk D V P T R": (1, 2, 32, 32, 16, 16, 8, 16, 4), "rows cols": (16, 64), "elements": (1024,),
+        }  # fmt: skip
+        return tuple(KernelCall(kernel, small[spec.dims]) for kernel, spec in KERNELS.items())
+    layers = ((768, 768), (768, 3072), (3072, 768))  # the linears of a BERT-base block
+    shapes: dict[str, tuple[Dims, ...]] = {
+        "M K N": (*((m, k, n) for m in (1, 8, 32, 128, 1024) for k, n in layers), (1, 4096, 4096)),
+        "M K N Z B": tuple((m, k, n, k * n // 2560, 16) for m in (128, 1024) for k, n in layers),  # a tenth of the blocks kept
+        "B M K N": ((12, 128, 64, 128), (12, 128, 128, 64), (96, 128, 64, 128)),
+        "B H Sq Sk D": ((1, 12, 128, 128, 64), (8, 12, 128, 128, 64), (1, 12, 512, 512, 64)),
+        "B H Sq Sk D V": ((1, 12, 128, 128, 64, 64), (1, 12, 512, 512, 64, 256), (1, 12, 1024, 1024, 64, 192)),
+        "B H Sq Sk D V T": ((1, 12, 1024, 1024, 64, 256, 64),),
+        "B H Sq Sk D V P T R": ((1, 12, 1024, 1024, 64, 512, 8, 64, 16),),
+        "rows cols": ((128, 768), (1024, 768)),
+        "elements": ((128 * 768,), (128 * 3072,), (1024 * 3072,)),
+    }
+    return tuple(KernelCall(kernel, dims) for kernel, spec in KERNELS.items() for dims in shapes[spec.dims])
+
+
+def calibrate(
+    measures: Mapping[str, Measure],
+    *,
+    quick: bool = False,
+    keep: Calibration | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Measure this machine: memory bandwidth, then the grid on every backend.
+
+    A kernel that its first two shapes do not have is recorded as missing and not tried again. A measurement that
+    raises counts as absent, with the error kept in `BackendPoints.failures`.
+
+    Args:
+        measures: backend → how it times a kernel.
+        quick: one small shape per kernel instead of the grid.
+        keep: an earlier calibration of this machine; its points of backends not in `measures` are kept.
+        progress: called after each kernel call of the grid.
+    """
+    backends = dict(keep.backends) if keep else {}
+    for name, measure in measures.items():
+        backends[name] = _measure_backend(name, measure, grid(quick=quick), progress)
+    return Calibration(
+        machine=this_hardware(),
+        date=date.today().isoformat(),
+        memory_bandwidth=read_bandwidth(),
+        peak_flops=_peaks(backends),
+        backends=backends,
+        dirty=True,
+    )
+
+
+def _measure_backend(name: str, measure: Measure, calls: tuple[KernelCall, ...], progress: Progress | None) -> BackendPoints:
+    points = BackendPoints(versions=_versions_of(name))
+    launch = KernelCall("pointwise/fp32", (1,))
+    for done, call in enumerate((launch, *calls)):
+        if not points.known(call)[0]:
+            points.record(call, _measured(points, measure, call))
+        if call == launch:
+            points.overhead = points.known(launch)[1] or 0.0
+        elif not points.points.get(call.kernel) and len(points.absent[call.kernel]) == min(2, _count(calls, call.kernel)):
+            points.missing.add(call.kernel)
+        if progress is not None and done:
+            progress(name, done, len(calls))
+    return points
+
+
+def _count(calls: tuple[KernelCall, ...], kernel: str) -> int:
+    return sum(call.kernel == kernel for call in calls)
+
+
+def _measured(points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
+    """Seconds of one kernel; None where it is absent, fails (noted), or gives no usable figure."""
+    try:
+        seconds = measure(call)
+    except Exception as error:  # a backend's library may raise anything; the kernel is then not offered, and it says why
+        points.failures[str(call)] = str(error)[:400] if isinstance(error, EffcompileError) else f"{type(error).__name__}: {error}"[:200]
+        return None
+    return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None
+
+
+def _peaks(backends: Mapping[str, BackendPoints]) -> dict[str, float]:
+    """dtype → the best FLOP/s that any linear reached; fp32 at least that of torch's own product."""
+    peaks = {"fp32": matmul_peak()}
+    for points in backends.values():
+        for kernel, timed in points.points.items():
+            if kernel.startswith("linear/") and kernel not in ("linear/w8", "linear/w4", "linear/2:4"):  # mixed dtypes, and FLOPs left out
+                best = max(KernelCall(kernel, dims).flops / seconds for dims, seconds in timed)
+                dtype = KERNELS[kernel].dtype
+                peaks[dtype] = max(best, peaks.get(dtype, 0.0))
+    return peaks
+
+
+def _versions_of(backend: str) -> dict[str, str]:
+    depends = _DEPENDS.get(backend, ("torch", "torchao"))
+    found = {package: version for package, version in package_versions().items() if package in depends}
+    return found if backend == "openvino" else {**found, "compiled kernels": native.fingerprint()}
+
+
+# ------------------------------------------------------------------ this machine as a Target
+
+
+def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, budget_seconds: float = 20.0) -> Target:
+    """A Target with the calibration's laws, and a probe for shapes that were not measured.
+
+    The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which becomes
+    `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up it falls back to
+    the Law, but a kernel of which nothing is known yet is always measured, as there is nothing to fall back to.
+    """
+    machine = calibration.machine
+    prober = _Prober(calibration, measures, budget_seconds)
+    fp32 = calibration.peak_flops.get("fp32", 0.0)
+    cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
+    threads = "" if machine.threads == machine.cores else f" ({machine.threads} threads used)"
+    rates = f"{fp32 / 1e9:.0f} GFLOP/s fp32, {calibration.memory_bandwidth / 1e9:.0f} GB/s"
+    overheads = [points.overhead for points in calibration.backends.values() if points.overhead > 0]
+    return Target(
+        name="this machine",
+        description=f"{cores}{threads}, {machine.cpu}, {rates}",
+        device="cpu",
+        cores=machine.cores,
+        memory_bytes=machine.memory_bytes,
+        memory_bandwidth=calibration.memory_bandwidth,
+        link_bandwidth=calibration.memory_bandwidth,  # the device is the host
+        peak_flops=dict(calibration.peak_flops),
+        efficiency=0.85,  # of a measured best, which whole models reach to 0.81-0.89 (facts/inference.md §2)
+        launch_seconds=min(overheads, default=3e-6),
+        calibrated=calibration.date,
+        laws=calibration.laws(),
+        sources=dict.fromkeys(("memory_bandwidth", "peak_flops", "launch_seconds"), "measured by effcompile calibrate"),
+        probe=prober,
+        failure=prober.failure,
+    )
+
+
+class _Prober:
+    """Target.probe: measure once, remember, and fall back to the law when the time is used up."""
+
+    def __init__(self, calibration: Calibration, measures: Mapping[str, Measure], budget_seconds: float) -> None:
+        self.calibration, self.measures, self.left = calibration, measures, budget_seconds
+
+    def __call__(self, backend: str, call: KernelCall) -> float | None:
+        points = self.calibration.backends.get(backend)
+        tried, seconds = points.known(call) if points else (False, None)
+        if tried:
+            return seconds
+        law = points.law(call.kernel) if points else None
+        measure = self.measures.get(backend)
+        if measure is None or (self.left <= 0 and law is not None):
+            return law.seconds(call) if law is not None else None
+        if points is None:
+            points = self.calibration.backends[backend] = BackendPoints(versions=_versions_of(backend))
+        start = perf_counter()
+        seconds = _measured(points, measure, call)
+        self.left -= perf_counter() - start
+        points.record(call, seconds)
+        self.calibration.dirty = True
+        return seconds
+
+    def failure(self, backend: str, call: KernelCall) -> str | None:
+        """Target.failure: what the measurement of an absent kernel raised."""
+        points = self.calibration.backends.get(backend)
+        return points.failures.get(str(call)) if points else None
+
+
+# ------------------------------------------------------------------ on disk
+
+
+def calibration_path(machine: Machine | None = None) -> Path:
+    """The file of a machine's calibration (default: of this one)."""
+    return cache_folder() / f"calibration-{(machine or this_hardware()).key}.json"
+
+
+def save(calibration: Calibration, path: Path | None = None) -> Path:
+    """Write the calibration, whole or not at all.
+
+    Raises:
+        UsageError: the folder cannot be made or written.
+    """
+    path = path or calibration_path(calibration.machine)
+    body = msgspec.to_builtins(calibration)
+    body.pop("dirty", None)
+    written = write_atomically(path, msgspec.json.encode({"format": FORMAT, "version": VERSION, **body}))
+    calibration.dirty = False
+    return written
+
+
+def save_if_dirty(calibration: Calibration, path: Path | None = None) -> str | None:
+    """Write the calibration if it holds new points. Returns None, or a note for the report when it could not be written."""
+    if not calibration.dirty:
+        return None
+    try:
+        save(calibration, path)
+    except UsageError as error:
+        return f"The kernel timings were not kept for the next run: {error}"
+    return None
+
+
+def load(path: Path | None = None) -> Calibration:
+    """Read this machine's calibration. Points of backends whose packages changed since are dropped.
+
+    Raises:
+        UsageError: there is no such file, or it cannot be read.
+        FormatError: the file is corrupted, foreign, of another version or of another machine.
+    """
+    path = path or calibration_path()
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise UsageError(f"This machine is not calibrated yet: there is no {str(path)!r}. Run `effcompile calibrate`.") from error
+    except OSError as error:
+        raise UsageError(f"Cannot read the calibration {str(path)!r}: {error.strerror or error}.") from error
+    return _without_stale(_parsed(raw, path))
+
+
+def load_or_none(path: Path | None = None) -> tuple[Calibration | None, str | None]:
+    """(calibration or None, a note for the report or None): never raises.
+
+    A file that is not there yet gives (None, None), a bad one (None, why).
+    """
+    path = path or calibration_path()
+    try:
+        if not path.exists():
+            return None, None
+        calibration = load(path)
+    except (UsageError, OSError) as error:
+        return None, f"The kept kernel timings were ignored and are measured again. {error}"
+    changed = [name for name, points in calibration.backends.items() if not points.points and not points.missing]
+    note = f"Kernel timings of {', '.join(changed)} are measured again: its version changed." if changed else None
+    return calibration, note
+
+
+def _parsed(raw: bytes, path: Path) -> Calibration:
+    mend = "Run `effcompile calibrate` to measure it anew."
+    try:
+        data: Any = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"The calibration {str(path)!r} is not valid JSON ({error}); it may be cut off. {mend}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise FormatError(f"{str(path)!r} is not an effcompile calibration: it has no 'format': {FORMAT!r}. {mend}")
+    if data.get("version") != VERSION:
+        raise FormatError(f"The calibration {str(path)!r} has version {data.get('version')!r}; this effcompile reads {VERSION}. {mend}")
+    try:
+        calibration = msgspec.convert(data, Calibration)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"The calibration {str(path)!r} is not valid: {error}. {mend}") from error
+    if (bad := _bad_kernel(calibration)) is not None:
+        raise FormatError(f"The calibration {str(path)!r} holds {bad}, which this effcompile does not know. {mend}")
+    if calibration.machine != this_hardware():
+        raise FormatError(f"The calibration {str(path)!r} is of another machine ({calibration.machine.cpu}) or thread count. {mend}")
+    calibration.dirty = False
+    return calibration
+
+
+def _bad_kernel(calibration: Calibration) -> str | None:
+    """The first kernel whose name is unknown or whose dimensions do not fit it, as words."""
+    for points in calibration.backends.values():
+        for kernel, timed in points.points.items():
+            wanted = len(KERNELS[kernel].dims.split()) if kernel in KERNELS else 0
+            for dims, _ in timed:
+                if len(dims) != wanted or min(dims, default=0) < 1:
+                    return f"the kernel {kernel!r} with dimensions {list(dims)}"
+    return None
+
+
+def _without_stale(calibration: Calibration) -> Calibration:
+    """Backends measured with other package versions are emptied, to be measured again."""
+    for name, points in calibration.backends.items():
+        if points.versions != _versions_of(name):
+            calibration.backends[name] = BackendPoints(versions=_versions_of(name))
+            calibration.dirty = True
+    return calibration

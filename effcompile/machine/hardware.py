@@ -1,0 +1,100 @@
+"""What this machine is: processor, cores, threads, memory, package versions, and its memory bandwidth by measurement."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from effcompile.core.timing import interleaved
+
+#: Packages whose kernels we time: a new version may be faster or slower.
+PACKAGES = ("torch", "onnxruntime", "openvino", "torchao")
+
+
+class Machine(msgspec.Struct, kw_only=True, frozen=True):
+    """What a timing depends on besides the packages. `threads` is what the runtimes will use, `memory_bytes` rounded to GiB."""
+
+    cpu: str
+    cores: int
+    threads: int
+    memory_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Twelve hexadecimal digits that name this machine's files."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
+
+
+def this_hardware() -> Machine:
+    """The machine this process runs on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
+    return Machine(cpu=_cpu_model(), cores=cores, threads=threads, memory_bytes=_memory_bytes())
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of PACKAGES, read without importing them."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def read_bandwidth(nbytes: int = 2**28) -> float:
+    """Bytes/s of reading a buffer much larger than the caches: torch's sum over `nbytes` of fp32, all threads."""
+    import torch
+
+    buffer = torch.ones(nbytes // 4)
+    return nbytes / _best_seconds(lambda: buffer.sum())
+
+
+def matmul_peak(size: int = 768) -> float:
+    """FLOP/s of torch's fp32 product of two square matrices, all threads."""
+    import torch
+
+    a = torch.randn(size, size)
+    with torch.no_grad():
+        return 2.0 * size**3 / _best_seconds(lambda: a @ a)
+
+
+def _best_seconds(fn: Callable[[], object], budget: float = 0.3) -> float:
+    """The fastest call of many: a peak is what the machine can do, not what it does while others use it."""
+    samples: list[float] = []
+    while sum(samples) < budget or len(samples) < 5:
+        samples += interleaved({"": fn}, 1)[""]
+    return min(samples)
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def _memory_bytes() -> int:
+    """Physical memory, or the container's limit where that is lower, in whole GiB (rounded up)."""
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):  # not a POSIX system
+        size = 8 * 2**30
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        size = min(size, int(limit)) if limit.isdigit() else size
+    except OSError:
+        pass
+    return -(-size // 2**30) * 2**30

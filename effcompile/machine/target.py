@@ -1,0 +1,271 @@
+"""What a machine can do, as data: peaks, bandwidths, sizes, and measured kernel laws.
+
+A *kernel* is a name and integer dimensions, e.g. `linear/int8_dynamic (M, K, N)`. Passes price their options
+by kernel and backends measure kernels: this is where the two meet without importing each other. `KERNELS`
+lists every name with the meaning of its dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from effcompile.core.cost import Provenance
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """The meaning of a kernel's dimensions, its FLOPs and the bytes it must at least move."""
+
+    dims: str
+    dtype: str
+    flops: Callable[[Dims], float]
+    bytes: Callable[[Dims], float]
+    gain: str = ""  # what in `Target.gains` makes its arithmetic faster than the dense one; "": nothing
+
+
+def _linear(dtype: str, weight_bytes: float, activation_bytes: float = 4.0) -> KernelSpec:
+    def size(d: Dims) -> float:
+        m, k, n = d
+        return k * n * weight_bytes + (m * k + m * n) * activation_bytes
+
+    return KernelSpec("M K N", dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size)
+
+
+def _sparse_linear() -> KernelSpec:
+    """A linear of Z kept blocks of B × B: only these are read and multiplied."""
+
+    def size(d: Dims) -> float:
+        m, k, n, kept, block = d
+        return 4.0 * (kept * block**2 + m * k + m * n)
+
+    return KernelSpec("M K N Z B", "fp32", lambda d: 2.0 * d[0] * d[3] * d[4] ** 2, size)
+
+
+def _two_of_four() -> KernelSpec:
+    """The dense product's FLOPs and bytes: what torch's kernels save of the bytes they lose to padding few rows (pytorch #111339)."""
+    dense = _linear("bf16", 2, 2)
+    return KernelSpec(dense.dims, dense.dtype, dense.flops, dense.bytes, gain="2:4")
+
+
+def _attention(dtype: str = "fp32", width: int = 4) -> KernelSpec:
+    def flops(d: Dims) -> float:
+        b, h, sq, sk, dh = d
+        return 4.0 * b * h * sq * sk * dh
+
+    def size(d: Dims) -> float:
+        b, h, sq, sk, dh = d
+        return float(width * b * h * dh * (2 * sq + 2 * sk))
+
+    return KernelSpec("B H Sq Sk D", dtype, flops, size)
+
+
+def _visited() -> KernelSpec:
+    """Attention that visits V keys per query in the mean, and no others."""
+
+    def flops(d: Dims) -> float:
+        b, h, sq, _, dh, visible = d
+        return 4.0 * b * h * sq * visible * dh
+
+    return KernelSpec("B H Sq Sk D V", "fp32", flops, lambda d: 8.0 * d[0] * d[1] * d[4] * (d[2] + d[3]))
+
+
+def _tiles() -> KernelSpec:
+    """Attention on listed tiles of T × T that make V keys per query in the mean."""
+    return KernelSpec(
+        "B H Sq Sk D V T", "fp32", lambda d: 4.0 * d[0] * d[1] * d[2] * d[5] * d[4], lambda d: 8.0 * d[0] * d[1] * d[4] * (d[2] + d[3])
+    )
+
+
+def _predictor() -> KernelSpec:
+    """Scores of every P-th query with the V keys that it may see, for tiles of T × T; R: the method's own parameter."""
+    return KernelSpec(
+        "B H Sq Sk D V P T R",
+        "fp32",
+        lambda d: 2.0 * d[0] * d[1] * d[2] / d[6] * d[5] * d[4],
+        lambda d: 4.0 * d[0] * d[1] * d[4] * (d[2] + d[3]),
+    )
+
+
+def _pointwise(dims: str, flops_per_element: float, reads_and_writes: int) -> KernelSpec:
+    return KernelSpec(dims, "fp32", lambda d: flops_per_element * math.prod(d), lambda d: 4.0 * reads_and_writes * math.prod(d))
+
+
+#: Every kernel that a pass may ask the price of. One line per kernel.
+KERNELS: dict[str, KernelSpec] = {
+    "linear/fp32": _linear("fp32", 4),
+    "linear/bf16": _linear("bf16", 2, 2),
+    "linear/int8_dynamic": _linear("int8", 1),  # u8 activations per tensor at run time × s8 weights per tensor
+    "linear/int8_channel": _linear("int8", 1),  # the same with one weight scale per output channel
+    "linear/int8_static": _linear("int8", 1),  # activation scales fixed from calibration inputs, per-channel weights
+    "linear/w8": _linear("fp32", 1.125),  # 8-bit weights in groups of 32 along K, fp32 activations
+    "linear/w4": _linear("fp32", 0.625),  # 4-bit weights in groups of 32 along K, fp32 activations
+    "linear/2:4": _two_of_four(),  # bf16 or fp16, two of every four weights of a row on sparse tensor cores
+    "linear/sparse": _sparse_linear(),  # fp32, block-sparse weight with its pattern as constants
+    "matmul/fp32": KernelSpec(
+        "B M K N", "fp32", lambda d: 2.0 * math.prod(d), lambda d: 4.0 * d[0] * (d[1] * d[2] + d[2] * d[3] + d[1] * d[3])
+    ),
+    "attention/sdpa": _attention(),  # one kernel, heads split by explicit transposes around it
+    "attention/sdpa_int8": _attention("int8"),  # sdpa that reads q and k as 8-bit, their scales fixed from calibration inputs
+    "attention/packed": _attention(),  # one kernel that reads (B, S, H·D) and needs no transposes
+    "attention/math": _attention(),  # matmul, softmax, matmul as separate kernels
+    "attention/causal": _visited(),  # sdpa told to be causal: no mask is read
+    "attention/tiled": _visited(),  # ours, on the keys that each block of queries may see
+    "attention/tiled_scores": _visited(),  # the same with a softcap, sinks or biases
+    "attention/flex": _visited(),  # FlexAttention with the same blocks
+    "attention/tiles": _tiles(),  # ours, on tiles that are listed head by head
+    "predict/pooled": _predictor(),  # which tiles to list, see attention/predictors.py
+    "predict/sanger": _predictor(),
+    "predict/elsa": _predictor(),
+    "predict/dota": _predictor(),
+    "predict/a3": _predictor(),
+    "norm/layer": _pointwise("rows cols", 8, 2),
+    "norm/rms": _pointwise("rows cols", 5, 2),
+    "add_norm/split": _pointwise("rows cols", 9, 5),  # residual add, then LayerNorm
+    "add_norm/fused": _pointwise("rows cols", 9, 4),  # the backend's SkipLayerNorm
+    "rows/rms_norm": _pointwise("rows cols", 5, 2),  # ours, for GPUs: see effcompile.ops.rows
+    "rows/add_rms_norm": _pointwise("rows cols", 6, 4),  # the same with the residual sum, which it returns too
+    "rows/swiglu": _pointwise("rows cols", 6, 3),
+    "rows/rotary": _pointwise("rows cols", 4, 2),
+    "gelu/erf": _pointwise("elements", 20, 2),
+    "gelu/tanh": _pointwise("elements", 12, 2),
+    "embedding/fp32": KernelSpec("rows cols", "fp32", lambda d: 0.0, lambda d: 8.0 * math.prod(d)),
+    "embedding/int8": KernelSpec("rows cols", "fp32", lambda d: 2.0 * math.prod(d), lambda d: 5.0 * math.prod(d)),
+    "pointwise/fp32": _pointwise("elements", 1, 2),  # any other elementwise op or copy, per tensor read or written
+    "softmax/fp32": _pointwise("rows cols", 8, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class KernelCall:
+    """One kernel at one shape."""
+
+    kernel: str
+    dims: Dims
+
+    @property
+    def spec(self) -> KernelSpec:
+        return KERNELS[self.kernel]
+
+    @property
+    def flops(self) -> float:
+        return self.spec.flops(self.dims)
+
+    @property
+    def bytes(self) -> float:
+        return self.spec.bytes(self.dims)
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {'×'.join(map(str, self.dims))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Law:
+    """The measured times of one kernel on one backend.
+
+    Between measured shapes, time is scaled from the nearest one (Euclidean distance of log dimensions) by the
+    roofline work ratio, after taking the fixed overhead off: t ≈ overhead + (t₀ − overhead) · work / work₀.
+    """
+
+    points: tuple[tuple[Dims, float], ...]  # (dims, seconds)
+    overhead: float = 0.0  # seconds per kernel launch, measured with an empty body
+
+    def seconds(self, call: KernelCall) -> float | None:
+        """Seconds at `call.dims`, or None when nothing was measured."""
+        if not self.points:
+            return None
+        for dims, seconds in self.points:
+            if dims == call.dims:
+                return seconds
+        dims, seconds = min(self.points, key=lambda p: _log_distance(p[0], call.dims))
+        near = KernelCall(call.kernel, dims)
+        work, near_work = (call.flops or call.bytes), (near.flops or near.bytes)
+        return self.overhead + max(seconds - self.overhead, 0.0) * work / max(near_work, 1.0)
+
+
+def _log_distance(a: Dims, b: Dims) -> float:
+    return sum((math.log(max(x, 1)) - math.log(max(y, 1))) ** 2 for x, y in zip(a, b, strict=True))
+
+
+#: Times one kernel on a backend of this machine: (backend, call) → seconds, or None if it has no such kernel.
+Probe = Callable[[str, KernelCall], float | None]
+
+
+#: Assumed where a target does not say: half of what one socket with 8 channels of DDR4-3200 (204.8 GB/s) moves at the most.
+HOST_BANDWIDTH = 100e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A machine. All rates in FLOP/s and bytes/s, sizes in bytes, times in seconds.
+
+    Attributes:
+        peak_flops: dense peak by dtype ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4").
+        memory_bandwidth: device memory, read. `link_bandwidth`: device to host, one direction.
+        efficiency: share of the peak that good kernels reach; scales the roofline.
+        launch_seconds: fixed cost of one kernel.
+        gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that arithmetic binds.
+        host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
+        laws: backend → kernel → Law, measured (empty for machines that are not here).
+        sources: figure name → where it was read.
+        probe: measures what `laws` lacks, on this machine only. `failure`: what a probe that found no kernel raised.
+    """
+
+    name: str
+    description: str
+    device: str
+    cores: int
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    peak_flops: Mapping[str, float]
+    efficiency: float = 0.75
+    launch_seconds: float = 5e-6
+    gains: Mapping[str, float] = field(default_factory=dict)
+    host_bandwidth: float = HOST_BANDWIDTH
+    host_memory_bytes: int | None = None
+    calibrated: str | None = None
+    laws: Mapping[str, Mapping[str, Law]] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    probe: Probe | None = field(default=None, repr=False, compare=False)
+    failure: Callable[[str, KernelCall], str | None] | None = field(default=None, repr=False, compare=False)
+
+    def price(self, backend: str, call: KernelCall) -> tuple[float, Provenance] | None:
+        """Seconds of one kernel on one backend and where they come from; None where there is no such kernel.
+
+        Measured laws first, then the probe, then (for machines that are not here) the roofline
+        max(FLOPs / peak, bytes / bandwidth) + launch (Williams et al. 2009).
+        """
+        law = self.laws.get(backend, {}).get(call.kernel)
+        if law is not None and any(dims == call.dims for dims, _ in law.points):
+            return law.seconds(call) or 0.0, Provenance.MEASURED
+        if self.probe is not None:
+            probed = self.probe(backend, call)
+            return None if probed is None else (probed, Provenance.MEASURED)
+        if law is not None and (seconds := law.seconds(call)) is not None:
+            return seconds, Provenance.MEASURED
+        if self.laws:  # calibrated, but this backend never ran this kernel
+            return None
+        return self.roofline(call)
+
+    def roofline(self, call: KernelCall) -> tuple[float, Provenance] | None:
+        """The modelled time from peaks; None when the target has no arithmetic of that dtype or form."""
+        spec = call.spec
+        peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain) if spec.gain else 1.0
+        if peak is None or gain is None:
+            return None
+        seconds = max(call.flops / (peak * gain * self.efficiency), call.bytes / (self.memory_bandwidth * self.efficiency))
+        return seconds + self.launch_seconds, Provenance.PUBLISHED if spec.gain else Provenance.MODELLED
+
+    def describe(self) -> str:
+        """One line for the report's head."""
+        from_when = f"calibrated {self.calibrated}" if self.calibrated else "not calibrated: modelled from its data sheet"
+        return f"{self.description} ({from_when})"
+
+
+def merge_points(points: Iterable[tuple[Dims, float]]) -> tuple[tuple[Dims, float], ...]:
+    """Points with one entry per shape, the last measured kept, in a stable order."""
+    return tuple(sorted(dict(points).items()))

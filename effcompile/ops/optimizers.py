@@ -1,0 +1,167 @@
+"""Forms of an optimizer: the user's own, the same with 8-bit states, or another that keeps less. What cannot be changed is declined.
+
+A form is built for any tensors (parameters, pieces of them, copies on the host, tensors without data) with the options of the
+user's parameter group, which are read anew at every step: learning rate schedules work as usual.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from effcompile.core.errors import UsageError
+from effcompile.ops.lion8 import Lion8bit
+
+Group = Mapping[str, Any]
+
+GIVEN, EIGHT_BIT, LION8 = "given", "8-bit", "lion8"
+#: Optimizers that the user may allow instead, ours or pytorch-optimizer's → (class, factor of the learning rate, of the weight decay).
+#: Lion: learning rate 3–10 times smaller, decay as much larger than AdamW's (Chen et al. 2023, arXiv 2302.06675, §5).
+CHANGES: Mapping[str, tuple[str, float, float]] = {
+    "lion": ("Lion", 1 / 3, 3.0),
+    "lamb": ("Lamb", 1.0, 1.0),
+    "lars": ("LARS", 1.0, 1.0),
+    LION8: ("Lion8bit", 1 / 3, 3.0),
+}
+
+#: torch.optim's classes with one kernel for all of a parameter's update.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+#: Those that look at several parameters at once, or run the model again.
+_NOT_SINGLE = ("LBFGS", "SparseAdam")
+_SINGLE = ("Lion", "LARS")
+#: 8-bit states in pieces of so many elements on a CPU, where torchao's update is not compiled: its working memory is 60 B/element.
+CPU_PIECE = 1 << 18
+#: torchao quantises blocks of so many elements, and no tensor that is smaller than 4096.
+_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """`name`: GIVEN, EIGHT_BIT or a key of CHANGES. `fused`: one kernel per parameter. `piece`: elements updated at once, 0 for all."""
+
+    name: str = GIVEN
+    fused: bool = False
+    piece: int = 0
+
+
+def given_form(optimizer: Optimizer, device: str) -> Form:
+    """The user's optimizer; by torch's fused kernels where it has them and the user has not chosen others."""
+    plain = all(not group.get(key) for group in optimizer.param_groups for key in ("foreach", "capturable", "differentiable"))
+    chosen = any(group.get("fused") is False for group in optimizer.param_groups)
+    return Form(fused=type(optimizer) in _FUSED and plain and not chosen and not optimizer.state and device in ("cpu", "cuda"))
+
+
+def check(optimizer: object) -> Optimizer:
+    """The optimizer, if its memory can be planned.
+
+    Raises:
+        UsageError: no torch optimizer, or one whose step runs the model again.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}. Give a torch.optim.Optimizer of the model's parameters, or a function "
+            "optimizer(parameters) that returns one."
+        )
+    if needs_closure(optimizer):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step needs a closure, which runs the model several times within one step: its memory cannot be "
+            "planned. Leave the optimizer out, and give `memory` without what it takes."
+        )
+    return optimizer
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` has a required argument."""
+    taken = inspect.signature(type(optimizer).step).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in list(taken)[1:])
+
+
+def one_by_one(optimizer: Optimizer) -> str | None:
+    """None where each parameter is updated by itself, else why its update cannot be taken apart."""
+    kind = type(optimizer)
+    package = kind.__module__.partition(".")[0]
+    single = (package == "torch" and kind.__name__ not in _NOT_SINGLE) or package == "torchao" or kind.__name__ in _SINGLE
+    if not single:
+        return f"{kind.__name__} is not known to update each parameter by itself"
+    if optimizer.state:
+        return f"this {kind.__name__} has states already; plan before its first step"
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return f"this {kind.__name__} has hooks around its step" if hooked else None
+
+
+def declined(name: str, optimizer: Optimizer) -> str | None:
+    """None where the optimizer may take the form, else the reason."""
+    kind = type(optimizer)
+    if (reason := one_by_one(optimizer)) is not None:
+        return reason
+    if name == EIGHT_BIT:
+        if kind not in (torch.optim.Adam, torch.optim.AdamW):
+            return f"there is no 8-bit {kind.__name__}: Adam and AdamW have one"
+        special = [key for group in optimizer.param_groups for key in ("maximize", "capturable", "differentiable") if group.get(key)]
+        if special:
+            return f"the option {special[0]}={True} of this {kind.__name__} is not in the 8-bit one"
+        return None if find_spec("torchao") else "it needs torchao: pip install torchao"
+    if name in CHANGES and name != LION8:
+        return None if find_spec("pytorch_optimizer") else "it needs pytorch-optimizer: pip install pytorch-optimizer"
+    return None
+
+
+def build(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor]) -> Optimizer:
+    """An optimizer of this form with the group's options, for these tensors alone, without states."""
+    if form.name == GIVEN:
+        return _rebuilt(optimizer, options(form, group), tensors)
+    if form.name == LION8:
+        return Lion8bit(tensors, **options(form, group))
+    module = import_module("torchao.optim" if form.name == EIGHT_BIT else "pytorch_optimizer")
+    name = f"{type(optimizer).__name__}8bit" if form.name == EIGHT_BIT else CHANGES[form.name][0]
+    made: Optimizer = getattr(module, name)(list(tensors), **options(form, group))
+    return made
+
+
+def options(form: Form, group: Group) -> dict[str, Any]:
+    """What the user's group says, in the form's own options."""
+    if form.name == GIVEN:
+        kept = {key: value for key, value in group.items() if key != "params"}
+        return {**kept, "fused": True} if form.fused else kept
+    if form.name == EIGHT_BIT:
+        return {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
+    _, rate, decay = CHANGES[form.name]
+    found = {"lr": group["lr"] * rate, "weight_decay": group.get("weight_decay", 0.0) * decay}
+    return {**found, "betas": group["betas"], "eps": group["eps"]} if form.name == "lamb" and "betas" in group else found
+
+
+def update_options(inner: Optimizer, form: Form, group: Group) -> None:
+    """The group's present options, in place (torchao keeps its learning rate in a tensor)."""
+    mine = inner.param_groups[0]
+    for key, value in options(form, group).items():
+        if isinstance(mine.get(key), torch.Tensor) and not isinstance(value, torch.Tensor):
+            mine[key].fill_(value)
+        else:
+            mine[key] = value
+
+
+def pieces(form: Form, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, or flat views of it that are updated one after the other."""
+    count = tensor.numel()
+    if not form.piece or count <= form.piece or not tensor.is_contiguous():
+        return [tensor]
+    flat = tensor.view(-1)
+    return [flat[start : start + form.piece] for start in range(0, count, form.piece)]
+
+
+def _rebuilt(optimizer: Optimizer, chosen: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Optimizer:
+    """The optimizer's class and attributes with other tensors and no states; works for classes whose arguments we do not know."""
+    made: Optimizer = type(optimizer).__new__(type(optimizer))
+    own = {k: copy.copy(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and not k.startswith("_optimizer_")}
+    own |= {k: OrderedDict() for k in vars(optimizer) if k.startswith("_optimizer_")}
+    made.__dict__.update(own, state=defaultdict(dict), param_groups=[{**chosen, "params": list(tensors)}])
+    return made

@@ -1,0 +1,303 @@
+"""A training step cut into blocks: what each makes, reads and could recompute, in the planner's plain numbers.
+
+The graph is split into what does not depend on the gradient that arrives at the loss (the forward, and what the backward
+may compute without it) and the rest (the backward). Blocks follow the user's modules (cuts.py). Storages, not nodes, are
+the values: views cost nothing and follow what they look at.
+
+Who may keep a storage v made in block m:
+- read in the backward of m only, and in no later forward: m decides (a value of its own);
+- read by one later block k, in its forward or backward, and not in m's backward: k decides (an entering value);
+- read by several blocks' backwards or later forwards (rotary tables, masks, an encoder's output): kept in any case,
+  like what the forward returns. These are no values of any block; the stages' bases count them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from effcompile.estimate.storages import Storage, Storages
+from effcompile.ir.step import Step
+from effcompile.planner.remat.problem import BackwardStep, BlockProblem, Op, Stage
+from effcompile.schedule.cuts import cut
+
+Seconds = Callable[[fx.Node], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One stage of the chain.
+
+    Attributes:
+        name: the module's, or "start", "end".
+        forward, backward: its nodes, in the order in which they run.
+        problem: for the planner; `values` and `operators` say which storage and node its names stand for.
+        entering: storages that it takes over from one earlier block. `leaving`: those that it hands on.
+        stage: the chain's view of it. `problem` and `stage.kind` are equal for identical blocks.
+    """
+
+    name: str
+    forward: tuple[fx.Node, ...]
+    backward: tuple[fx.Node, ...]
+    problem: BlockProblem
+    values: Mapping[str, Storage]
+    operators: Mapping[str, fx.Node]
+    entering: tuple[Storage, ...]
+    leaving: tuple[Storage, ...]
+    stage: Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Where a step may put values: at most `limit` bytes (None: no limit), in a pool in `folder` (ops/offload.py).
+
+    `beside`: copies run beside the compute; else they stop it.
+    """
+
+    limit: int | None = None
+    folder: str = ""
+    beside: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """A step, cut. `shared`: storages kept in any case. `base_bytes`: parameters, buffers, constants, inputs, the tangent."""
+
+    step: Step
+    held: Storages
+    blocks: tuple[Block, ...]
+    shared: frozenset[Storage]
+    base_bytes: int
+    host: Host = Host()
+
+    @property
+    def decidable(self) -> frozenset[Storage]:
+        """All storages that some block decides about: keeping them all recomputes nothing."""
+        return frozenset(s for block in self.blocks for s in block.values.values())
+
+    @cached_property
+    def maker(self) -> Mapping[Storage, fx.Node]:
+        """Storage → the first node whose value is exactly the tensor that was made with it."""
+        found: dict[Storage, fx.Node] = {}
+        for node in (n for block in self.blocks for n in block.forward):
+            if len(self.held.of[node]) == 1:
+                found.setdefault(self.held.of[node][0], node)
+        return found
+
+    @property
+    def given_bytes(self) -> int:
+        """`base_bytes` less the gradient that arrives at the loss: what is there before the step begins."""
+        return self.base_bytes - sum(self.held.nbytes[s] for node in self.step.tangents for s in self.held.of[node])
+
+
+def split(step: Step) -> tuple[list[fx.Node], list[fx.Node]]:
+    """(nodes that do not depend on the tangent, the others), each in graph order."""
+    backward: set[fx.Node] = set(step.tangents)
+    calls = [node for node in step.graph.nodes if node.op == "call_function"]
+    for node in calls:
+        if any(arg in backward for arg in node.all_input_nodes):
+            backward.add(node)
+    return [n for n in calls if n not in backward], [n for n in calls if n in backward]
+
+
+def reads_of(node: fx.Node, held: Storages) -> tuple[Storage, ...]:
+    """Storages that running a node reads, each once; parameters, buffers and inputs left out."""
+    return tuple({s: None for arg in node.all_input_nodes for s in held.of[arg] if s not in held.fixed})
+
+
+def cut_into_blocks(step: Step, held: Storages, seconds: Seconds) -> Blocks:
+    """Cut a step. `seconds`: time of one node on the target; free nodes (views) are not asked for."""
+    forward, backward = split(step)
+    names, stage_of = cut(forward, step.forward_results, held)
+    later = _backward_stages(backward, stage_of, held, len(names))
+    return _Cutter(step, held, seconds, names, _runs(forward, stage_of, len(names)), _runs(backward, later, len(names))).result()
+
+
+def _runs(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], count: int) -> list[list[fx.Node]]:
+    runs: list[list[fx.Node]] = [[] for _ in range(count)]
+    for node in nodes:
+        runs[stage_of[node]].append(node)
+    return runs
+
+
+def _backward_stages(backward: Sequence[fx.Node], forward: Mapping[fx.Node, int], held: Storages, count: int) -> dict[fx.Node, int]:
+    """Stage of every backward node: the latest whose forward values it reads, but no later one than its inputs'.
+
+    So a node that reads a block's values waits for that block's turn, and one that reads none runs as soon as it can.
+    """
+    readers: dict[Storage, set[int]] = {}
+    for node, stage in forward.items():
+        for s in reads_of(node, held):
+            readers.setdefault(s, set()).add(stage)
+    found: dict[fx.Node, int] = {}
+    for node in backward:
+        ready = min((found[arg] for arg in node.all_input_nodes if arg in found), default=count - 1)
+        known = [arg for arg in node.all_input_nodes if arg in forward and not held.fixed.issuperset(held.of[arg])]
+        wanted = [max([forward[arg], *(_only_later(readers.get(s, set()), forward[arg]) for s in held.of[arg])]) for arg in known]
+        found[node] = min(ready, max(wanted, default=ready))
+    return found
+
+
+def _only_later(readers: set[int], stage: int) -> int:
+    """The one later stage that reads what `stage` made; `stage` itself when there is none or more than one."""
+    later = {reader for reader in readers if reader > stage}
+    return next(iter(later)) if len(later) == 1 else stage
+
+
+class _Cutter:
+    """Collects who makes and who reads each storage, and writes the blocks' problems."""
+
+    def __init__(self, step: Step, held: Storages, seconds: Seconds, names: Sequence[str], forward: list[list[fx.Node]],
+                 backward: list[list[fx.Node]]) -> None:  # fmt: skip
+        self.step, self.held, self.seconds, self.names = step, held, seconds, names
+        self.forward, self.backward = forward, backward
+        self.maker = {s: i for i, nodes in enumerate(forward) for node in nodes for s in held.made[node]}
+        self.results = {s for node in step.forward_results for s in held.of[node]}
+        self.in_forward = self._readers(forward)
+        self.in_backward = self._readers(backward)
+        self.shared = frozenset(s for s in self.maker if s in self.results or self._is_shared(s))
+        self.gradients = {s for node in step.gradients.values() for s in held.of[node]}
+        self.owner = {s: self._owner(s) for s in self.maker}
+
+    def _readers(self, runs: list[list[fx.Node]]) -> dict[Storage, set[int]]:
+        readers: dict[Storage, set[int]] = {}
+        for i, nodes in enumerate(runs):
+            for node in nodes:
+                for s in reads_of(node, self.held):
+                    readers.setdefault(s, set()).add(i)
+        return readers
+
+    def _is_shared(self, s: Storage) -> bool:
+        made = self.maker[s]
+        ahead = {i for i in self.in_forward.get(s, ()) if i > made}
+        behind = self.in_backward.get(s, set())
+        if not ahead and behind <= {made}:
+            return False
+        return len(ahead | behind) > 1 and bool(behind or len(ahead) > 1)
+
+    def _owner(self, s: Storage) -> int:
+        """The block that decides about a storage: its only later reader, else its maker."""
+        readers = {i for i in self.in_forward.get(s, set()) | self.in_backward.get(s, set()) if i > self.maker[s]}
+        return next(iter(readers)) if len(readers) == 1 and s not in self.shared else self.maker[s]
+
+    def _last(self, s: Storage) -> int:
+        """The stage whose backward is the last to read a shared storage; −1 for what outlives the step."""
+        if s in self.results or s in self.gradients:
+            return -1
+        return min(self.in_backward.get(s, {self.maker[s]}))
+
+    def result(self) -> Blocks:
+        live_backward = _backward_live(self.held, self.step, self.backward)
+        live_forward = self._forward_live()
+        built = tuple(self._block(i, live_backward[i], live_forward[i]) for i in range(len(self.names)))
+        base = sum(self.held.nbytes[s] for s in self.held.fixed)
+        return Blocks(step=self.step, held=self.held, blocks=built, shared=self.shared, base_bytes=base)
+
+    def _block(self, i: int, live: tuple[int, list[int]], forward_live: int) -> Block:
+        entering = tuple(s for s, owner in self.owner.items() if owner == i and self.maker[s] != i)
+        names = {s: f"in{k}" for k, s in enumerate(entering)}
+        ops, operators = self._operators(i, names)
+        leaving = tuple(s for s in self.maker if self.maker[s] == i and any(r > i for r in self.in_forward.get(s, ())))
+        start, lives = live
+        reads = [tuple(names[s] for s in reads_of(node, self.held) if s in names) for node in self.backward[i]]
+        steps = tuple(
+            BackwardStep(name=f"b{k}", reads=what, live=at - start) for k, (what, at) in enumerate(zip(reads, lives, strict=True))
+        )
+        problem = BlockProblem(
+            nbytes={name: self.held.nbytes[s] for s, name in names.items()},
+            entering=tuple(names[s] for s in entering),
+            leaving=tuple(names[s] for s in leaving if s in names),
+            forced=frozenset(),
+            forward=tuple(ops),
+            backward=steps,
+        )
+        entering_bytes = sum(self.held.nbytes[s] for s in entering)
+        stage = Stage(
+            name=self.names[i],
+            kind=hashlib.sha256(repr(problem).encode()).hexdigest()[:12],
+            forward_base=forward_live - entering_bytes + sum(self.held.nbytes[s] for s in self.shared if self.maker[s] <= i),
+            backward_base=start + sum(self.held.nbytes[s] for s in self.shared if self._last(s) <= i),
+            rerun_seconds=sum(op.seconds for op in ops),
+            entering_bytes=entering_bytes,
+            rerun_peak=_rerun_peak(problem),
+        )
+        return Block(
+            name=self.names[i], forward=tuple(self.forward[i]), backward=tuple(self.backward[i]), problem=problem,
+            values={name: s for s, name in names.items()}, operators=operators, entering=entering, leaving=leaving, stage=stage,
+        )  # fmt: skip
+
+    def _operators(self, i: int, names: dict[Storage, str]) -> tuple[list[Op], dict[str, fx.Node]]:
+        """The block's operators; gives its storages their names, by order of making, so that equal blocks have equal problems."""
+        ops: list[Op] = []
+        operators: dict[str, fx.Node] = {}
+        for node in self.forward[i]:
+            if not self.held.made[node]:
+                continue
+            name = f"{len(ops)}:{getattr(node.target, '__name__', node.target)}"
+            own = [s for s in self.held.made[node] if s not in self.shared]
+            names.update({s: f"{len(ops)}.{k}" for k, s in enumerate(own)})
+            known = tuple(names[s] for s in reads_of(node, self.held) if s in names)
+            made = tuple(names[s] for s in own)
+            if not made:
+                continue
+            ops.append(Op(name=name, reads=known, makes=made, seconds=self.seconds(node), workspace=self.held.workspace[node]))
+            operators[name] = node
+        return ops, operators
+
+    def _forward_live(self) -> list[int]:
+        """Per stage the bytes alive when its forward begins that will still be read in the forward, kept ones not counted."""
+        last = {s: max([self.maker[s], *self.in_forward.get(s, ())]) for s in self.maker}
+        counted = [s for s in self.maker if s not in self.shared]
+        return [sum(self.held.nbytes[s] for s in counted if self.maker[s] < i <= last[s]) for i in range(len(self.names))]
+
+
+def _backward_live(held: Storages, step: Step, runs: list[list[fx.Node]]) -> list[tuple[int, list[int]]]:
+    """Per stage: bytes made by the backward that are alive when its backward begins, and while each of its nodes runs."""
+    order = [(i, node) for i in reversed(range(len(runs))) for node in runs[i]]
+    position = {node: at for at, (_, node) in enumerate(order)}
+    made = {s for _, node in order for s in held.made[node]}
+    last: dict[Storage, int] = {}
+    for node, at in position.items():
+        for s in (*held.of[node], *(s for arg in node.all_input_nodes for s in held.of[arg])):
+            if s in made:
+                last[s] = max(last.get(s, 0), at)
+    for gradient in step.gradients.values():
+        last.update({s: len(order) for s in held.of[gradient] if s in made})
+    freed: dict[int, int] = {}
+    for s, at in last.items():
+        freed[at] = freed.get(at, 0) + held.nbytes[s]
+    live = 0
+    result: list[tuple[int, list[int]]] = [(0, []) for _ in runs]
+    begun: set[int] = set()
+    for at, (i, node) in enumerate(order):
+        if i not in begun:
+            begun.add(i)
+            result[i] = (live, [])
+        live += sum(held.nbytes[s] for s in held.made[node])
+        result[i][1].append(live + held.workspace[node])
+        live -= freed.get(at, 0)
+    return _filled(result, begun)
+
+
+def _filled(result: list[tuple[int, list[int]]], begun: set[int]) -> list[tuple[int, list[int]]]:
+    """Stages without a backward of their own begin where the one after them began."""
+    for i in reversed(range(len(result) - 1)):
+        if i not in begun:
+            result[i] = (result[i + 1][0], [])
+    return result
+
+
+def _rerun_peak(problem: BlockProblem) -> int:
+    """Most bytes of the block's values and workspace alive while its forward runs and keeps only what leaves."""
+    last = {value: i for i, op in enumerate(problem.forward) for value in (*op.reads, *op.makes)}
+    last.update(dict.fromkeys(problem.leaving, len(problem.forward)))
+    live = peak = sum(problem.nbytes[v] for v in problem.entering)
+    for i, op in enumerate(problem.forward):
+        live += sum(problem.nbytes[v] for v in op.makes)
+        peak = max(peak, live + op.workspace)
+        live -= sum(problem.nbytes[v] for v in {*op.reads, *op.makes} if last[v] == i)
+    return peak

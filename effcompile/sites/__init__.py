@@ -1,0 +1,1 @@
+"""Finders of places where there is something to decide."""

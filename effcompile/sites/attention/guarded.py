@@ -1,0 +1,63 @@
+"""Attention whose mask has a closed form under a condition: both ways in one operator, which looks at the condition in every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import register_flop_formula
+
+from effcompile.core.errors import UsageError
+from effcompile.ops.attention import attention
+
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor holds, Tensor written, Tensor? bias=None, Tensor? sink=None, Tensor? mask=None, "
+    "Tensor? q_ids=None, Tensor? k_ids=None, Tensor? valid=None, *, float scale, float softcap=0.0, SymInt? lo=None, SymInt? hi=None, "
+    "SymInt chunk=0, bool uniform_empty=False) -> Tensor"
+)
+
+
+@torch.library.custom_op("effcompile::attention_guarded", mutates_args=(), schema=_SCHEMA)
+def attention_guarded(q: Tensor, k: Tensor, v: Tensor, holds: Tensor, written: Tensor, *closed: Any, **form: Any) -> Tensor:
+    """(B, H, Sq, Dv), contiguous. Forward only.
+
+    Where `holds`, a bool of no axes, is True: `effcompile::attention` of q, k, v, `closed` and `form`. Else the mask is read as the
+    model wrote it: `written` is bool, True is seen, beside the bias of `closed`; or all numbers added to the scores, that bias among
+    them. Sink, scale and softcap are the same.
+
+    Raises:
+        UsageError: `holds` is no bool of no axes, or an argument is none that `effcompile::attention` takes.
+    """
+    if holds.dtype != torch.bool or holds.dim():
+        raise UsageError(f"attention_guarded takes holds as a bool of no axes; given {holds.dtype} of shape {tuple(holds.shape)}.")
+    if bool(holds):
+        return attention(q, k, v, *closed, **form)[0]
+    bias, sink, *_ = (*closed, None, None)
+    plain = {name: form[name] for name in ("scale", "softcap", "uniform_empty") if name in form}
+    if written.dtype != torch.bool:  # with all that is added, and with numbers that say what an empty row gets
+        return _dense(q, k, v, written, None, sink, **{**plain, "uniform_empty": False})
+    return _dense(q, k, v, bias, written, sink, **plain)
+
+
+def _dense(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, mask: Tensor | None, sink: Tensor | None, *, scale: float, softcap: float = 0.0,
+    uniform_empty: bool = False,
+) -> Tensor:  # fmt: skip
+    """By SDPA where that can say it."""
+    if sink is not None or softcap or uniform_empty or (bias is not None and mask is not None):
+        return attention(q, k, v, bias, sink, mask, scale=scale, softcap=softcap, uniform_empty=uniform_empty)[0]
+    written = bias if mask is None else mask
+    return scaled_dot_product_attention(q, k, v, written, scale=scale, enable_gqa=q.shape[1] != k.shape[1]).contiguous()
+
+
+@attention_guarded.register_fake
+def _(q, k, v, *_, **__):  # type: ignore[no-untyped-def]
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+@register_flop_formula(torch.ops.effcompile.attention_guarded)
+def _flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """Two products over all pairs: an upper bound, for which way is taken is known in the call."""
+    return int(2 * q[0] * q[1] * q[2] * k[2] * (q[3] + v[3]))

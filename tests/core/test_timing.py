@@ -1,0 +1,84 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effcompile.core import timing
+from effcompile.core.timing import faster_half_median, interleaved, median_seconds
+
+
+class Clock:
+    """A clock that only moves when told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def work(self, *durations: float):
+        left = list(durations)
+
+        def fn() -> None:
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return fn
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(timing, "perf_counter", clock)
+    return clock
+
+
+def test_median_ignores_warm_up_and_preemption(clock):
+    assert median_seconds(clock.work(9.0, 1.0, 1.0, 7.0, 1.0, 8.0, 1.0), min_rounds=5, budget=0.0) == pytest.approx(1.0)
+
+
+def test_budget_bounds_the_rounds_but_not_below_the_minimum(clock):
+    median_seconds(clock.work(1.0), min_rounds=3, budget=0.5)
+    assert clock.now == pytest.approx(5.0)  # warm up, repeat probe, 3 samples
+    before = clock.now
+    median_seconds(clock.work(0.1), min_rounds=1, budget=1.0)
+    assert 1.0 <= clock.now - before <= 1.5
+
+
+def test_short_calls_are_repeated_within_a_sample(clock):
+    calls = []
+
+    def fn() -> None:
+        calls.append(clock.now)
+        clock.now += 1e-6
+
+    assert median_seconds(fn, min_rounds=5, budget=0.0) == pytest.approx(1e-6)
+    assert len(calls) >= 2 + 5 * 20
+
+
+@given(st.lists(st.floats(1e-6, 1e3), min_size=1))
+def test_faster_half_median_lies_between_minimum_and_median(samples):
+    assert min(samples) <= faster_half_median(samples) <= sorted(samples)[len(samples) // 2]
+
+
+def test_no_samples_is_an_error():
+    with pytest.raises(ValueError, match="No samples"):
+        faster_half_median([])
+
+
+def test_interleaved_rotates_and_attributes_the_time(clock):
+    order = []
+
+    def runner(name: str, seconds: float):
+        def fn() -> None:
+            order.append(name)
+            clock.now += seconds
+
+        return fn
+
+    samples = interleaved({"a": runner("a", 1.0), "b": runner("b", 2.0), "c": runner("c", 3.0)}, 3)
+    assert {name: set(s) for name, s in samples.items()} == {"a": {1.0}, "b": {2.0}, "c": {3.0}}
+    assert {len(s) for s in samples.values()} == {6}
+    assert [order[i] for i in (0, 9, 18)] == ["a", "b", "c"]
+
+
+def test_interleaved_of_nothing():
+    assert interleaved({}, 3) == {}

@@ -1,0 +1,327 @@
+import json
+import math
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from effcompile.core.cost import Provenance
+from effcompile.core.errors import FormatError, UsageError
+from effcompile.machine import calibration as module
+from effcompile.machine.calibration import (
+    Calibration,
+    calibrate,
+    calibration_path,
+    grid,
+    load,
+    load_or_none,
+    save,
+    save_if_dirty,
+    this_machine,
+)
+from effcompile.machine.hardware import this_hardware
+from effcompile.machine.target import KERNELS, KernelCall, Law
+
+OVERHEAD, RATE, BANDWIDTH = 2e-6, 1e11, 2e10
+
+
+def roofline(call: KernelCall) -> float:
+    return OVERHEAD + max(call.flops / RATE, call.bytes / BANDWIDTH)
+
+
+class Fake:
+    """A backend that times kernels by formula, has no 4-bit ones, and counts what it was asked."""
+
+    def __init__(self, absent=("linear/w4",), factor=1.0):
+        self.asked: list[KernelCall] = []
+        self.absent, self.factor = absent, factor
+
+    def __call__(self, call):
+        self.asked.append(call)
+        return None if call.kernel in self.absent else self.factor * roofline(call)
+
+
+@pytest.fixture(autouse=True)
+def _isolated(tmp_path, monkeypatch):
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "read_bandwidth", lambda: 27e9)
+    monkeypatch.setattr(module, "matmul_peak", lambda: 5e9)
+
+
+@pytest.fixture
+def calibrated():
+    fake = Fake()
+    found = calibrate({"torch": fake}, quick=True)
+    fake.asked.clear()
+    return found, fake
+
+
+def test_grid_holds_every_kernel_with_dimensions_that_fit():
+    for calls in (grid(), grid(quick=True)):
+        assert {c.kernel for c in calls} == set(KERNELS)
+        assert all(len(c.dims) == len(c.spec.dims.split()) and min(c.dims) > 0 for c in calls)
+        assert len(set(calls)) == len(calls)
+    assert {c.dims for c in grid() if c.kernel == "linear/fp32"} >= {(1, 4096, 4096), (128, 768, 3072), (1024, 3072, 768)}
+
+
+def test_calibrate_times_each_kernel_once_and_reports_progress():
+    fake, seen = Fake(), []
+    found = calibrate({"torch": fake, "other": Fake()}, quick=True, progress=lambda *step: seen.append(step))
+    assert len(fake.asked) == len(set(fake.asked))
+    count = len(grid(quick=True))
+    assert seen == [(name, i, count) for name in ("torch", "other") for i in range(1, count + 1)]
+    points = found.backends["torch"]
+    assert points.overhead == roofline(KernelCall("pointwise/fp32", (1,)))
+    assert points.missing == {"linear/w4"}
+    assert "linear/w4" not in points.points
+    assert found.memory_bandwidth == 27e9
+    assert found.peak_flops["int8"] == pytest.approx(max(c.flops / roofline(c) for c in fake.asked if c.kernel == "linear/int8_static"))
+
+
+def test_a_kernel_absent_at_two_shapes_is_not_tried_at_the_others():
+    fake = Fake()
+    calibrate({"torch": fake})
+    assert sum(c.kernel == "linear/w4" for c in fake.asked) == 2
+
+
+def test_a_kernel_absent_at_one_shape_only_is_kept():
+    class Picky(Fake):
+        def __call__(self, call):
+            return (
+                None
+                if call.kernel == "linear/w4" and call.dims[0] == 1 and call.dims[1] == 768 and call.dims[2] == 768
+                else super().__call__(call)
+            )
+
+    found = calibrate({"torch": Picky(absent=())}).backends["torch"]
+    assert found.absent == {"linear/w4": [(1, 768, 768)]}
+    assert found.missing == set()
+    assert len(found.points["linear/w4"]) == 15
+
+
+def test_a_measurement_that_raises_is_absent_and_says_why():
+    def broken(call):
+        if call.kernel.startswith("linear/int8"):
+            raise RuntimeError("no such instruction")
+        return math.nan if call.kernel == "linear/bf16" else roofline(call)
+
+    found = calibrate({"torch": broken}, quick=True).backends["torch"]
+    assert found.missing == {"linear/int8_dynamic", "linear/int8_channel", "linear/int8_static", "linear/bf16"}
+    assert {"no such instruction" in reason for reason in found.failures.values()} == {True}
+    assert len(found.failures) == 3
+
+
+def test_peaks_without_any_linear_are_torchs_own():
+    found = calibrate({"none": lambda call: None}, quick=True)
+    assert found.peak_flops == {"fp32": 5e9}
+
+
+def test_this_machine_prices_from_laws_then_probes_once(calibrated):
+    found, fake = calibrated
+    target = this_machine(found, {"torch": fake})
+    known, new = KernelCall("linear/fp32", (8, 64, 64)), KernelCall("linear/fp32", (9, 64, 64))
+    found.dirty = False
+    assert target.price("torch", known) == (roofline(known), Provenance.MEASURED)
+    assert (fake.asked, found.dirty) == ([], False)
+    assert target.price("torch", new) == target.price("torch", new) == (roofline(new), Provenance.MEASURED)
+    assert (fake.asked, found.dirty) == ([new], True)
+    assert this_machine(found, {}).price("torch", new) == (roofline(new), Provenance.MEASURED)
+
+
+def test_absence_is_remembered_too(calibrated):
+    found, fake = calibrated
+    target = this_machine(found, {"torch": fake})
+    missing = KernelCall("linear/w4", (9, 64, 64))
+    assert target.price("torch", missing) is None
+    assert fake.asked == []  # the grid already showed that there is no such kernel
+    fake.absent = ("linear/bf16",)
+    gone = KernelCall("linear/bf16", (9, 64, 64))
+    assert target.price("torch", gone) is None
+    assert target.price("torch", gone) is None
+    assert fake.asked == [gone]
+
+
+def test_a_spent_budget_interpolates_but_still_measures_the_unknown(calibrated):
+    found, fake = calibrated
+    other = Fake(factor=2.0)
+    target = this_machine(found, {"torch": fake, "other": other}, budget_seconds=0.0)
+    new = KernelCall("linear/fp32", (16, 64, 64))
+    law = found.backends["torch"].law("linear/fp32")
+    assert target.price("torch", new) == (law.seconds(new), Provenance.MEASURED)
+    assert fake.asked == []
+    assert target.price("other", new) == (2 * roofline(new), Provenance.MEASURED)
+    assert other.asked == [new]
+
+
+def test_an_unmeasured_backend_of_which_nothing_is_known_has_no_price(calibrated):
+    found, _ = calibrated
+    assert this_machine(found, {}).price("nobody", KernelCall("linear/fp32", (8, 64, 64))) is None
+
+
+def test_description_names_the_machine(calibrated):
+    found, _ = calibrated
+    target = this_machine(found, {})
+    assert target.name == "this machine"
+    assert "27 GB/s" in target.description
+    assert "GFLOP/s fp32" in target.description
+    assert f"calibrated {found.date}" in target.describe()
+    assert target.memory_bytes > 2**28
+
+
+def test_saved_and_loaded_again(calibrated):
+    found, fake = calibrated
+    this_machine(found, {"torch": fake}).price("torch", KernelCall("gelu/erf", (77,)))
+    assert found.dirty
+    assert save_if_dirty(found) is None
+    assert not found.dirty
+    assert "dirty" not in json.loads(calibration_path().read_text())
+    again = load()
+    assert again == found
+    assert load_or_none() == (found, None)
+    fake.asked.clear()
+    this_machine(again, {"torch": fake}).price("torch", KernelCall("gelu/erf", (77,)))
+    assert fake.asked == []
+    before = calibration_path().stat().st_mtime_ns
+    assert save_if_dirty(again) is None
+    assert calibration_path().stat().st_mtime_ns == before
+
+
+def test_not_calibrated_yet():
+    with pytest.raises(UsageError, match="effcompile calibrate"):
+        load()
+    assert load_or_none() == (None, None)
+
+
+def edit(change):
+    data = json.loads(calibration_path().read_text())
+    change(data)
+    calibration_path().write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda p: p.write_bytes(p.read_bytes()[:100]), "cut off"),
+        (lambda p: p.write_bytes(b"\xff\x00\xfe"), "not valid JSON"),
+        (lambda p: p.write_bytes(b""), "not valid JSON"),
+        (lambda p: p.write_text("[1, 2]"), "not an effcompile calibration"),
+        (lambda p: p.write_text('{"format": "other"}'), "not an effcompile calibration"),
+        (lambda p: edit(lambda d: d.update(version=99)), "version 99"),
+        (lambda p: edit(lambda d: d.update(memory_bandwidth="fast")), "memory_bandwidth"),
+        (lambda p: edit(lambda d: d["backends"]["torch"]["points"].update({"linear/fp32": [[[8, 64, 64], -1.0]]})), "points"),
+        (lambda p: edit(lambda d: d["backends"]["torch"]["points"].update({"linear/fp99": [[[8, 64, 64], 1.0]]})), "linear/fp99"),
+        (lambda p: edit(lambda d: d["backends"]["torch"]["points"].update({"linear/fp32": [[[8, 64], 1.0]]})), "linear/fp32"),
+        (lambda p: edit(lambda d: d["machine"].update(cpu="Z80")), "another machine"),
+    ],
+)
+def test_a_bad_file_is_named_and_mended_or_ignored(calibrated, damage, named):
+    save(calibrated[0])
+    path = calibration_path()
+    damage(path)
+    with pytest.raises(FormatError, match=named) as caught:
+        load()
+    assert str(path) in str(caught.value)
+    assert "effcompile calibrate" in str(caught.value)
+    nothing, note = load_or_none()
+    assert nothing is None
+    assert str(path) in note
+    save(calibrated[0])
+    assert load() == calibrated[0]
+
+
+def test_an_unreadable_path_is_ignored_with_a_note():
+    calibration_path().mkdir(parents=True)
+    nothing, note = load_or_none()
+    assert nothing is None
+    assert "Cannot read" in note
+
+
+def test_another_package_version_empties_only_its_backend(monkeypatch):
+    monkeypatch.setattr(module, "package_versions", lambda: {"torch": "2.13", "onnxruntime": "1.31"})
+    found = calibrate({"torch": Fake(), "onnxruntime": Fake()}, quick=True)
+    save(found)
+    monkeypatch.setattr(module, "package_versions", lambda: {"torch": "2.13", "onnxruntime": "1.32"})
+    again, note = load_or_none()
+    assert "onnxruntime" in note
+    assert "torch" not in note
+    assert again.backends["torch"] == found.backends["torch"]
+    assert (again.backends["onnxruntime"].points, again.dirty) == ({}, True)
+    fake = Fake()
+    call = KernelCall("linear/fp32", (8, 64, 64))
+    assert this_machine(again, {"onnxruntime": fake}).price("onnxruntime", call) == (roofline(call), Provenance.MEASURED)
+    assert fake.asked == [call]
+
+
+def test_calibrating_one_backend_keeps_the_others():
+    first = calibrate({"torch": Fake()}, quick=True)
+    second = calibrate({"other": Fake(factor=0.5)}, quick=True, keep=first)
+    assert second.backends["torch"] == first.backends["torch"]
+    assert second.peak_flops["fp32"] > first.peak_flops["fp32"]
+
+
+def test_an_unwritable_folder_is_a_note_and_an_error_for_the_cli(calibrated, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "file" / "folder"))
+    with pytest.raises(UsageError):
+        save(calibrated[0])
+    assert "not kept" in save_if_dirty(calibrated[0])
+    assert calibrated[0].dirty
+    assert load_or_none()[0] is None
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("EFFCOMPILE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert calibration_path().parent == tmp_path / "effcompile"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert calibration_path().parent == tmp_path / "home" / ".cache" / "effcompile"
+
+
+def test_threads_are_part_of_the_machine(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    one = this_hardware()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert (one.threads, this_hardware().threads) == (1, 3)
+    assert one.key != this_hardware().key
+    for junk in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", junk)
+        assert this_hardware().threads == this_hardware().cores
+    assert this_hardware().cores <= (os.cpu_count() or 1)
+
+
+# ------------------------------------------------------------------ the law between the points
+
+linears = st.tuples(st.integers(1, 2048), st.integers(1, 4096), st.integers(1, 4096))
+seconds = st.floats(1e-7, 10.0)
+
+
+@given(st.dictionaries(linears, seconds, min_size=1, max_size=8), st.floats(0, 1e-5))
+def test_law_is_exact_at_its_points(points, overhead):
+    law = Law(points=tuple(points.items()), overhead=overhead)
+    assert {dims: law.seconds(KernelCall("linear/fp32", dims)) for dims in points} == points
+
+
+@given(linears, seconds, st.floats(0, 1e-5), linears, st.integers(0, 2), st.integers(1, 1000))
+def test_law_of_one_point_never_falls_with_work_nor_below_the_overhead(at, measured, overhead, dims, axis, more):
+    law = Law(points=((at, max(measured, overhead)),), overhead=overhead)
+    larger = tuple(d + more * (i == axis) for i, d in enumerate(dims))
+    first, second = (law.seconds(KernelCall("linear/fp32", d)) for d in (dims, larger))
+    assert overhead <= first <= second * (1 + 1e-12)
+
+
+@given(st.lists(linears, min_size=1, max_size=6, unique=True), linears)
+def test_law_reproduces_a_compute_bound_machine_everywhere(points, dims):
+    def truth(d):
+        return 1e-6 + 2 * math.prod(d) / 1e11
+
+    law = Law(points=tuple((p, truth(p)) for p in points), overhead=1e-6)
+    assert law.seconds(KernelCall("linear/fp32", dims)) == pytest.approx(truth(dims), rel=1e-6)
+
+
+def test_calibration_round_trips_through_json(calibrated):
+    import msgspec
+
+    found, _ = calibrated
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Calibration) == found

@@ -1,0 +1,176 @@
+"""Attention in one form: normalised, told its mask, written out again, and by FlexAttention; always equal to the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from effcompile.capture import capture
+from effcompile.capture.verify import relative_error
+from effcompile.core.errors import LoweringError
+from effcompile.ir.program import Program
+from effcompile.sites.attention.expand import expand, ours, without_ours
+from effcompile.sites.attention.flex import attention_flex
+from effcompile.sites.attention.known import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
+from effcompile.sites.attention.normalise import normalised
+from effcompile.sites.attention.visibility import Visibility
+from effcompile.sites.parts import attentions
+
+WIDTH, HEADS = 32, 4
+
+
+class Attends(nn.Module):
+    """Self-attention as separate operators. `window`: keys on the left that are seen, 0 for all. `cap`: softcap. `pads`: reads a mask."""
+
+    def __init__(self, *, window: int = 0, causal: bool = True, cap: float = 0.0) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.window, self.causal, self.cap = window, causal, cap
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.project(x).split(WIDTH, -1))
+        scores = q @ k.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5
+        if self.cap:
+            scores = torch.tanh(scores / self.cap) * self.cap
+        i, j = torch.arange(s)[:, None], torch.arange(s)
+        seen = (j <= i) if self.causal else torch.ones(s, s, dtype=torch.bool)
+        if self.window:
+            seen = seen & (i - j < self.window)
+        if attention_mask is not None:
+            seen = seen & attention_mask[:, None, None, :].bool()
+        scores = scores + torch.where(seen, 0.0, torch.finfo(scores.dtype).min)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, WIDTH))
+
+
+def captured(model: nn.Module, *, padded: bool = False, s: int = 24) -> tuple[Program, nn.Module]:
+    """The program as captured, with dynamic batch and length."""
+    torch.manual_seed(0)
+    inputs = (torch.randn(2, s, WIDTH), *((torch.ones(2, s, dtype=torch.long),) if padded else ()))
+    return capture(model.eval(), inputs, {}), model
+
+
+def differs(program: Program, model: nn.Module, *, padded: bool = False) -> float:
+    """Largest relative error at the example's length and at another, with padding that leaves every query a key."""
+    worst = 0.0
+    for s in (24, 41):
+        x, mask = torch.randn(3, s, WIDTH), torch.ones(3, s, dtype=torch.long)
+        mask[1, s // 2 :] = 0
+        inputs = (x, mask) if padded else (x,)
+        with torch.no_grad():
+            worst = max(worst, relative_error(program.module(*inputs), model(*inputs)))
+    return worst
+
+
+def told(program: Program) -> Program:
+    edited = program.editable("test")
+    in_closed_form(edited, [site.node for site in attentions(edited)])
+    edited.graph.eliminate_dead_code()
+    edited.module.recompile()
+    return edited
+
+
+def test_written_out_attention_becomes_sdpa_and_is_known_to_have_been_eager() -> None:
+    program, model = captured(Attends(), padded=True)
+    found = normalised(program)
+    (site,) = attentions(found)
+    assert site.eager and not site.ours and site.mask is not None and not program.left
+    assert found.history == program.history and not attentions(program)
+    assert differs(found, model, padded=True) < 1e-6
+
+
+def test_sdpa_stays_the_node_that_it_is() -> None:
+    class Fused(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.view(*x.shape[:2], HEADS, -1).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(x.shape)
+
+    program, _ = captured(Fused())
+    assert normalised(program) is program
+    (site,) = attentions(program)
+    assert site.causal and not site.eager and mask_of(program, site.node) is None
+
+
+@pytest.mark.parametrize(("window", "text"), [(0, "causal"), (5, "causal ∧ window 5")])
+def test_masks_are_told_in_closed_form(window: int, text: str) -> None:
+    program, model = captured(Attends(window=window), padded=True)
+    found = normalised(program)
+    (site,) = attentions(found)
+    mask = mask_of(found, site.node)
+    assert mask is not None and mask.text.startswith(text) and not mask.static and not mask.guards and not is_causal(mask)
+    assert mask_of(found, site.node) is mask, "found once"
+    closed = told(found)
+    (site,) = attentions(closed)
+    assert site.ours and site.mask is None
+    assert differs(closed, model, padded=True) < 1e-6
+
+
+def test_a_causal_mask_is_said_to_sdpa() -> None:
+    program, model = captured(Attends())
+    found = normalised(program)
+    mask = mask_of(found, attentions(found)[0].node)
+    assert mask is not None and is_causal(replace(mask, guards=()))
+    edited = found.editable("test")
+    set_causal(edited, [attentions(edited)[0].node])
+    edited.graph.eliminate_dead_code()
+    edited.module.recompile()
+    (site,) = attentions(edited)
+    assert site.causal and site.mask is None
+    assert not any("where" in str(n.target) for n in edited.graph.nodes), "the dense mask is not made any more"
+    assert differs(edited, model) < 1e-6
+
+
+def test_a_softcap_is_ours_and_can_be_written_out() -> None:
+    program, model = captured(Attends(cap=2.0), padded=True)
+    found = normalised(program)
+    assert attentions(found)[0].ours and differs(found, model, padded=True) < 1e-6
+    plain = without_ours(found)
+    assert not ours(plain) and plain.history == found.history and differs(plain, model, padded=True) < 1e-6
+    closed = told(found)
+    assert differs(closed, model, padded=True) < 1e-6
+    with pytest.raises(LoweringError, match="mask in closed form"):
+        without_ours(closed)
+
+
+def test_visible_keys_count_whole_tiles() -> None:
+    program, _ = captured(Attends(window=8), s=256)
+    found = normalised(program)
+    mask = mask_of(found, attentions(found)[0].node)
+    assert mask is not None and mask.counts[64] == (9, 0, 7)
+    assert visible_keys(mask, 256) == 112  # 7 of 16 tiles
+
+
+def test_flex_takes_static_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effcompile.sites.attention.flex._compiled", lambda: torch.nn.attention.flex_attention.flex_attention)
+    program, model = captured(Attends(window=7, cap=3.0))
+    closed = told(normalised(program))
+    set_flex(closed, ours(closed))
+    closed.module.recompile()
+    (site,) = attentions(closed)
+    assert site.ours and str(site.node.target) == "effcompile.attention_flex.default"
+    assert differs(closed, model) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{"hi": 0}, {"lo": -20, "hi": 5}, {"chunk": 32, "hi": 0}], ids=str)
+def test_flex_equals_the_dense_mask(form: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 150, 16), torch.randn(2, 2, 150, 16), torch.randn(2, 2, 150, 16)
+    dense = Visibility(**form).dense(2, 150, 150)
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
+    found = attention_flex(q, k, v, scale=0.25, **form)
+    assert found.is_contiguous() and relative_error(found, wanted) < 1e-6
+
+
+def test_expanding_needs_numbers_added_to_the_scores() -> None:
+    program, model = captured(Attends(cap=2.0))
+    found = normalised(program)
+    edited = replace(found).editable("test")
+    expand(edited.graph, ours(edited))
+    edited.graph.lint()
+    edited.module.recompile()
+    assert not attentions(edited) and differs(edited, model) < 1e-6
