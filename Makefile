@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= out/bert
 
-.PHONY: demo test lint clean
+.PHONY: demo test fuzz lint clean
 
 demo: .venv/demo
 	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
@@ -13,6 +13,11 @@ test: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+# Takes hours: as many random cases of each fuzzer (2,000 of files), drawn anew at every run; the suite runs a few fixed ones.
+CASES ?= 5000
+fuzz: .venv/dev
+	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
 
 lint: .venv/dev
 	$(BIN)/ruff check --fix .
