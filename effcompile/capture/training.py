@@ -24,6 +24,7 @@ from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
 from effcompile.capture.training_outputs import Layout, check_loss
 from effcompile.core import torch_compat, torch_compat_aot
 from effcompile.core.errors import CaptureError, EffcompileError, InputsError
+from effcompile.ir.resident import resident_bytes
 from effcompile.ir.step import Step
 
 Loss = Callable[[Any, Any], Tensor]
@@ -266,4 +267,5 @@ def _step(subject: _Subject, joint: training_graph.Joint) -> Step:
         mends=tuple(subject.mends),
         args=subject.args,
         kwargs=subject.kwargs,
+        resident_bytes=resident_bytes(subject.model, subject.args, subject.kwargs, list(joint.constants.values())),
     )

@@ -42,6 +42,8 @@ class Step:
             (ops/consume.py): they are no results.
         mends: known fixes applied at capture, in the user's words.
         args, kwargs: the example inputs.
+        resident_bytes: of all that is there before the step begins: the model's storages, whether the step reads them or not,
+            its inputs and constants. None where no model is known: then only what the graph reads is counted.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Step:
     kwargs: Mapping[str, Any] | None = None
     more_tangents: tuple[fx.Node, ...] = ()
     consumed: tuple[str, ...] = ()
+    resident_bytes: int | None = None
 
     @property
     def tangents(self) -> tuple[fx.Node, ...]:

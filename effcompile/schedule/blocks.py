@@ -65,7 +65,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A step, cut. `shared`: storages kept in any case. `base_bytes`: parameters, buffers, constants, inputs, the tangent."""
+    """A step, cut. `shared`: storages kept in any case. `base_bytes`: the whole model, constants, inputs, the tangent."""
 
     step: Step
     held: Storages
@@ -91,7 +91,18 @@ class Blocks:
     @property
     def given_bytes(self) -> int:
         """`base_bytes` less the gradient that arrives at the loss: what is there before the step begins."""
-        return self.base_bytes - sum(self.held.nbytes[s] for node in self.step.tangents for s in self.held.of[node])
+        return self.base_bytes - _tangent_bytes(self.step, self.held)
+
+
+def _tangent_bytes(step: Step, held: Storages) -> int:
+    return sum(held.nbytes[s] for node in step.tangents for s in held.of[node])
+
+
+def _base_bytes(step: Step, held: Storages) -> int:
+    """What is alive throughout: all of the model and its inputs, or, where none is known, what the graph reads."""
+    if step.resident_bytes is None:
+        return sum(held.nbytes[s] for s in held.fixed)
+    return step.resident_bytes + _tangent_bytes(step, held)
 
 
 def split(step: Step) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -194,8 +205,7 @@ class _Cutter:
         live_backward = _backward_live(self.held, self.step, self.backward)
         live_forward = self._forward_live()
         built = tuple(self._block(i, live_backward[i], live_forward[i]) for i in range(len(self.names)))
-        base = sum(self.held.nbytes[s] for s in self.held.fixed)
-        return Blocks(step=self.step, held=self.held, blocks=built, shared=self.shared, base_bytes=base)
+        return Blocks(step=self.step, held=self.held, blocks=built, shared=self.shared, base_bytes=_base_bytes(self.step, self.held))
 
     def _block(self, i: int, live: tuple[int, list[int]], forward_live: int) -> Block:
         entering = tuple(s for s, owner in self.owner.items() if owner == i and self.maker[s] != i)

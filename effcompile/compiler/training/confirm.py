@@ -13,6 +13,7 @@ from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.optimizer import PlannedOptimizer, planned_optimizer
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.training import updates, verify
+from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
 from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, uses_compression
@@ -44,7 +45,7 @@ def verified(
         found = settled(lambda: verify.run(step, work.model), runner)
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
     there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
-    base = prepared.cut.given_bytes + (parts.input_bytes if parts else 0) + there  # an optimizer that has states already is not run
+    base = _alive(work, prepared) + there  # an optimizer that has states already is not run
     reason = verify.room_for(plan.baseline.peak_bytes or 0)
     if reason is not None:
         ours = _updated(work, runner, step, states)
@@ -69,6 +70,12 @@ def verified(
         notes=(*plan.notes, *note),
     )
     return _finished(work, runner, plan, states), _excess(plan, peak)
+
+
+def _alive(work: Work, prepared: Prepared) -> int:
+    """Bytes alive before a step, counted over the tensors that are there; the graph's constants live in the runner."""
+    constants = list(prepared.step.constants.values())
+    return alive_bytes(verify.device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
 
 
 def _checked(work: Work, plan: Plan, runner: StepRunner, parts: Parts | None, found: verify.Result, wanted: verify.Result) -> list[Check]:

@@ -174,9 +174,8 @@ class Divisions:
 
 def _parts(found: Preparation, of_part: Preparation, step: DividedStep, figures: Figures) -> Parts:
     gradients = step.part.gradients.values()
-    inputs = sum(_nbytes(a) - _nbytes(b) for a, b in zip(step.whole.inputs, step.part.inputs, strict=True))
     return Parts(
-        step=step, gradient_bytes=sum(map(_nbytes, gradients)), input_bytes=inputs,
+        step=step, gradient_bytes=sum(map(_nbytes, gradients)),
         add_seconds=step.count * _adding(list(gradients), figures), scale=max(1.0, found.seconds / (step.count * of_part.seconds)),
         whole_seconds=found.seconds, whole_bytes=found.peak_bytes,
     )  # fmt: skip

@@ -33,7 +33,7 @@ class Parts:
 
     Attributes:
         step: divided.
-        gradient_bytes, input_bytes: of the summed gradients and of the inputs of the other micro-batches, there at every instant.
+        gradient_bytes: of the summed gradients, there at every instant. A part's inputs are views of the batch, which the step counts.
         add_seconds: of adding all gradients up.
         scale: what a micro-batch's time is multiplied by, so that all of them unplanned are predicted no faster than the whole batch:
             small operators timed alone find their operands in the cache, as in a step they do not.
@@ -42,7 +42,6 @@ class Parts:
 
     step: DividedStep
     gradient_bytes: int
-    input_bytes: int
     add_seconds: float
     scale: float
     whole_seconds: float
@@ -54,9 +53,9 @@ class Parts:
 
     @property
     def extra_bytes(self) -> int:
-        """There beside a micro-batch at every instant; the sum of the losses too."""
+        """There beside a micro-batch at every instant: summed gradients, the sum of the losses."""
         loss = self.step.part.loss.meta["val"]
-        return self.gradient_bytes + self.input_bytes + int(loss.numel() * loss.element_size())
+        return self.gradient_bytes + int(loss.numel() * loss.element_size())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,7 +178,8 @@ def _autocast_dtypes() -> list[torch.dtype]:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and random generators are put back; within, there are no gradients yet."""
+    """Gradients, buffers, tensor attributes and random generators are put back; within, there are no gradients yet."""
+    attributes = [(vars(module), _tensors_among(vars(module))) for module in model.modules()]
     gradients = {name: p.grad for name, p in model.named_parameters()}
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     for p in model.parameters():
@@ -193,6 +194,14 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for name, b in model.named_buffers():
                 b.copy_(buffers[name])
+        for now, before in attributes:
+            for name in _tensors_among(now).keys() - before.keys():
+                del now[name]  # a forward that keeps what it computed would keep its whole graph alive
+            now.update(before)
+
+
+def _tensors_among(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in attributes.items() if isinstance(value, torch.Tensor)}
 
 
 def loss_of(outputs: Any, inputs: Any, loss: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:

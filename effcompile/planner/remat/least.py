@@ -63,7 +63,7 @@ def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleErro
     kept = sum(link.ways[c].kept for link, c in zip(links.links[:i], choice, strict=False))
     own = way.backward if phase else way.forward
     others = (links.links[i].backward if phase else links.links[i].forward) - problem.base
-    parts = [f"{format_bytes(problem.base)} there throughout (parameters, inputs)"]
+    parts = [f"{format_bytes(problem.base)} there throughout (parameters, buffers, inputs)"]
     if kept:
         parts.append(f"{format_bytes(kept)} of kept values")
     if others:

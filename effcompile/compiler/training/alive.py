@@ -1,0 +1,40 @@
+"""The measuring side of a peak: bytes of every tensor that can be reached from a model and its inputs, found by the garbage collector.
+
+It shares nothing with the plan: neither the captured graph nor the walk over parameters and buffers that planning counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from typing import Any
+
+import torch
+
+#: What belongs to the program and not to the model: walking on from it would reach every tensor of the process.
+_NOT_OWNED = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType)
+
+
+def alive_bytes(device: str, *roots: Any) -> int:
+    """Bytes of the distinct storages on a type of device that are reachable from `roots`; tensors' gradients are left out.
+
+    Functions lead on to what they close over, not to their module's globals.
+    """
+    storages: dict[int, int] = {}
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = list(roots)
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen or isinstance(found, _NOT_OWNED):
+            continue
+        seen[id(found)] = found
+        if isinstance(found, torch.Tensor):
+            waiting += vars(found).values() if hasattr(found, "__dict__") else ()
+            if found.device.type == device and found.layout is torch.strided:
+                storage = found.untyped_storage()
+                storages[storage.data_ptr() or storage._cdata] = storage.nbytes()
+        elif isinstance(found, types.FunctionType):
+            waiting += [*(found.__closure__ or ()), *(found.__defaults__ or ())]
+        else:
+            waiting += gc.get_referents(found)
+    return sum(storages.values())

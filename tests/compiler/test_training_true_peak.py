@@ -1,0 +1,168 @@
+"""The budget counts the model, not the graph: what the loss does not read is alive all the same."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from effcompile.compiler import optimize_training
+from effcompile.compiler.training.executable import TrainingExecutable
+from effcompile.core import torch_compat
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+WIDTH, ROWS = 32, 64
+_TANGENT = 4  # of the gradient that arrives at the loss, where autograd's own is freed before the peak
+
+
+class Plain(nn.Module):
+    """Three layers, of which subclasses hold more than they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.layers(x)), y)
+
+
+class UnusedTower(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(500, 501), nn.BatchNorm1d(501))
+
+
+class UnusedBuffers(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(300, 301))
+        self.register_buffer("hidden", torch.ones(7, 11), persistent=False)
+
+
+class Attributes(Plain):
+    """A tensor attribute, and tensors in a list, that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.randn(100, 101)
+        self.kept = [torch.randn(50, 51), {"x": torch.randn(20, 21)}]
+
+
+class Views(Plain):
+    """All weights are views of one storage, which has room for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat, at = torch.randn(3 * WIDTH * WIDTH + 10_000), 0
+        for layer in self.layers:
+            assert isinstance(layer, nn.Sequential) and isinstance(layer[0], nn.Linear)
+            layer[0].weight = nn.Parameter(flat[at : at + WIDTH * WIDTH].view(WIDTH, WIDTH))
+            at += WIDTH * WIDTH
+
+
+class Tied(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers[1:]:
+            layer[0].weight = self.layers[0][0].weight  # type: ignore[index, union-attr]
+        self.again = self.head.weight
+
+
+def spectral() -> nn.Module:
+    model = Plain()
+    nn.utils.parametrizations.spectral_norm(model.head)
+    return model
+
+
+def old_spectral() -> nn.Module:
+    model = Plain()
+    nn.utils.spectral_norm(model.head)  # type: ignore[no-untyped-call]
+    return model
+
+
+class Pooled(nn.Module):
+    """BERT whose pooler the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers as hf
+
+        config = hf.BertConfig(
+            vocab_size=50, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=2, intermediate_size=WIDTH,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        self.bert = hf.BertModel(config)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ids = (x[:, :8].abs() * 10).long() % 50
+        hidden = self.bert(input_ids=ids).last_hidden_state
+        return hidden.square().mean() + y.float().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "unused tower": UnusedTower, "unused buffers": UnusedBuffers, "attributes": Attributes, "views of one storage": Views, "tied": Tied,
+    "spectral_norm": spectral, "old spectral_norm": old_spectral, "BERT's pooler": Pooled,
+}  # fmt: skip
+
+
+def nbytes(tensors: Iterable[Any]) -> int:
+    """Bytes of distinct storages, told apart by address."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def held(model: nn.Module) -> list[torch.Tensor]:
+    """All that the models above hold, named by hand where it is neither parameter nor buffer."""
+    more = [model.table, model.kept[0], model.kept[1]["x"]] if isinstance(model, Attributes) else []
+    more += [model.head.weight] if "head.weight_orig" in dict(model.named_parameters()) else []  # type: ignore[union-attr, list-item]
+    return [*model.parameters(), *model.buffers(), *more]
+
+
+def true_peak(planned: TrainingExecutable, model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
+    before = nbytes([*held(model), *batch.values()])
+    with torch_compat.memory_profile() as profile:
+        planned(**batch).backward()
+    return before + torch_compat.peak_of_memory_events(profile)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_counts_what_the_loss_does_not_read(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, 4, (ROWS,))}
+    planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"])
+    assert planned.plan.measured is not None
+    assert planned.plan.measured.peak_bytes == true_peak(planned, model, batch)
+    assert planned.plan.predicted.peak_bytes in (planned.plan.measured.peak_bytes, planned.plan.measured.peak_bytes + _TANGENT)
+    assert planned.plan.measured_baseline is not None and planned.plan.baseline.peak_bytes is not None
+    assert (planned.plan.measured_baseline.peak_bytes or 0) >= planned.plan.baseline.peak_bytes  # autograd may keep more
+
+
+@pytest.mark.parametrize("name", ["unused tower", "attributes"])
+def test_a_budget_below_the_models_own_bytes_is_infeasible_in_words(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().train()
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, 4, (ROWS,))}
+    own = nbytes([*held(model), *batch.values()])
+    with pytest.raises(InfeasibleError, match="parameters, buffers, inputs") as refused:
+        optimize_training(model, (), batch, goal=Goal(mode="training", memory=own - 1000), passes=["checkpoint"])
+    least = int(refused.value.nearest["memory"])
+    assert least > own
+    planned = optimize_training(model, (), batch, goal=Goal(mode="training", memory=least), passes=["checkpoint"])
+    assert true_peak(planned, model, batch) <= least
+
+
+def test_one_tensor_given_twice_counts_once() -> None:
+    torch.manual_seed(0)
+
+    class Both(Plain):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.layers(x) - y).square().mean()
+
+    model, x = Both().train(), torch.randn(ROWS, WIDTH)
+    planned = optimize_training(model, (), {"x": x, "y": x}, goal=Goal(mode="training"), passes=["checkpoint"])
+    assert planned.plan.measured is not None
+    assert planned.plan.predicted.peak_bytes == planned.plan.measured.peak_bytes == true_peak(planned, model, {"x": x, "y": x})
