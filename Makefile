@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= out/bert
 
-.PHONY: demo test fuzz lint clean
+.PHONY: demo test fuzz lint docs clean
 
 demo: .venv/demo
 	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
@@ -14,10 +14,7 @@ test: .venv/dev
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-# Takes hours: as many random cases of each fuzzer (2,000 of files), drawn anew at every run; the suite runs a few fixed ones.
-CASES ?= 5000
-fuzz: .venv/dev
-	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
+.PHONY: demo test fuzz lint docs clean
 
 lint: .venv/dev
 	$(BIN)/ruff check --fix .
@@ -38,6 +35,10 @@ lint: .venv/dev
 	@echo "Installing effcompile and its test tools into .venv (one to two minutes, once) ..."
 	@$(BIN)/pip install -qq -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/demo
+
+.venv/docs: .venv/dev
+	@$(BIN)/pip install -qq -c constraints.txt -e '.[docs]'
+	@touch $@
 
 clean:
 	rm -rf .venv out build dist .pytest_cache .mypy_cache .ruff_cache

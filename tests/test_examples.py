@@ -43,7 +43,16 @@ def test_big_example_is_the_model_it_says(name: str, millions: int, tokens: tupl
 
 def test_every_example_is_tested_and_names_its_command() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
-    assert [f.name for f in files] == ["bert.py", "decorator.py", "gpt2.py", "minilm.py", "mlp.py", "tiny.py", "train_gpt2.py"]
+    assert [f.name for f in files] == [
+        "bert.py",
+        "decorator.py",
+        "gpt2.py",
+        "minilm.py",
+        "mlp.py",
+        "tiny.py",
+        "train_gpt2.py",
+        "train_tiny.py",
+    ]
     for file in files:
         text = file.read_text()
         assert f"effcompile optimize examples/{file.name}" in text or f"python examples/{file.name}" in text
