@@ -14,7 +14,14 @@ test: .venv/dev
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: demo test fuzz lint docs clean
+# Takes hours: as many random cases of each fuzzer (2,000 of files), drawn anew at every run; the suite runs a few fixed ones.
+CASES ?= 5000
+fuzz: .venv/dev
+	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
+
+docs: .venv/docs
+	$(BIN)/mkdocs build -q
+	@echo "out/site/index.html"
 
 lint: .venv/dev
 	$(BIN)/ruff check --fix .
