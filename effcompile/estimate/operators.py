@@ -23,10 +23,16 @@ from effcompile.ops import block_sparse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One operator, run alone: the median of warm calls, and bytes beyond operands and results."""
+    """One operator, run alone.
+
+    Attributes:
+        seconds: the median of warm calls. workspace: bytes beyond operands and results.
+        results: bytes of the storages that it made, in the order of its results: a kernel may make them larger than their shapes.
+    """
 
     seconds: float
     workspace: int
+    results: tuple[int, ...] = ()
 
 
 def key(node: fx.Node) -> str:
@@ -60,7 +66,7 @@ def measure(
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
-    args = tuple(block_sparse.with_indices(node.target, args))
+    args = tuple(block_sparse.with_indices(node.target, _with_full_bags(node.target, args)))
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
     def call() -> Any:
@@ -72,9 +78,10 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
     with torch.no_grad():
         with torch_compat.watched_memory("cuda" if on_gpu else "cpu") as peak:
             result = call()
-        workspace = peak() - _bytes(result, args)
+        results = _made_bytes(result, args)
+        workspace = peak() - sum(results)
         del result
-        return Measured(seconds=_seconds(call, seconds_each), workspace=max(0, workspace))
+        return Measured(seconds=_seconds(call, seconds_each), workspace=max(0, workspace), results=results)
 
 
 def _seconds(call: Callable[[], Any], budget: float) -> float:
@@ -101,11 +108,18 @@ def made_up(value: Any) -> Any:
     return flat.as_strided(shape, strides)
 
 
-def _bytes(result: Any, args: Any) -> int:
-    """Bytes of the result's storages that are not the arguments'."""
+def _with_full_bags(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands of an embedding bag's backward with one index in every bag: empty ones would be skipped."""
+    if target is not torch.ops.aten._embedding_bag_backward.default:
+        return args
+    return (*args[:4], torch.ones_like(args[4]), *args[5:])
+
+
+def _made_bytes(result: Any, args: Any) -> tuple[int, ...]:
+    """Bytes of each of the result's storages that are not the arguments'."""
     given = {t.untyped_storage()._cdata for t in _tensors(args)}
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(result)
-                if t.untyped_storage()._cdata not in given}.values())  # fmt: skip
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(result)}
+    return tuple(nbytes for storage, nbytes in storages.items() if storage not in given)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

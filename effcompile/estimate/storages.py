@@ -112,6 +112,16 @@ def _flash_buffers(q_BHSD: torch.Tensor, k_BHSD: torch.Tensor) -> int:  # noqa: 
     return torch.get_num_threads() * (4 * (rows * cols + 2 * rows + rows * width) + half)
 
 
+#: Functional forms of writing through a view: they copy the whole storage behind it, whose bytes their fakes do not have.
+_COPY_WHOLE_STORAGE = (
+    torch.ops.aten.copy.default,
+    torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select_scatter.default,
+    torch.ops.aten.diagonal_scatter.default,
+    torch.ops.aten.as_strided_scatter.default,
+)
+
+
 class _Tracer:
     """Runs the graph node by node under one FakeTensorMode and numbers the storages as they appear."""
 
@@ -135,6 +145,9 @@ class _Tracer:
             self.values[node] = self._value(node)
             of[node] = self._number(self.values[node])
             made[node] = tuple(s for s in of[node] if s >= before)
+            if node.target in _COPY_WHOLE_STORAGE:
+                behind = sum(self.nbytes[s] for s in of[node.args[0]])
+                self.nbytes.update({s: max(self.nbytes[s], behind) for s in made[node]})
             workspace[node] = max(0, self.inside.peak - sum(self.nbytes[s] for s in made[node]))
             if node.op in ("get_attr", "placeholder"):
                 fixed.update(of[node])

@@ -2,14 +2,15 @@
 
 The executor frees a value after its last reader, as counted here. Alive throughout: parameters, buffers, constants and
 inputs. Results of the forward (the loss, shown outputs) stay; gradients stay from where they are made. New values of
-buffers live until the forward ends; an old one that the backward reads is copied then. A copy of an operator makes what
-the first one made. What is put on the host is no byte of the device, and counted apart.
+buffers live until the forward has ended; old ones that the backward reads are copied while they are all there still, which
+is counted to the forward's last operator. A copy of an operator makes what the first one made. What is put on the host is
+no byte of the device, and counted apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -88,7 +89,9 @@ class _Simulator:
         self._number(self.emitted.backward, handed)
         copied = self._copy_overwritten()
         last = self._last_reads(results, shown)
-        return self._walk(last, copied)
+        lasting = shown - len(self.cut.step.updated)
+        renewed = {i for node in results[lasting:shown] for i in self.of[node].values() if last[i] == self.split - 1}
+        return self._walk(last, copied, sum(map(self._bytes, renewed)))
 
     def _copy_overwritten(self) -> int:
         """Instances of the old values of buffers, made when the backward begins; their bytes."""
@@ -151,7 +154,8 @@ class _Simulator:
                 last[instance] = max(last[instance], self.split)
         return last
 
-    def _walk(self, last: dict[Instance, int], copied: int) -> Trace:
+    def _walk(self, last: dict[Instance, int], copied: int, renewed: int) -> Trace:
+        """`copied`: bytes of the copies of old values of buffers; `renewed`: of the new values, which are alive beside them."""
         freed: dict[int, list[Instance]] = {}
         for instance, at in last.items():
             freed.setdefault(at, []).append(instance)
@@ -171,6 +175,8 @@ class _Simulator:
             live -= sum(self._bytes(i) for i in freed.get(at, ()))
             if at == self.split - 1:
                 saved = live + copied
+                if copied:
+                    instants[-1] = replace(instants[-1], live=max(instants[-1].live, saved + renewed))
         peak = max(instants, key=lambda i: i.live)
         where = instants.index(peak)
         return Trace(

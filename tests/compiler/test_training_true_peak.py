@@ -166,3 +166,63 @@ def test_one_tensor_given_twice_counts_once() -> None:
     planned = optimize_training(model, (), {"x": x, "y": x}, goal=Goal(mode="training"), passes=["checkpoint"])
     assert planned.plan.measured is not None
     assert planned.plan.predicted.peak_bytes == planned.plan.measured.peak_bytes == true_peak(planned, model, {"x": x, "y": x})
+
+
+class Bags(nn.Module):
+    """Embedding bags: their kernels make one index more than their shapes say, and the backward of a maximum copies what it reads."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(50, 16, mode=mode), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.bag((x[:, :5].abs() * 10).long() % 50)), y)
+
+
+class InPlace(nn.Module):
+    """Writes through views of chunks, which as a graph copies the whole storage behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.head = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.wide(x)
+        h[:, 4:8].mul_(2.0)
+        u, v = (h * 2).chunk(2, -1)
+        w = v.clone()
+        w[1:].add_(1.0)
+        return nn.functional.cross_entropy(self.head(u * w), y)
+
+
+class Renewed(nn.Module):
+    """Buffers whose old values the backward reads."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Linear(WIDTH, 4, dtype=dtype)
+        for i in range(3):
+            self.register_buffer(f"scale_{i}", torch.ones(1024, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.body(x[:8].to(self.body.weight.dtype))
+        for scale in self.buffers():
+            h = torch.tanh(h * scale.clone()[:WIDTH])
+            scale.mul_(0.9)
+        return nn.functional.cross_entropy(self.head(h).float(), y[:8])
+
+
+SIMULATED: dict[str, Callable[[], nn.Module]] = {
+    "bag, mean": lambda: Bags("mean"), "bag, max": lambda: Bags("max"), "in place": InPlace, "buffers": lambda: Renewed(torch.float32),
+    "buffers, bf16": lambda: Renewed(torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_the_simulation_is_not_below_the_allocator(name: str) -> None:
+    torch.manual_seed(0)
+    model = SIMULATED[name]().train()
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, 4, (ROWS,))}
+    planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"])
+    peak = true_peak(planned, model, batch)
+    assert planned.plan.predicted.peak_bytes in (peak, peak + _TANGENT)

@@ -14,7 +14,7 @@ from effcompile.core.files import write_atomically
 from effcompile.estimate.operators import Measured
 from effcompile.machine.calibration import calibration_path
 
-_FORMAT = "effcompile-operators"
+_FORMAT = "effcompile-operators-2"
 #: More than this many, and the file is begun anew.
 _MOST = 20_000
 
@@ -39,7 +39,7 @@ def known_figures() -> dict[str, Measured]:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     fits = found.format == _FORMAT and found.torch == str(torch.__version__) and found.threads == torch.get_num_threads()
-    sound = all(m.seconds >= 0 and m.workspace >= 0 for m in found.operators.values())
+    sound = all(m.seconds >= 0 and min(m.workspace, *m.results, 0) >= 0 for m in found.operators.values())
     return dict(found.operators) if fits and sound else {}
 
 

@@ -113,6 +113,13 @@ class Figures:
         ours = workspace_bytes(node.target, [_value(arg) for arg in node.args], node.kwargs)
         return max(traced, found.workspace if found is not None else 0, ours or 0)
 
+    def made_bytes(self, node: fx.Node, traced: Sequence[int]) -> Sequence[int]:
+        """Bytes of the storages that an operator makes: as traced on fakes, or larger where kernels were seen to take more."""
+        found = self.known.get(operators.key(node))
+        if found is None or len(found.results) != len(traced):
+            return traced
+        return [max(pair) for pair in zip(traced, found.results, strict=True)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
@@ -245,7 +252,12 @@ def _storages(step: Step) -> Storages:
 
 
 def _cut(step: Step, held: Storages, figures: Figures) -> Blocks:
-    exact = replace(held, workspace={node: figures.workspace(node, size) for node, size in held.workspace.items()})
+    nbytes = dict(held.nbytes)
+    for node, made in held.made.items():
+        if made and node.op == "call_function":
+            nbytes.update(zip(made, figures.made_bytes(node, [held.nbytes[s] for s in made]), strict=True))
+    workspace = {node: figures.workspace(node, size) for node, size in held.workspace.items()}
+    exact = replace(held, nbytes=nbytes, workspace=workspace)
     return cut_into_blocks(step, exact, figures.seconds)
 
 
