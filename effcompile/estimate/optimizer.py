@@ -25,7 +25,7 @@ _TIMED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
+class StateBytes:
     """An optimizer's bytes for some parameters.
 
     Attributes:
@@ -41,7 +41,7 @@ class Footprint:
     moved_bytes: int
 
 
-def footprint(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Group, torch.Tensor]], device: str) -> Footprint:
+def state_bytes(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Group, torch.Tensor]], device: str) -> StateBytes:
     """What a form of an optimizer takes for its parameters, run on tensors without data."""
     groups = {id(group): group for group, _ in parameters}
     count = Counter((id(group), tuple(p.shape), p.dtype) for group, p in parameters)
@@ -52,7 +52,7 @@ def footprint(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Group
     if form.name == GIVEN and not form.fused and (_together(optimizer, device) or one_by_one(optimizer)):
         working = _whole(optimizer, parameters, device)
     tensors = sum(p.numel() * p.element_size() for _, p in parameters)
-    return Footprint(state_bytes=states, working_bytes=working, largest=largest, moved_bytes=2 * states + 3 * tensors)
+    return StateBytes(state_bytes=states, working_bytes=working, largest=largest, moved_bytes=2 * states + 3 * tensors)
 
 
 def measured_seconds(form: Form, optimizer: Optimizer, group: Group, dtype: torch.dtype, elements: int) -> float:
@@ -73,12 +73,12 @@ def measured_seconds(form: Form, optimizer: Optimizer, group: Group, dtype: torc
     return best * elements / size
 
 
-def modelled_seconds(found: Footprint, target: Target, count: int) -> float:
+def modelled_seconds(found: StateBytes, target: Target, count: int) -> float:
     """Memory-bound on the device, with one launch for each parameter."""
     return found.moved_bytes / (target.memory_bandwidth * target.efficiency) + count * target.launch_seconds
 
 
-def modelled_host_seconds(found: Footprint, target: Target, link_bytes: int, count: int) -> float:
+def modelled_host_seconds(found: StateBytes, target: Target, link_bytes: int, count: int) -> float:
     """Gradients to the host, the update there, parameters back; one after the other (ZeRO-Offload, arXiv 2101.06840, §4).
 
     Each parameter takes three calls, two copies and an update, which cost a launch each.

@@ -16,6 +16,7 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.core.files import write_atomically
 from effcompile.core.goal import Goal
+from effcompile.ir.footprint import excess
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -250,7 +251,7 @@ class Plan:
         known = {how: peak for how, peak in peaks.items() if peak is not None}
         if self.goal.mode != "training":
             known = dict(list(known.items())[:1])
-        over = [(how, peak) for how, peak in known.items() if self.goal.memory is not None and peak > self.goal.memory]
+        over = [(how, peak) for how, peak in known.items() if excess(peak, self.goal.memory)]
         return over[0] if over else None
 
     def options(self) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from effcompile.estimate.storages import Storage, Storages
+from effcompile.ir.footprint import GIVEN, GRADIENTS, KEPT, WORKING, Footprint
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES, replay
 from effcompile.schedule.away import Move
@@ -45,7 +46,7 @@ class Trace:
         peak_bytes: the most bytes alive at one instant. `peak`: that instant.
         instants: all of them, in order.
         saved_bytes: kept from forward to backward. end_bytes: alive when the step is over.
-        parts: what the peak is made of: "parameters and inputs", "gradients", "kept activations", "working memory".
+        parts: what the peak is made of, by kind (ir/footprint.py).
         host_bytes: the most bytes on the host at one instant.
     """
 
@@ -56,6 +57,12 @@ class Trace:
     end_bytes: int
     parts: dict[str, int]
     host_bytes: int = 0
+
+    @property
+    def footprint(self) -> Footprint:
+        """Of forward and backward. What is given is there throughout; what else is left are gradients, the loss, shown outputs."""
+        given = self.parts[GIVEN]
+        return Footprint(step=self.parts, end={GIVEN: given, GRADIENTS: self.end_bytes - given}, host=self.host_bytes)
 
 
 def simulate(cut: Blocks, emitted: Emitted) -> Trace:
@@ -202,10 +209,10 @@ class _Simulator:
         kept = sum(self._bytes(i) for i in alive if i not in gradients and made_at[i] < self.split and last[i] >= self.split)
         base = self.cut.base_bytes
         return {
-            "parameters, buffers, inputs": base,
-            "gradients": grads,
-            "kept activations": kept,
-            "working memory": peak - base - grads - kept,
+            GIVEN: base,
+            GRADIENTS: grads,
+            KEPT: kept,
+            WORKING: peak - base - grads - kept,
         }
 
     @cached_property

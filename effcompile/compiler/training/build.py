@@ -15,11 +15,12 @@ from effcompile.compiler.training import attend, microbatch, moved, precision
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
-from effcompile.compiler.training.states import Joint, decisions, saved_states, state_notes, update_bytes
+from effcompile.compiler.training.states import Joint, decisions, saved_states, state_notes
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import FormatError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.footprint import GIVEN, GRADIENTS, excess
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
@@ -93,8 +94,8 @@ def _baseline(joint: Joint, found: Preparation) -> Totals:
     """The unplanned step, with the optimizer as it was given."""
     given = joint.given
     if given is None:
-        return Totals(seconds=found.seconds, peak_bytes=found.peak_bytes, error=0.0)
-    peak = max(found.peak_bytes + given.resident_bytes, update_bytes(found.end_bytes, given))
+        return Totals(seconds=found.seconds, peak_bytes=found.footprint.peak_bytes, error=0.0)
+    peak = (found.footprint + given.footprint).peak_bytes
     return Totals(seconds=found.seconds + given.seconds, peak_bytes=peak, error=0.0)
 
 
@@ -304,8 +305,8 @@ def _declined(best: Schedule, i: int, other: BlockOption, budget: int) -> Declin
     chosen = [*best.chosen[:i], other, *best.chosen[i + 1 :]]
     peak = carried_out(cut, chosen, best.solution.groups)[1].peak_bytes
     saves = format_seconds(best.chosen[i].seconds - other.seconds)
-    if peak > budget:
-        reason = f"saves {saves}, but its peak is {format_bytes(peak - budget)} above the budget"
+    if over := excess(peak, budget):
+        reason = f"saves {saves}, but its peak is {format_bytes(over)} above the budget"
     else:
         reason = f"would fit and save {saves}: within the proof's gap"
     cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)
@@ -351,42 +352,22 @@ def _times(figures: Figures) -> list[str]:
 
 
 def _timeline(joint: Joint) -> MemoryTimeline:
-    trace, blocks = joint.schedule.trace, joint.schedule.prepared.cut.blocks
-    resident = joint.states.resident_bytes if joint.states else 0
-    beside = resident + joint.extra_bytes
-    live = [instant.live + beside for instant in trace.instants]
+    trace, blocks, whole = joint.schedule.trace, joint.schedule.prepared.cut.blocks, joint.footprint
+    live = [instant.live + whole.resident_bytes for instant in trace.instants]
     forward = sum(instant.phase == "forward" for instant in trace.instants)
     size = max(1, -(-len(live) // _POINTS))
     first = [max(live[i : min(i + size, forward)]) for i in range(0, forward, size)]
     second = [max(live[i : i + size]) for i in range(forward, len(live), size)]
-    updating = joint.states is not None and joint.update_bytes > trace.peak_bytes + beside
-    states = {"optimizer states": resident} if resident else {}
-    parts = dict(trace.parts)
-    if joint.parts is not None:
-        parts["parameters, buffers, inputs"] += joint.extra_bytes - joint.parts.gradient_bytes
-        parts["gradients"] += joint.parts.gradient_bytes
+    updating = whole.updating
     return MemoryTimeline(
-        points=(*first, *second, *([joint.update_bytes] if joint.states else [])),
+        points=(*first, *second, *([whole.at_update] if joint.states else [])),
         forward_points=len(first),
-        parameter_bytes=joint.schedule.prepared.cut.base_bytes + beside - (joint.parts.gradient_bytes if joint.parts else 0),
+        parameter_bytes=trace.parts[GIVEN] + whole.resident_bytes - whole.resident.get(GRADIENTS, 0),
         peak_phase="optimizer's step" if updating else trace.peak.phase,
         peak_site="" if updating else blocks[trace.peak.stage].name,
         peak_node="" if updating else trace.peak.node,
-        parts=_update_parts(joint) if updating else {**parts, **states},
+        parts=whole.parts,
     )
-
-
-def _update_parts(joint: Joint) -> dict[str, int]:
-    """What is alive at the highest instant of the optimizer's step."""
-    assert joint.states is not None
-    base, end = joint.schedule.prepared.cut.base_bytes, joint.schedule.trace.end_bytes + joint.extra_bytes
-    base += joint.extra_bytes - joint.parts.gradient_bytes if joint.parts else 0
-    return {
-        "parameters, buffers, inputs": base,
-        "gradients": end - base,
-        "optimizer states": joint.states.resident_bytes,
-        "working memory": joint.states.working_bytes,
-    }
 
 
 def _numel(node: fx.Node) -> int:

@@ -22,11 +22,12 @@ from effcompile.compiler.training.moved import TooCoarseError
 from effcompile.compiler.training.precision import declined_dtype, precision_of
 from effcompile.compiler.training.prepare import Preparation, with_levers
 from effcompile.compiler.training.solve import frontier
-from effcompile.compiler.training.states import Joint, allowing, consumed_key, restored_states, update_bytes, with_states
+from effcompile.compiler.training.states import Joint, allowing, beside, consumed_key, restored_states, with_states
 from effcompile.compiler.training.work import Loss, Work, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes
+from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
 from effcompile.passes.training.checkpoint import Checkpoint
@@ -103,7 +104,7 @@ def optimize_training(
         made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
         runner = runner_of(model, best.prepared, best.emitted, joint.parts)
         try:
-            result, excess = verified(work, best.prepared, runner, made, joint.states, joint.parts)
+            result, over = verified(work, best.prepared, runner, made, joint.states, joint.parts)
         except TooCoarseError as error:
             dtype = best.prepared.variant.precision
             exact = partial(_without, dtype, keep_outputs) if dtype else _without_compression
@@ -113,10 +114,10 @@ def optimize_training(
             divisions.drop(error)
             continue
         taken = divisions, found, joint
-        if excess <= 0 or budget is None:
+        if not over or budget is None:
             break
-        work.notes.append(f"the allocator's peak was {format_bytes(excess)} above the budget: solved again with so much less")
-        budget -= excess
+        work.notes.append(f"the allocator's peak was {format_bytes(over)} above the budget: solved again with so much less")
+        budget -= over
     result.plan = _with_levers(*taken, result.plan)  # once, of the plan that is returned
     return result
 
@@ -229,9 +230,8 @@ def _reapply(
             "Plan this one anew, without --plan."
         )
     emitted, trace = restored(prepared, plan.schedule)
-    beside = parts.extra_bytes if parts else 0
-    peak = beside + max(trace.peak_bytes + (states.resident_bytes if states else 0), update_bytes(trace.end_bytes, states))
-    if plan.goal.memory is not None and peak > plan.goal.memory:
+    peak = (trace.footprint + beside(states, parts)).peak_bytes
+    if plan.goal.memory is not None and excess(peak, plan.goal.memory):
         raise FormatError(
             f"The plan's schedule would peak at {format_bytes(peak)}, above its budget of {format_bytes(plan.goal.memory)}: "
             "it was changed, or made by another version. Plan again."

@@ -22,6 +22,7 @@ from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import VerificationError
+from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.passes.training.states import StatesOption
 
@@ -52,7 +53,7 @@ def verified(
         peak = _peak(base, found, ours)
         rest = "; that the micro-batches add up to it is read off the graph" if parts else ""
         notes = (*plan.notes, f"not compared with the unplanned step: {reason}{rest}")
-        return _finished(work, runner, replace(plan, measured=Totals(peak_bytes=peak), notes=notes), states), _excess(plan, peak)
+        return _finished(work, runner, replace(plan, measured=Totals(peak_bytes=peak), notes=notes), states), excess(peak, plan.goal.memory)
     with work.progress.step("run the original step"):
         wanted = verify.run(work.eager_loss, work.model)
     checks = _checked(work, plan, runner, parts, found, wanted)
@@ -69,7 +70,7 @@ def verified(
         measured_baseline=Totals(seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base, wanted, theirs), error=0.0),
         notes=(*plan.notes, *note),
     )
-    return _finished(work, runner, plan, states), _excess(plan, peak)
+    return _finished(work, runner, plan, states), excess(peak, plan.goal.memory)
 
 
 def _alive(work: Work, prepared: Prepared) -> int:
@@ -176,10 +177,6 @@ def _peak(base: int, found: verify.Result, whole: updates.Steps | None) -> int |
 
 def _update(whole: updates.Steps | None) -> float:
     return 0.0 if whole is None else whole.update_seconds
-
-
-def _excess(plan: Plan, peak: int | None) -> int:
-    return 0 if peak is None or plan.goal.memory is None else peak - plan.goal.memory
 
 
 def _timed(step: Callable[[], torch.Tensor], work: Work) -> tuple[float, float]:

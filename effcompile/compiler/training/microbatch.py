@@ -83,9 +83,7 @@ class Divisions:
             return found
         of_part = self.prepared(found, joint.parts.step.count)
         assert not isinstance(of_part, str)
-        return replace(
-            of_part[0], captured=found.captured, seconds=found.seconds, peak_bytes=found.peak_bytes, end_bytes=found.end_bytes
-        )  # fmt: skip
+        return replace(of_part[0], captured=found.captured, seconds=found.seconds, footprint=found.footprint)
 
     def solve(self, found: Preparation, budget: int | None) -> Joint:
         """The fastest plan within the budget, of the whole batch (`found`) or of micro-batches.
@@ -177,7 +175,7 @@ def _parts(found: Preparation, of_part: Preparation, step: DividedStep, figures:
     return Parts(
         step=step, gradient_bytes=sum(map(_nbytes, gradients)),
         add_seconds=step.count * _adding(list(gradients), figures), scale=max(1.0, found.seconds / (step.count * of_part.seconds)),
-        whole_seconds=found.seconds, whole_bytes=found.peak_bytes,
+        whole_seconds=found.seconds, whole_bytes=found.footprint.peak_bytes,
     )  # fmt: skip
 
 
@@ -285,7 +283,7 @@ def decisions(joint: Joint) -> list[Decision]:
     return [
         Decision(
             site=SITE, kind=KIND, option=_label(step.count, batch), baseline=_label(1, batch), by=_BY,
-            cost=Cost(seconds=seconds, bytes_transient=simulate_unplanned(prepared.plain).peak_bytes + parts.extra_bytes),
+            cost=Cost(seconds=seconds, bytes_transient=(simulate_unplanned(prepared.plain).footprint + parts.footprint).peak_bytes),
             baseline_cost=Cost(seconds=parts.whole_seconds, bytes_transient=parts.whole_bytes),
             why=f"activations of {step.examples} of {batch} examples at a time, beside {format_bytes(parts.gradient_bytes)} of summed "
             f"gradients; the step takes {slower:+.1%} against the unplanned one",

@@ -16,6 +16,7 @@ from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
+from effcompile.ir.footprint import Footprint
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
@@ -128,15 +129,13 @@ class Preparation:
     Attributes:
         variants: ready to be planned, the one with the loss head as captured first.
         attended: what can be said of its attentions. refused: dtypes that were not planned, with reasons.
-        captured: the step. seconds, peak_bytes: predicted of it, with all kept that its backward reads.
-        end_bytes: alive when its backward is over.
+        captured: the step. seconds, footprint: predicted of it, with all kept that its backward reads.
     """
 
     variants: list[Prepared]
     captured: Step
     seconds: float
-    peak_bytes: int
-    end_bytes: int
+    footprint: Footprint
     attended: Attended = field(default_factory=Attended)
     refused: tuple[Declined, ...] = ()
 
@@ -189,8 +188,7 @@ def prepare(
             prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
     unplanned = simulate_unplanned(_cut(step, plain, figures))
     return Preparation(
-        variants=prepared, captured=step, seconds=_seconds(step, plain, figures), peak_bytes=unplanned.peak_bytes,
-        end_bytes=unplanned.end_bytes,
+        variants=prepared, captured=step, seconds=_seconds(step, plain, figures), footprint=unplanned.footprint,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.units import format_bytes
+from effcompile.ir.footprint import excess
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.planner import UNPROVEN
 from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
@@ -86,7 +87,7 @@ def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, 
     try:
         return _solved(prepared, checkpoint, budget, gap)
     except InfeasibleError:
-        if budget is None or leanest(prepared, checkpoint) > budget:
+        if budget is None or excess(leanest(prepared, checkpoint), budget):
             raise
         lean = _lean(prepared, checkpoint)
         extra = lean.solution.seconds
@@ -98,7 +99,7 @@ def _solved(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, gap:
     for rounds in range(1, MAX_ROUNDS + 1):
         solution = solve_chain(problem, reference_seconds=prepared.seconds, gap=gap)
         made = _carried_out(prepared, problem, solution, rounds)
-        if budget is None or made.trace.peak_bytes <= budget:
+        if budget is None or not excess(made.trace.peak_bytes, budget):
             return made
         problem = _corrected(made, budget)
     raise InfeasibleError(
@@ -147,7 +148,7 @@ def _corrected(made: Schedule, budget: int) -> ChainProblem:
     slack = {"forward": dict(made.problem.forward_slack), "backward": dict(made.problem.backward_slack)}
     names = [block.name for block in made.prepared.cut.blocks]
     for phase, stage, live in per_stage(made.trace):
-        if live > budget:
+        if excess(live, budget):
             name = names[stage]
             expected = _expected(made, phase, stage)
             slack[phase][name] = slack[phase].get(name, 0) + live - min(expected, budget)

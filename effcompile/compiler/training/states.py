@@ -20,6 +20,7 @@ from effcompile.compiler.training.solve import Schedule, best_schedule, leanest
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint, excess
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import DividedStep
 from effcompile.ops.optimizers import CHANGES, EIGHT_BIT, check
@@ -52,10 +53,10 @@ class Parts:
         return self.step.count * self.scale * of_one + self.add_seconds
 
     @property
-    def extra_bytes(self) -> int:
-        """There beside a micro-batch at every instant: summed gradients, the sum of the losses."""
+    def footprint(self) -> Footprint:
+        """What stands beside a micro-batch: summed gradients, the sum of the losses."""
         loss = self.step.part.loss.meta["val"]
-        return self.gradient_bytes + int(loss.numel() * loss.element_size())
+        return Footprint(resident={GIVEN: int(loss.numel() * loss.element_size()), GRADIENTS: self.gradient_bytes})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +85,13 @@ class Joint:
         return _times(self.schedule.seconds, self.parts) + (self.states.seconds if self.states else 0.0)
 
     @property
-    def extra_bytes(self) -> int:
-        """There at every instant beside what the schedule has: summed gradients, the inputs of other micro-batches."""
-        return self.parts.extra_bytes if self.parts else 0
-
-    @property
-    def update_bytes(self) -> int:
-        """At the highest instant of the optimizer's step."""
-        return update_bytes(self.schedule.trace.end_bytes + self.extra_bytes, self.states)
+    def footprint(self) -> Footprint:
+        """Of forward, backward and update."""
+        return self.schedule.trace.footprint + beside(self.states, self.parts)
 
     @property
     def peak_bytes(self) -> int:
-        resident = self.states.resident_bytes if self.states else 0
-        return max(self.schedule.trace.peak_bytes + self.extra_bytes + resident, self.update_bytes)
+        return self.footprint.peak_bytes
 
 
 def as_optimizer(given: Any, model: nn.Module) -> Optimizer | None:
@@ -115,9 +110,9 @@ def as_optimizer(given: Any, model: nn.Module) -> Optimizer | None:
     return check(given)
 
 
-def update_bytes(end_bytes: int, states: StatesOption | None) -> int:
-    """Alive at the highest instant of the optimizer's step: what forward and backward leave, the states, its working memory."""
-    return end_bytes + (states.resident_bytes + states.working_bytes if states else 0)
+def beside(states: StatesOption | None, parts: Parts | None) -> Footprint:
+    """What stands beside forward and backward of a (micro-)batch."""
+    return (states.footprint if states else Footprint()) + (parts.footprint if parts else Footprint())
 
 
 def best_joint(
@@ -180,23 +175,23 @@ def _with(
     Raises:
         InfeasibleError: forward and backward, or the update, do not fit beside the states.
     """
-    extra = parts.extra_bytes if parts else 0
-    beside = extra + (option.resident_bytes if option else 0)
-    end = min(end_bytes(p) for p in variants) + extra
-    needed = update_bytes(end, option)
-    if option is not None and budget is not None and needed > budget:
+    around = beside(option, parts)
+    least = min((end_footprint(p) for p in variants), key=lambda end: end.peak_bytes) + around
+    needed = least.at_update
+    if option is not None and excess(needed, budget):
+        end = needed - option.resident_bytes - option.working_bytes
         raise InfeasibleError(
             f"With optimizer states {option.label} the optimizer's step needs {format_bytes(needed)}: parameters and gradients "
             f"{format_bytes(end)}, states {format_bytes(option.resident_bytes)}, working memory {format_bytes(option.working_bytes)}. "
             f"The smallest budget that it fits in is {format_bytes(needed)} ({needed} bytes).",
-            nearest={"memory": float(max(needed, beside + min(leanest(p, checkpoint) for p in variants)))},
+            nearest={"memory": float(max(needed, around.resident_bytes + min(leanest(p, checkpoint) for p in variants)))},
         )
     try:
-        best, others = solve(variants, checkpoint, None if budget is None else max(budget - beside, 1), progress=progress)
+        best, others = solve(variants, checkpoint, around.room(budget), progress=progress)
     except InfeasibleError as error:
-        if not beside:
+        if not around.resident_bytes:
             raise
-        raise _no_room(error, option, parts, max(int(error.nearest.get("memory", 0)) + beside, needed)) from error
+        raise _no_room(error, option, parts, max(int(error.nearest.get("memory", 0)) + around.resident_bytes, needed)) from error
     bound = _times(_bound(others), parts) + (option.seconds if option else 0.0)
     return Joint(schedule=best, others=tuple(others), states=option, bound=bound, parts=parts)
 
@@ -219,12 +214,12 @@ def _times(seconds: float, parts: Parts | None) -> float:
     return seconds if parts is None else parts.seconds(seconds)
 
 
-def end_bytes(prepared: Prepared) -> int:
-    """Alive when a variant's backward is over: what is there throughout, the loss and shown outputs, gradients."""
+def end_footprint(prepared: Prepared) -> Footprint:
+    """What a variant's backward leaves: what is there throughout, the loss and shown outputs, gradients."""
     step, held = prepared.step, prepared.cut.held
     lasting = (*step.results[: 1 + step.shown], *step.gradients.values())
     left = {s for node in lasting if node is not None for s in held.of[node]} - held.fixed
-    return prepared.cut.base_bytes + sum(held.nbytes[s] for s in left)
+    return Footprint(end={GIVEN: prepared.cut.base_bytes, GRADIENTS: sum(held.nbytes[s] for s in left)})
 
 
 def _bound(solved: Sequence[Schedule]) -> float:

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes
-from effcompile.estimate.optimizer import Footprint, footprint, measured_seconds, modelled_host_seconds, modelled_seconds
+from effcompile.estimate.optimizer import StateBytes, measured_seconds, modelled_host_seconds, modelled_seconds, state_bytes
+from effcompile.ir.footprint import STATES, Footprint
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
@@ -59,6 +60,12 @@ class StatesOption:
         """In the plan's words: "as given", "8-bit, on the host"."""
         name = {GIVEN: "as given", EIGHT_BIT: "8-bit"}.get(self.form.name, CHANGES.get(self.form.name, ("",))[0])
         return f"{name}, on the host" if self.on_host else name
+
+    @property
+    def footprint(self) -> Footprint:
+        """What stands beside forward and backward."""
+        resident = {STATES: self.resident_bytes} if self.resident_bytes else {}
+        return Footprint(resident=resident, working=self.working_bytes, host=self.host_bytes)
 
     @property
     def changes_numbers(self) -> bool:
@@ -162,11 +169,11 @@ class _Pricer:
         self.here = here and target.device == "cpu"
         self.count = sum(p.numel() for _, _, p in mine)
         self.bytes = sum(p.numel() * p.element_size() for _, _, p in mine)
-        self.known: dict[tuple[Form, str], Footprint] = {}
+        self.known: dict[tuple[Form, str], StateBytes] = {}
         self.times: dict[Form, float] = {}
 
     def __call__(self, form: Form, *, on_host: bool, consumed: bool = False) -> StatesOption:
-        taken = self._footprint(form, self.mine)
+        taken = self._bytes_of(form, self.mine)
         copies = on_host and self.target.device != "cpu"
         return StatesOption(
             form=form,
@@ -174,27 +181,27 @@ class _Pricer:
             consumed=consumed,
             resident_bytes=0 if on_host else taken.state_bytes,
             working_bytes=0 if consumed else self._working(taken, on_host),
-            pieces={name: self._working(self._footprint(form, [(name, g, p)]), on_host) for name, g, p in self.mine} if consumed else {},
+            pieces={name: self._working(self._bytes_of(form, [(name, g, p)]), on_host) for name, g, p in self.mine} if consumed else {},
             host_bytes=(taken.state_bytes + (self.bytes if copies else 0)) if on_host else 0,
             link_bytes=2 * self.bytes if copies else 0,
             seconds=self._seconds(form, taken, copies),
             measured=self.here,
         )
 
-    def _working(self, taken: Footprint, on_host: bool) -> int:
+    def _working(self, taken: StateBytes, on_host: bool) -> int:
         """On a CPU the states of the host's pool are made in torch's memory first, one parameter's at a time."""
         if not on_host:
             return taken.working_bytes
         return max(taken.working_bytes, taken.largest) if self.target.device == "cpu" else 0
 
-    def _footprint(self, form: Form, parameters: Parameters) -> Footprint:
-        """Of all parameters, or of one, which has the footprint of every other of its shape."""
+    def _bytes_of(self, form: Form, parameters: Parameters) -> StateBytes:
+        """Of all parameters, or of one, which has the bytes of every other of its shape."""
         key = "" if parameters is self.mine else f"{id(parameters[0][1])}{tuple(parameters[0][2].shape)}{parameters[0][2].dtype}"
         if (form, key) not in self.known:
-            self.known[form, key] = footprint(form, self.optimizer, [(g, p) for _, g, p in parameters], self.target.device)
+            self.known[form, key] = state_bytes(form, self.optimizer, [(g, p) for _, g, p in parameters], self.target.device)
         return self.known[form, key]
 
-    def _seconds(self, form: Form, taken: Footprint, copies: bool) -> float:
+    def _seconds(self, form: Form, taken: StateBytes, copies: bool) -> float:
         if not self.here:
             link = 2 * self.bytes if copies else 0
             count = len(self.mine)
