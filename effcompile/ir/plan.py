@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = "effcompile-plan"
-VERSION = 1
+VERSION = 2
+
+#: What an option is made of: a number, a word, names.
+Setting = bool | int | str | tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class Decision:
         why: one line.
         note: what is known of the place ("sees causal ∧ window 512 ∧ padding"); "" for nothing.
         applied: what the backend found in the lowered artifact at this site ("" before lowering).
+        settings: what the option stands for, where its name does not say it: enough to apply the plan again.
     """
 
     site: str
@@ -51,6 +55,7 @@ class Decision:
     why: str = ""
     note: str = ""
     applied: str = ""
+    settings: Mapping[str, Setting] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +229,6 @@ class Plan:
     memory_timeline: MemoryTimeline | None = None  # of a training step
     levers: tuple[LeverRow, ...] = ()  # of a training step with a budget: none, each lever alone, the best pair, all
     fit: Fit | None = None  # of a training step on a machine that is not here
-    schedule: Mapping[str, Any] = field(default_factory=dict)  # what a training step keeps: for applying the plan; the compiler checks it
 
     #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
     printer: ClassVar[Callable[..., None] | None] = None

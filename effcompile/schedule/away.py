@@ -18,7 +18,7 @@ from effcompile.ops.offload import arrived, ask, fetch, is_dense, offload, send,
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.schedule.blocks import Block, Blocks
 
-OFFLOAD, COMPRESS, BOTH = "offload", "compress", "compress+offload"
+OFFLOAD, COMPRESS, BOTH = FORMS = ("offload", "compress", "compress+offload")
 
 #: Block's index → storage → the name of the form in which the block holds it.
 Away = Mapping[int, Mapping[Storage, str]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,16 @@ def test_offload_keeps_the_budget_bit_by_bit_and_the_pool_as_planned(made: Any, 
 def test_a_saved_plan_with_forms_that_cannot_be_is_refused(made: Any) -> None:
     model, batch = made["gpt2"]
     plan = plan_training(model, (), batch, goal=goal(least(model, batch, OFFLOAD)), passes=OFFLOAD)
-    block = next(iter(plan.schedule["forms"]))
-    for wrong in (
-        {"nowhere": {"0.0": "offload"}},
-        {block: {"99.9": "offload"}},
-        {block: {next(iter(plan.schedule["forms"][block])): "zip"}},
+    moved = next(d for d in plan.decisions if d.kind == "offload")
+    for changed in (
+        replace(moved, site="nowhere"),
+        replace(moved, settings={"values": ("99.9",)}),
+        replace(moved, settings={"values": 7}),
+        replace(moved, settings={}),
     ):
-        data = plan.to_dict()
-        data["schedule"]["forms"] = wrong
+        wrong = replace(plan, decisions=tuple(changed if d is moved else d for d in plan.decisions))
         with pytest.raises(FormatError, match="Plan again"):
-            optimize_training(model, (), batch, goal=goal(), plan=Plan.from_dict(data), passes=OFFLOAD[:2])
+            optimize_training(model, (), batch, goal=goal(), plan=wrong, passes=OFFLOAD[:2])
 
 
 def test_host_memory_that_is_too_small_is_named(made: Any) -> None:
@@ -227,8 +228,6 @@ def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
 
 
 def test_a_link_that_carries_nothing_is_refused() -> None:
-    from dataclasses import replace
-
     none = replace(load_target("v100-32gb"), link_bandwidth=0.0)
     with pytest.raises(UsageError, match="0 B/s"):
         rates_of(Levers(offload=Offload()), none, here=False)

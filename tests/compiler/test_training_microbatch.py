@@ -1,6 +1,7 @@
 """Micro-batches in the plan: the whole batch's loss and gradients, the bytes that were planned, and what cannot be divided."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,9 +299,10 @@ def test_a_budget_that_only_micro_batches_meet_and_the_plan_applied_again(tmp_pa
     plan.save(tmp_path / "plan.json")
     again = effcompile.optimize(model, inputs=batch, plan=Plan.load(tmp_path / "plan.json"), optimizer=sgd, passes=BASE)
     assert again.plan.options() == plan.options() and again.plan.measured.peak_bytes == plan.measured.peak_bytes
-    for wrong in (3, True, "2"):
-        changed = plan.with_changes(schedule={**plan.schedule, "microbatches": wrong})
-        with pytest.raises(FormatError, match=r"a divisor of the batch of 16"):
+    for wrong, said in ((3, "a divisor of the batch of 16"), (True, "where a int is wanted"), ("2", "where a int is wanted")):
+        decisions = (replace(d, settings={"count": wrong}) if d.site == "batch" else d for d in plan.decisions)
+        changed = plan.with_changes(decisions=tuple(decisions))
+        with pytest.raises(FormatError, match=said):
             effcompile.optimize(model, inputs=batch, plan=changed, optimizer=sgd, passes=BASE)
 
 

@@ -14,9 +14,10 @@ from effcompile import compiler
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler import optimize_training, plan_training
 from effcompile.compiler.training import compile as training
+from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, InfeasibleError, InputsError, UnknownNameError, UsageError, VerificationError
 from effcompile.core.goal import Goal
-from effcompile.ir.plan import Plan
+from effcompile.ir.plan import Decision, Plan
 from effcompile.machine.machines import load_target
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -209,7 +210,7 @@ def test_without_groups_no_input_is_remade() -> None:
         plan_training(model, (), batch, goal=goal(1 << 10), passes=["checkpoint.groups=false"])
     assert grouped.value.nearest["memory"] <= alone.value.nearest["memory"]
     plan = plan_training(model, (), batch, goal=goal(int(alone.value.nearest["memory"])), passes=["checkpoint.groups=false"])
-    assert plan.schedule["groups"] == [] and not any("remade" in d.option for d in plan.decisions)
+    assert not any(d.settings.get("remade_from") for d in plan.decisions)
 
 
 def test_another_machine_can_be_planned_for_and_not_run(made: Any) -> None:
@@ -252,7 +253,7 @@ def test_a_saved_plan_is_applied_without_solving(made: Any, saved: Any, monkeypa
     monkeypatch.setattr("effcompile.passes.training.checkpoint.joint_front", lambda *_, **__: pytest.fail("solved again"))
     executable = optimize_training(model, (), batch, goal=goal(), plan=plan, passes=EXACTLY)
     again = executable.plan
-    assert (again.schedule, again.decisions, again.predicted) == (plan.schedule, plan.decisions, plan.predicted)
+    assert (again.decisions, again.predicted) == (plan.decisions, plan.predicted)
     assert again.measured and again.measured.peak_bytes == plan.measured.peak_bytes and again.met
     assert differing(measured(lambda: executable(**batch), model, 0)[0], eager(model, batch)) == []
 
@@ -268,50 +269,61 @@ def test_a_plan_for_another_model_or_other_shapes_is_refused(made: Any, saved: A
             optimize_training(subject, (), given, goal=goal(), plan=plan, passes=EXACTLY)
 
 
-def keep(change: Callable[[dict[str, list[Any]]], Any]) -> Callable[[dict[str, Any]], Any]:
-    def changed(schedule: dict[str, Any]) -> None:
-        schedule["kept"] = {name: list(values) for name, values in schedule["kept"].items()}
-        result = change(schedule["kept"])
-        if result is not None:
-            schedule["kept"] = result
+def block(site: str, **settings: Any) -> Callable[[Plan], Plan]:
+    """A change of what one block is said to hold; None leaves a setting out."""
+
+    def changed(plan: Plan) -> Plan:
+        def edited(d: Decision) -> Decision:
+            merged = {name: value for name, value in {**d.settings, **settings}.items() if value is not None}
+            return replace(d, settings=merged) if (d.site, d.kind) == (site, "checkpoint") else d
+
+        return replace(plan, decisions=tuple(map(edited, plan.decisions)))
 
     return changed
 
 
-#: Broken schedules. Each is refused.
-TAMPERED: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a block that is not there": keep(lambda kept: {**kept, "layers.9": []}),
-    "a block left out": keep(lambda kept: dict(list(kept.items())[1:])),
-    "an unknown value": keep(lambda kept: kept["layers.0"].append("999.0")),
-    "a number for a value": keep(lambda kept: kept["layers.0"].append(3)),
-    "a list for a value": keep(lambda kept: kept["layers.0"].append([])),
-    "a text for a list": keep(lambda kept: {**kept, "layers.0": "0.0"}),
-    "nothing for a list": keep(lambda kept: {**kept, "layers.0": None}),
-    "a list for the blocks": keep(lambda kept: list(kept)),
-    "no blocks": lambda s: s.pop("kept"),
-    "a group out of range": lambda s: s.update(groups=[[0, 99]]),
-    "a group backwards": lambda s: s.update(groups=[[2, 1]]),
-    "a negative group": lambda s: s.update(groups=[[-2, 1]]),
-    "a group of one": lambda s: s.update(groups=[[1, 1]]),
-    "a group of three": lambda s: s.update(groups=[[1, 2, 3]]),
-    "a group of texts": lambda s: s.update(groups=[["0", "1"]]),
-    "groups that are no list": lambda s: s.update(groups=7),
-    "another loss head": lambda s: s.update(loss_head="chunked"),
-    "a loss head that does not exist": lambda s: s.update(loss_head=["whole"]),
-    "in place without ties": lambda s: s.update(in_place=True),
-    "chains that are no lists": lambda s: s.update(unfused="all"),
-    "nothing at all": lambda s: s.clear(),
+def more(**fields: Any) -> Callable[[Plan], Plan]:
+    """One decision more."""
+    given = {"site": "end", "option": "x", "baseline": "y", "by": "z", "cost": Cost(), "baseline_cost": Cost(), **fields}
+    return lambda plan: replace(plan, decisions=(*plan.decisions, Decision(**given)))
+
+
+#: Broken plans. Each is refused.
+TAMPERED: dict[str, Callable[[Plan], Plan]] = {
+    "a block that is not there": more(site="layers.9", kind="checkpoint", settings={"keep": (), "remade_from": ""}),
+    "a block left out": lambda plan: replace(plan, decisions=plan.decisions[1:]),
+    "an unknown value": block("layers.0", keep=("999.0",)),
+    "a number for a value": block("layers.0", keep=(3,)),
+    "a list for a value": block("layers.0", keep=((),)),
+    "a text for names": block("layers.0", keep="0.0"),
+    "nothing for names": block("layers.0", keep=None),
+    "no blocks": lambda plan: replace(plan, decisions=tuple(d for d in plan.decisions if d.kind != "checkpoint")),
+    "an input remade from nowhere": block("layers.1", remade_from="layers.99"),
+    "an input remade from a later block": block("layers.1", remade_from="layers.3"),
+    "an input remade from the block itself": block("layers.1", remade_from="layers.1"),
+    "the first block's input remade": block("layers.0", remade_from="layers.1"),
+    "a run with a gap": block("layers.3", remade_from="layers.1"),
+    "a number for a block": block("layers.1", remade_from=7),
+    "another loss head": more(kind="loss head", settings={"form": "chunked", "chunks": 2}),
+    "a loss head that does not exist": more(kind="loss head", settings={"form": ("whole",), "chunks": 2}),
+    "in place without ties": more(kind="gradient", option="in place"),
+    "chains that are no names": more(kind="element-wise", settings={"a": 3}),
+    "nothing at all": lambda plan: replace(plan, decisions=()),
 }
 
 
 @pytest.mark.parametrize("what", TAMPERED)
-def test_a_tampered_schedule_is_refused(made: Any, saved: Any, what: str) -> None:
+def test_a_tampered_plan_is_refused(made: Any, saved: Any, what: str) -> None:
     model, batch = made["skips"]
-    plan = saved()
-    schedule = dict(plan.schedule)
-    TAMPERED[what](schedule)
+    plan = TAMPERED[what](saved())
     with pytest.raises(FormatError, match=r"[Pp]lan"):
-        optimize_training(model, (), batch, goal=goal(), plan=replace(plan, schedule=schedule), passes=EXACTLY)
+        optimize_training(model, (), batch, goal=goal(), plan=plan, passes=EXACTLY)
+
+
+def test_a_plan_of_version_1_is_refused_in_words(saved: Any) -> None:
+    data = {**saved().to_dict(), "version": 1, "schedule": {"kept": {}}}
+    with pytest.raises(FormatError, match=r"has plan version 1; this effcompile reads version 2. Plan again"):
+        Plan.from_dict(data)
 
 
 def test_a_schedule_that_keeps_too_much_for_its_budget_is_refused(made: Any, saved: Any) -> None:
@@ -326,8 +338,11 @@ def test_a_changed_but_sound_schedule_still_gives_the_models_own_gradients(made:
     """Keeping less, and groups that no planner makes, cost time and bytes, never truth."""
     model, batch = made["skips"]
     plan = saved()
-    less = {name: values[::2] for name, values in plan.schedule["kept"].items()}
-    changed = replace(plan, goal=goal(), schedule={**plan.schedule, "kept": less, "groups": [[0, 3], [1, 2]]})
+    changed = replace(plan, goal=goal())
+    for d in plan.decisions:
+        if d.kind == "checkpoint":
+            origin = "layers.0" if d.site in ("layers.1", "layers.2") else ""
+            changed = block(d.site, keep=d.settings["keep"][::2], remade_from=origin)(changed)
     executable = optimize_training(model, (), batch, goal=goal(), plan=changed, passes=EXACTLY)
     assert differing(measured(lambda: executable(**batch), model, 0)[0], eager(model, batch)) == []
 

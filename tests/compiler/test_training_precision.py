@@ -160,7 +160,7 @@ def test_with_checkpoints_within_a_budget_and_applied_again(made: Any, tmp_path:
 def test_a_saved_plan_in_an_unknown_precision_is_refused() -> None:
     model, batch = line()
     data = plan_training(model, (), batch, goal=goal(), passes=ALWAYS).to_dict()
-    data["schedule"]["precision"] = "fp2"
+    next(d for d in data["decisions"] if d["kind"] == "precision")["settings"]["dtype"] = "fp2"
     with pytest.raises(FormatError, match=r"precision 'fp2'; known: bf16, fp16, fp8"):
         optimize_training(model, (), batch, goal=goal(), plan=Plan.from_dict(data), passes=AS_WRITTEN)
 

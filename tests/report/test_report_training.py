@@ -272,11 +272,11 @@ def test_html_frontier() -> None:
     assert "584.0 MiB" in checker.text
 
 
-def test_old_plans_load_and_new_fields_come_back() -> None:
+def test_optional_fields_may_be_absent_and_all_come_back() -> None:
     plan = samples.gpt2()
     data = plan.to_dict()
     assert Plan.from_dict(data) == plan
-    del data["memory_timeline"], data["schedule"]
+    del data["memory_timeline"], data["levers"]
     old = Plan.from_dict(data)
     assert old.memory_timeline is None
-    assert old.schedule == {}
+    assert old.levers == ()

@@ -146,7 +146,6 @@ def gpt2(**changes: Any) -> Plan:
         ),
         versions={"effcompile": "0.1.0", "torch": "2.13.0", "z3": "5.4.0"},
         memory_timeline=timeline(),
-        schedule={"variant": "8 chunks"},
     )
     return replace(plan, **changes)
 

@@ -96,12 +96,6 @@ def captured(
     return Captured(step=step, fused=fused if attended.fused else None, attended=attended)
 
 
-def as_written(found: Captured) -> Captured:
-    """The same without fused attention."""
-    narrow = found.narrow
-    return replace(found, fused=None, narrow=None if narrow is None else replace(narrow, captured=as_written(narrow.captured)))
-
-
 def _without_data(model: nn.Module, step: Step) -> bool:
     given = [leaf for leaf in step.leaves(step.args, step.kwargs or {}) if isinstance(leaf, torch.Tensor)]
     return any(is_fake(tensor) for tensor in (*model.parameters(), *model.buffers(), *given))

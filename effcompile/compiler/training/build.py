@@ -15,9 +15,8 @@ from effcompile.compiler.training import attend, microbatch, moved, precision
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
-from effcompile.compiler.training.states import Joint, decisions, saved_states, state_notes
+from effcompile.compiler.training.states import Joint, decisions, state_notes
 from effcompile.core.cost import Cost, Provenance
-from effcompile.core.errors import FormatError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.footprint import GIVEN, GRADIENTS, excess
@@ -26,8 +25,6 @@ from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.checkpoint import carried_out
 from effcompile.planner.remat import BlockOption, Group
-from effcompile.schedule.emit import Emitted
-from effcompile.schedule.simulate import Trace
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
 KEEP = "keep everything"
@@ -86,7 +83,6 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         versions=versions(),
         memory_timeline=timeline,
         fit=None if figures.here else fit(joint.peak_bytes, figures.target, timeline, goal.memory),
-        schedule={**saved_schedule(best), **saved_states(joint.states), **microbatch.saved(joint)},
     )
 
 
@@ -119,72 +115,6 @@ def describe_inputs(step: Step) -> tuple[str, ...]:
     return tuple(lines)
 
 
-# ------------------------------------------------------------------ saving the schedule, and taking it up again
-
-
-def saved_schedule(best: Schedule) -> dict[str, Any]:
-    """What `restored` needs, as JSON-ready data."""
-    variant, blocks = best.prepared.variant, best.prepared.cut.blocks
-    return {
-        "loss_head": variant.option,
-        "chunks": variant.chunks,
-        "in_place": variant.in_place,
-        "attention": attend.FUSED if variant.fused_attention else attend.WRITTEN,
-        "unfused": [list(names) for names in variant.unfused],
-        "kept": {block.name: sorted(option.kept) for block, option in zip(blocks, best.chosen, strict=True)},
-        "groups": [[group.first, group.last] for group in best.solution.groups],
-        **moved.saved_forms(blocks, best.chosen),
-        **precision.saved(best),
-    }
-
-
-def restored(prepared: Prepared, data: Mapping[str, Any]) -> tuple[Emitted, Trace]:
-    """The emitted schedule that a plan was saved with.
-
-    Raises:
-        FormatError: the data does not fit the blocks of this step.
-    """
-    cut = prepared.cut
-    kept = data.get("kept")
-    if not isinstance(kept, Mapping) or set(kept) != {block.name for block in cut.blocks}:
-        raise FormatError("The plan's schedule names other blocks than this model has. Plan again without --plan.")
-    forms = moved.restored_forms(cut, data)
-    chosen = []
-    for block in cut.blocks:
-        names = kept[block.name]
-        known = block.problem.nbytes
-        unknown = [n for n in names if not isinstance(n, str) or n not in known] if isinstance(names, list) else ["(no list)"]
-        if unknown:
-            raise FormatError(f"The plan's schedule keeps {unknown[0]!r} in {block.name}, which it does not make. Plan again.")
-        own = forms.get(block.name, {})
-        chosen.append(
-            BlockOption(kept=frozenset(names), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0, forms=own)
-        )  # fmt: skip
-    groups = _groups(data.get("groups", []), len(cut.blocks))
-    return carried_out(cut, chosen, groups)
-
-
-def unfused(data: Mapping[str, Any]) -> list[frozenset[str]]:
-    """The element-wise chains that a saved schedule leaves apart.
-
-    Raises:
-        FormatError: not lists of names.
-    """
-    groups = data.get("unfused", [])
-    if not isinstance(groups, list) or not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
-        raise FormatError("The plan's schedule has chains that are no lists of names. Plan again, or restore the file.")
-    return [frozenset(names) for names in groups]
-
-
-def _groups(data: Any, count: int) -> tuple[Group, ...]:
-    found = []
-    for pair in data if isinstance(data, list) else [None]:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(i, int) for i in pair) and 0 <= pair[0] < pair[1] < count):
-            raise FormatError(f"The plan's schedule has the group {pair!r}: two block numbers below {count} are wanted. Plan again.")
-        found.append(Group(first=pair[0], last=pair[1]))
-    return tuple(found)
-
-
 # ------------------------------------------------------------------ decisions
 
 
@@ -193,18 +123,23 @@ def _checkpoints(best: Schedule, figures: Figures) -> list[Decision]:
     grouped = {i: group for group in best.solution.groups for i in range(group.first, group.last + 1)}
     for i, (block, option) in enumerate(zip(best.prepared.cut.blocks, best.chosen, strict=True)):
         full = best.prepared.options[block.stage.kind][0]
-        group = grouped.get(i)
-        name = option.label + (
-            f"; input remade from block {best.prepared.cut.blocks[group.first].name}" if group and i > group.first else ""
-        )
+        origin = _origin(best, grouped, i)
+        name = option.label + (f"; input remade from block {origin}" if origin else "")
         decisions.append(
             Decision(
                 site=block.name, kind="checkpoint", option=name, baseline=KEEP, by="checkpoint",
                 cost=_cost(option, figures), baseline_cost=_cost(full, figures),
                 why=_why(option, full),
+                settings={"keep": tuple(sorted(option.kept)), "remade_from": origin},
             )
         )  # fmt: skip
     return decisions
+
+
+def _origin(best: Schedule, grouped: Mapping[int, Group], i: int) -> str:
+    """The block that a block's input is remade from; "" where it is kept."""
+    group = grouped.get(i)
+    return "" if group is None or i == group.first else best.prepared.cut.blocks[group.first].name
 
 
 def _cost(option: BlockOption, figures: Figures) -> Cost:
@@ -229,6 +164,7 @@ def _head(best: Schedule, found: Preparation) -> list[Decision]:
             cost=Cost(seconds=best.prepared.seconds - plain.seconds, bytes_transient=_end_peak(best.prepared)),
             baseline_cost=Cost(bytes_transient=_end_peak(plain)),
             why="" if variant.option == "whole" else f"its logits, {format_bytes(variant.logits_bytes)}, are never there at once",
+            settings={"form": variant.option, "chunks": variant.chunks},
         )
     ]  # fmt: skip
 
@@ -241,15 +177,18 @@ def _end_peak(prepared: Prepared) -> int:
 def _gradients(best: Schedule) -> list[Decision]:
     if not best.prepared.variant.in_place:
         return []
-    step = best.prepared.step
-    sites = [_summed(step, node) for node in step.graph.nodes if _in_place(node)]
     return [
         Decision(
             site=site, kind="gradient", option="in place", baseline="separate", by="loss_head", cost=Cost(),
             baseline_cost=Cost(bytes_transient=size), why="the uses of a tied parameter are summed in one tensor",
         )
-        for site, size in dict(filter(None, sites)).items()
+        for site, size in summed_in_place(best.prepared.step).items()
     ]  # fmt: skip
+
+
+def summed_in_place(step: Step) -> dict[str, int]:
+    """Parameters whose gradients are summed in one tensor, with its bytes."""
+    return dict(found for node in step.graph.nodes if _in_place(node) and (found := _summed(step, node)) is not None)
 
 
 def _in_place(node: fx.Node) -> bool:
@@ -280,7 +219,20 @@ def _chains(best: Schedule) -> list[Decision]:
                     baseline_cost=Cost(), why="chains measured to be faster as one kernel each",
                 )
             )  # fmt: skip
-    return found
+    return found + _apart(best)
+
+
+def _apart(best: Schedule) -> list[Decision]:
+    """The chains that are no kernel, each by its first operator."""
+    apart = best.prepared.variant.unfused
+    if not apart:
+        return []
+    return [
+        Decision(
+            site="element-wise", kind="element-wise", option=f"{len(apart)} chains one by one", baseline="one by one", by="pointwise",
+            cost=Cost(), baseline_cost=Cost(), why="measured to be no slower apart", settings={names[0]: names for names in apart},
+        )
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------ what was declined

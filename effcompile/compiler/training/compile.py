@@ -11,18 +11,18 @@ from torch import nn
 
 from effcompile.compiler.machine import AUTO
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training.attend import FUSED, WRITTEN, as_written
-from effcompile.compiler.training.build import build_plan, fingerprint, restored, unfused
+from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.fit import within_machine
 from effcompile.compiler.training.levers import Subsets, lever_rows
-from effcompile.compiler.training.microbatch import Divisions, InseparableError, restored_parts, runner_of
+from effcompile.compiler.training.microbatch import Divisions, InseparableError, runner_of
 from effcompile.compiler.training.moved import TooCoarseError
-from effcompile.compiler.training.precision import declined_dtype, precision_of
+from effcompile.compiler.training.precision import declined_dtype
 from effcompile.compiler.training.prepare import Preparation, with_levers
+from effcompile.compiler.training.reapply import Taken, chosen, restricted
 from effcompile.compiler.training.solve import frontier
-from effcompile.compiler.training.states import Joint, allowing, beside, consumed_key, restored_states, with_states
+from effcompile.compiler.training.states import Joint, beside, consumed_key, with_states
 from effcompile.compiler.training.work import Loss, Work, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
@@ -30,8 +30,8 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
-from effcompile.passes.training.checkpoint import Checkpoint
-from effcompile.passes.training.precision import DTYPES, Precision
+from effcompile.passes.training.checkpoint import Checkpoint, carried_out
+from effcompile.passes.training.precision import DTYPES
 from effcompile.planner.remat import BlockFront
 
 #: Solves again at the most when the allocator's peak is above the budget though the simulated one is not.
@@ -203,33 +203,20 @@ def _reapply(
     keep_outputs: bool, progress: Progress, optimizer: Any,
 ) -> TrainingExecutable:  # fmt: skip
     """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
-    work = make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer)
-    work = replace(work, states=allowing(work.states, plan.schedule))
-    dtype = precision_of(plan)
-    work = replace(work, precision=Precision(dtypes=(dtype,), always=True) if dtype else None)
-    option, chunks = plan.schedule.get("loss_head"), plan.schedule.get("chunks")
-    heads = replace(work.heads, chunks=chunks) if work.heads is not None and isinstance(chunks, int) and option != "whole" else work.heads
-    lazy = _NoOptions(points=work.checkpoint.points, groups=work.checkpoint.groups)
-    step = work.capture(keep_outputs)
-    if plan.schedule.get("attention", WRITTEN) == WRITTEN:
-        step = as_written(step)
-    known = fingerprint(step.step) == plan.fingerprint
-    again = replace(work, heads=heads, checkpoint=lazy)
-    found = again.prepare(step, unfused(plan.schedule)) if known else None
-    divided = restored_parts(Divisions(work=again), found, plan.schedule, unfused(plan.schedule)) if found else None
-    ways = work.ways(step.step)[0] if known else ()
-    states = restored_states(ways, plan.schedule) if known else None
-    fused = plan.schedule.get("attention", WRITTEN) == FUSED
-    wanted = (option, plan.schedule.get("in_place"), fused, "" if states is None else consumed_key(states), dtype)
-    found, parts = divided or (found, None)
-    variants = [(v.variant, v) for v in found.variants] if found else []
-    prepared = next((p for v, p in variants if (v.option, v.in_place, v.fused_attention, v.consumed, v.precision) == wanted), None)
+    taken = Taken.of(plan)
+    work = restricted(make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer), taken)
+    lazy = replace(work, checkpoint=_NoOptions(points=work.checkpoint.points, groups=work.checkpoint.groups))
+    captured = lazy.capture(keep_outputs)
+    if fingerprint(captured.step) != plan.fingerprint:
+        raise _another(plan)
+    found, parts = lazy.prepare(captured, taken.apart or ()), None
+    if taken.count != 1:
+        found, parts = Divisions(work=lazy).restored(found, taken.count, taken.apart or ())
+    states = taken.way(work.ways(captured.step)[0])
+    prepared = next((p for p in found.variants if taken.fits(p.variant, "" if states is None else consumed_key(states))), None)
     if prepared is None:
-        raise FormatError(
-            f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}. "
-            "Plan this one anew, without --plan."
-        )
-    emitted, trace = restored(prepared, plan.schedule)
+        raise _another(plan)
+    emitted, trace = carried_out(prepared.cut, *chosen(prepared.cut, taken.blocks))
     peak = (trace.footprint + beside(states, parts)).peak_bytes
     if plan.goal.memory is not None and excess(peak, plan.goal.memory):
         raise FormatError(
@@ -238,6 +225,13 @@ def _reapply(
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
     return verified(work, prepared, runner_of(model, prepared, emitted, parts), fresh, states, parts)[0]
+
+
+def _another(plan: Plan) -> FormatError:
+    return FormatError(
+        f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}. "
+        "Plan this one anew, without --plan."
+    )
 
 
 class _NoOptions(Checkpoint):

@@ -16,8 +16,8 @@ from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
-from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, uses_compression
-from effcompile.compiler.training.precision import precision_of, settled
+from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, rounds
+from effcompile.compiler.training.precision import settled
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
@@ -111,7 +111,7 @@ def _compared(work: Work, plan: Plan, found: verify.Result, wanted: verify.Resul
     Raises:
         VerificationError: they differ by more than rounding. TooCoarseError: by more than the goal allows, in 8 or 16 bits.
     """
-    if not uses_compression(plan) and not precision_of(plan):
+    if not rounds(plan):
         return _passed(verify.compare(found, wanted, work.goal.max_error))
     check = verify.compare_whole(found, wanted, work.goal.tolerance)
     if not check.passed:

@@ -18,7 +18,7 @@ unplanned batch (measured: GPT-2, 4 layers, d 128, b8 s128 as 4 × 2 took 7 % mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,6 @@ from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.compiler.progress import QUIET
-from effcompile.compiler.training.attend import WRITTEN, as_written
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
 from effcompile.compiler.training.states import Joint, Parts
 from effcompile.compiler.training.work import Work
@@ -46,7 +45,6 @@ from effcompile.passes.training.separable import AnotherGraph, divided, divided_
 from effcompile.schedule.emit import Emitted
 
 _BY = "microbatch"
-_COUNT = "microbatches"  # where a plan's schedule says how many
 
 
 @dataclass(kw_only=True)
@@ -121,30 +119,40 @@ class Divisions:
             if not isinstance(made, str):
                 yield made[0].variants, made[1]
 
+    def restored(self, found: Preparation, count: int, unfused: Collection[frozenset[str]]) -> tuple[Preparation, Parts]:
+        """The micro-batch that a plan was saved with.
+
+        Raises:
+            FormatError: no number that divides this batch, or this step cannot be divided.
+        """
+        if count < 2 or self.batch % count:
+            raise FormatError(f"The plan has {count} micro-batches: a divisor of the batch of {self.batch} is wanted. Plan again.")
+        made = self.prepared(found, count, unfused)
+        if isinstance(made, str):
+            raise FormatError(f"The plan has {count} micro-batches, which this step cannot be divided into: {made}. Plan again.")
+        return made
+
     def _refused(self, found: Preparation, counts: list[int]) -> bool:
         """Whether the one number that is wanted cannot be: then the whole batch is planned, and the plan says so."""
         return all(isinstance(self.prepared(found, count), str) for count in counts)
 
     def prepared(
-        self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None = None, *, fused: bool = True
+        self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None = None
     ) -> tuple[Preparation, Parts] | str:
         """The step of one of `count` micro-batches with its options, or why there is none. `found`: that of the whole batch."""
         if self.dropped:
             return self.dropped
         if count not in self.known:
             try:
-                self.known[count] = self._prepare(found, count, unfused, fused)
+                self.known[count] = self._prepare(found, count, unfused)
             except (Refusal, CaptureError, InputsError) as refusal:
                 self.known[count] = str(refusal)
         return self.known[count]
 
-    def _prepare(
-        self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None, fused: bool
-    ) -> tuple[Preparation, Parts]:
+    def _prepare(self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None) -> tuple[Preparation, Parts]:
         args, kwargs = first_part(self.work.args, self.work.kwargs, self.batch, count)
         work = replace(self.work, args=args, kwargs=kwargs)
         captured = work.capture(False)
-        captured = captured if fused else as_written(captured)
         step = self._divided(found.captured, captured.step, count)
         of_part = work.prepare(captured, unfused, accumulating)
         return of_part, _parts(found, of_part, step, self.work.figures)
@@ -287,6 +295,7 @@ def decisions(joint: Joint) -> list[Decision]:
             baseline_cost=Cost(seconds=parts.whole_seconds, bytes_transient=parts.whole_bytes),
             why=f"activations of {step.examples} of {batch} examples at a time, beside {format_bytes(parts.gradient_bytes)} of summed "
             f"gradients; the step takes {slower:+.1%} against the unplanned one",
+            settings={"count": step.count},
         )
     ]  # fmt: skip
 
@@ -306,31 +315,6 @@ def notes(joint: Joint) -> list[str]:
     if step.random:
         lines.append("dropout draws other numbers for micro-batches than for the whole batch: the same distribution, not the same numbers")
     return lines
-
-
-def saved(joint: Joint) -> dict[str, Any]:
-    """For the plan's schedule."""
-    return {} if joint.parts is None else {_COUNT: joint.parts.step.count}
-
-
-def restored_parts(
-    divisions: Divisions, found: Preparation, schedule: Mapping[str, Any], unfused: Collection[frozenset[str]]
-) -> tuple[Preparation, Parts] | None:
-    """The micro-batch that a plan was saved with, and the like; None where the batch is whole.
-
-    Raises:
-        FormatError: no number that divides this batch, or this step cannot be divided.
-    """
-    count = schedule.get(_COUNT)
-    if count is None:
-        return None
-    batch = divisions.batch
-    if not isinstance(count, int) or isinstance(count, bool) or count < 2 or batch % count:
-        raise FormatError(f"The plan's schedule has {count!r} micro-batches: a divisor of the batch of {batch} is wanted. Plan again.")
-    made = divisions.prepared(found, count, unfused, fused=schedule.get("attention", WRITTEN) != WRITTEN)
-    if isinstance(made, str):
-        raise FormatError(f"The plan has {count} micro-batches, which this step cannot be divided into: {made}. Plan again.")
-    return made
 
 
 def runner_of(model: torch.nn.Module, prepared: Prepared, emitted: Emitted, parts: Parts | None) -> StepRunner:

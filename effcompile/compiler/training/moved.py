@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from effcompile.core.cost import Cost
-from effcompile.core.errors import FormatError, VerificationError
+from effcompile.core.errors import VerificationError
 from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Decision, Plan
 from effcompile.ops.offload import host_pool
-from effcompile.planner.remat import BlockOption
-from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD, movable
-from effcompile.schedule.blocks import Block, Blocks
+from effcompile.passes.training.precision import KIND as PRECISION
+from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD
 
 if TYPE_CHECKING:
     from effcompile.compiler.training.prepare import Prepared
@@ -49,7 +48,7 @@ def decisions(best: Schedule) -> list[Decision]:
                 Decision(
                     site=block.name, kind=form, option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
                     baseline="kept", by=COMPRESS if form == COMPRESS else OFFLOAD, cost=cost, baseline_cost=Cost(bytes_kept=size),
-                    why=_WHY[form],
+                    why=_WHY[form], settings={"values": tuple(sorted(names))},
                 )
             )  # fmt: skip
     return found
@@ -77,9 +76,9 @@ def notes(best: Schedule) -> list[str]:
     return lines
 
 
-def uses_compression(plan: Plan) -> bool:
-    """Whether the plan holds any value in 8 bits."""
-    return any(d.kind in (COMPRESS, BOTH) for d in plan.decisions)
+def rounds(plan: Plan) -> bool:
+    """Whether the plan holds any value in 8 bits, or computes in 16."""
+    return any(d.kind in (COMPRESS, BOTH, PRECISION) for d in plan.decisions)
 
 
 @contextlib.contextmanager
@@ -94,24 +93,3 @@ def host_use(plan: Plan, prepared: Prepared) -> Iterator[list[str]]:
     before = pool.in_use
     yield found
     found.append(f"{MEASURED} {format_bytes(pool.peak - before)} ({pool.peak - before} bytes) at its highest, in {pool.folder}")
-
-
-def saved_forms(blocks: Collection[Block], chosen: Collection[BlockOption]) -> dict[str, Any]:
-    """For the plan's schedule: block → value → form; nothing where none is in use."""
-    forms = {block.name: dict(sorted(o.forms.items())) for block, o in zip(blocks, chosen, strict=True) if o.forms}
-    return {"forms": forms} if forms else {}
-
-
-def restored_forms(cut: Blocks, data: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Block → value → form of a saved schedule.
-
-    Raises:
-        FormatError: values or forms that this step does not have.
-    """
-    found = data.get("forms", {})
-    blocks = {block.name: block for block in cut.blocks}
-    for name, forms in found.items() if isinstance(found, Mapping) else [(str(found), None)]:
-        able = movable(cut, blocks[name]) if name in blocks else {}
-        if not isinstance(forms, Mapping) or not all(v in able and form in _WHY for v, form in forms.items()):
-            raise FormatError(f"The plan's schedule holds values of {name!r} elsewhere that cannot be. Plan again, or restore the file.")
-    return {name: dict(forms) for name, forms in found.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,9 @@ from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.verify import Result
 from effcompile.core.cost import Cost
-from effcompile.core.errors import EffcompileError, FormatError
+from effcompile.core.errors import EffcompileError
 from effcompile.core.units import format_bytes, format_seconds
-from effcompile.ir.plan import Decision, Declined, Plan
+from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import Step
 from effcompile.passes.training.precision import BASELINE, DTYPES, FP8, KIND, SCALED, SITE, Precision, label
 from effcompile.sites.attention.normalise import OUR_ATTENTIONS
@@ -137,18 +137,6 @@ def settled(run: Callable[[], Result], runner: StepRunner) -> Result:
 # ------------------------------------------------------------------ what the plan says
 
 
-def precision_of(plan: Plan) -> str:
-    """The dtype of a saved plan, "" for the step as it was given.
-
-    Raises:
-        FormatError: no such dtype.
-    """
-    found = plan.schedule.get("precision", "")
-    if found not in ("", *DTYPES):
-        raise FormatError(f"The plan's schedule has the precision {found!r}; known: {', '.join(DTYPES)}. Plan again, or restore the file.")
-    return str(found)
-
-
 def declined_dtype(dtype: str, reason: str) -> Declined:
     """A dtype that was not taken."""
     return Declined(site=SITE, kind=KIND, option=label(dtype), by=Precision.name, reason=reason)
@@ -170,6 +158,7 @@ def decisions(best: Schedule, others: Iterable[Schedule], found: Preparation) ->
             baseline_cost=Cost(bytes_kept=_kept(wide) if wide else 0),
             why=_why(less, fits=seconds is not None or wide is None),
             note=f"fp32 master weights and gradients{', scaled loss' * (dtype in SCALED)}; cast once a step: {format_bytes(size)}",
+            settings={"dtype": dtype},
         )
     ]  # fmt: skip
 
@@ -201,9 +190,3 @@ def not_taken(best: Schedule, others: Iterable[Schedule], planned: Iterable[str]
                 reason = f"the fastest plan with it takes {format_seconds(fastest - best.seconds)} more a step"
             found.append(declined_dtype(dtype, reason))
     return found
-
-
-def saved(best: Schedule) -> Mapping[str, str]:
-    """For the plan's schedule; nothing for the step as it was given."""
-    dtype = best.prepared.variant.precision
-    return {"precision": dtype} if dtype else {}

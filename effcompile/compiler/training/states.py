@@ -18,10 +18,10 @@ from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule, best_schedule, leanest
 from effcompile.core.cost import Cost, Provenance
-from effcompile.core.errors import FormatError, InfeasibleError, UsageError
+from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint, excess
-from effcompile.ir.plan import Decision, Declined
+from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import DividedStep
 from effcompile.ops.optimizers import CHANGES, EIGHT_BIT, check
 from effcompile.passes.training.checkpoint import Checkpoint
@@ -241,35 +241,8 @@ def full_label(option: StatesOption) -> str:
     return option.label + ("; gradients consumed in the backward" if option.consumed else "")
 
 
-def saved_states(states: StatesOption | None) -> dict[str, Any]:
-    """What `restored_states` needs, as JSON-ready data."""
-    return {} if states is None else {"states": {"form": states.form.name, "on_host": states.on_host, "consumed": states.consumed}}
-
-
-def restored_states(options: Sequence[StatesOption], data: Mapping[str, Any]) -> StatesOption | None:
-    """The way that a plan was saved with.
-
-    Raises:
-        FormatError: the plan has an optimizer and none was given, or the other way round, or it does not allow that way.
-    """
-    saved = data.get("states")
-    if saved is None and not options:
-        return None
-    if saved is None:
-        raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
-    if not options:
-        raise FormatError("The plan holds optimizer states: give the optimizer, too, when it is applied.")
-    for option in options:
-        if {"form": option.form.name, "on_host": option.on_host, "consumed": option.consumed} == saved:
-            return option
-    raise FormatError(f"The plan's optimizer states {saved} are not possible with this optimizer and these passes. Plan again.")
-
-
-def allowing(states: States, data: Mapping[str, Any]) -> States:
+def allowing(states: States, saved: Mapping[str, Setting]) -> States:
     """The pass with what a saved plan has already allowed."""
-    saved = data.get("states")
-    if not isinstance(saved, Mapping):
-        return states
     form = saved.get("form")
     return replace(
         states, offload=states.offload or saved.get("on_host") is True, eight_bit=states.eight_bit or form == EIGHT_BIT,
@@ -288,7 +261,7 @@ def decisions(joint: Joint) -> list[Decision]:
     found = [
         Decision(
             site=SITE, kind=KIND, option=taken.label, baseline=given.label, by="states", cost=_cost(taken), baseline_cost=_cost(given),
-            why=_why(taken, given),
+            why=_why(taken, given), settings=taken.settings,
         )
     ]  # fmt: skip
     if taken.consumed:

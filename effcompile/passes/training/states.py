@@ -19,7 +19,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes
 from effcompile.estimate.optimizer import StateBytes, measured_seconds, modelled_host_seconds, modelled_seconds, state_bytes
 from effcompile.ir.footprint import STATES, Footprint
-from effcompile.ir.plan import Declined
+from effcompile.ir.plan import Declined, Setting
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
 from effcompile.ops.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, Group, declined, given_form, one_by_one
@@ -60,6 +60,11 @@ class StatesOption:
         """In the plan's words: "as given", "8-bit, on the host"."""
         name = {GIVEN: "as given", EIGHT_BIT: "8-bit"}.get(self.form.name, CHANGES.get(self.form.name, ("",))[0])
         return f"{name}, on the host" if self.on_host else name
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """What a plan's decision says of it."""
+        return {"form": self.form.name, "on_host": self.on_host, "consumed": self.consumed}
 
     @property
     def footprint(self) -> Footprint:

@@ -1,0 +1,212 @@
+"""What a saved plan took, read from its decisions: applying it again solves nothing.
+
+Each decision carries the settings that its option stands for. They may come from a file that somebody changed, so each is
+checked here, and what they ask for is checked against the step that they are applied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from effcompile.compiler.training.build import summed_in_place
+from effcompile.compiler.training.states import allowing
+from effcompile.compiler.training.work import Work
+from effcompile.core.errors import FormatError
+from effcompile.ir.plan import Decision, Plan, Setting
+from effcompile.passes.training import precision
+from effcompile.passes.training.fused_attention import FusedAttention
+from effcompile.passes.training.heads import LossHeads, Variant
+from effcompile.passes.training.microbatch import KIND as BATCH
+from effcompile.passes.training.pointwise import Pointwise
+from effcompile.passes.training.precision import Precision
+from effcompile.passes.training.states import KIND as STATES
+from effcompile.passes.training.states import StatesOption
+from effcompile.planner.remat import BlockOption, Group
+from effcompile.schedule.away import FORMS, movable
+from effcompile.schedule.blocks import Block, Blocks
+
+T = TypeVar("T", bound=Setting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """The choices of a saved training plan.
+
+    Attributes:
+        dtype: what products are computed in; "" as the model was given.
+        fused: whether attentions are one operator each.
+        count: of micro-batches.
+        head, chunks: the form of the loss head, None where the plan has none.
+        in_place: whether gradients of tied parameters are summed in place.
+        apart: element-wise chains that are no kernel, by their operators; None where no chain is one.
+        states: how the optimizer's states are held, None without an optimizer.
+        blocks: per block what is kept, what is held in which form, and the block that its input is remade from ("" for none).
+    """
+
+    dtype: str
+    fused: bool
+    count: int
+    head: str | None
+    chunks: int
+    in_place: bool
+    apart: tuple[frozenset[str], ...] | None
+    states: Mapping[str, Setting] | None
+    blocks: Mapping[str, Held]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Taken:
+        """From the decisions.
+
+        Raises:
+            FormatError: a decision without its settings, or with others.
+        """
+        by_kind: dict[str, list[Decision]] = {}
+        for decision in plan.decisions:
+            by_kind.setdefault(decision.kind, []).append(decision)
+        first = {kind: decisions[0] for kind, decisions in by_kind.items()}
+        head, chains = first.get("loss head"), by_kind.get("element-wise")
+        gradients = by_kind.get("gradient", ())
+        return cls(
+            dtype=_dtype(first.get(precision.KIND)),
+            fused=any(d.option != d.baseline for d in by_kind.get("attention", ())),
+            count=_setting(first[BATCH], "count", int) if BATCH in first else 1,
+            head=None if head is None else _setting(head, "form", str),
+            chunks=1 if head is None else _setting(head, "chunks", int),
+            in_place=any(d.option == "in place" for d in gradients),
+            apart=None if chains is None else tuple(frozenset(_names(d, name)) for d in chains for name in d.settings),
+            states=first[STATES].settings if STATES in first else None,
+            blocks=_blocks(by_kind),
+        )
+
+    def fits(self, variant: Variant, consumed: str) -> bool:
+        """Whether a variant of the step has these forms."""
+        same = (variant.option, variant.fused_attention, variant.consumed, variant.precision)
+        summed = bool(summed_in_place(variant.step))
+        return same == (self.head or "whole", self.fused, consumed, self.dtype) and summed == self.in_place
+
+    def way(self, ways: Sequence[StatesOption]) -> StatesOption | None:
+        """The way to hold the states that the plan was saved with.
+
+        Raises:
+            FormatError: the plan has an optimizer and none was given, or the other way round, or it does not allow that way.
+        """
+        if self.states is None and not ways:
+            return None
+        if self.states is None:
+            raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
+        if not ways:
+            raise FormatError("The plan holds optimizer states: give the optimizer, too, when it is applied.")
+        for way in ways:
+            if way.settings == self.states:
+                return way
+        said = ", ".join(f"{name} {value}" for name, value in self.states.items())
+        raise FormatError(f"The plan's optimizer states ({said}) are not possible with this optimizer and these passes. Plan again.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one block holds from forward to backward: see `Taken.blocks`."""
+
+    kept: tuple[str, ...]
+    remade_from: str
+    forms: Mapping[str, str] = field(default_factory=dict)
+
+
+def restricted(work: Work, taken: Taken) -> Work:
+    """The request with passes that propose what was taken, and nothing else."""
+    changed = taken.head not in (None, "whole")
+    heads = LossHeads(chunks=taken.chunks if changed else 0, in_place=taken.in_place)
+    return replace(
+        work,
+        precision=Precision(dtypes=(taken.dtype,), always=True) if taken.dtype else None,
+        attention=FusedAttention(always=True) if taken.fused else None,
+        heads=heads if changed or taken.head or taken.in_place else None,
+        pointwise=None if taken.apart is None else Pointwise(),
+        states=work.states if taken.states is None else allowing(work.states, taken.states),
+    )
+
+
+def chosen(cut: Blocks, blocks: Mapping[str, Held]) -> tuple[list[BlockOption], tuple[Group, ...]]:
+    """The options and groups of a saved schedule, for the blocks of this step.
+
+    Raises:
+        FormatError: they do not fit these blocks.
+    """
+    if set(blocks) != {block.name for block in cut.blocks}:
+        raise FormatError("The plan's decisions name other blocks than this model has. Plan again without --plan.")
+    options = [_option(cut, block, blocks[block.name]) for block in cut.blocks]
+    return options, _groups([blocks[block.name].remade_from for block in cut.blocks], [block.name for block in cut.blocks])
+
+
+def _option(cut: Blocks, block: Block, held: Held) -> BlockOption:
+    _all_known(held.kept, block.problem.nbytes, f"keeps {{!r}} in {block.name}, which it does not make")
+    able = movable(cut, block) if held.forms else {}
+    _all_known(held.forms, able, f"holds {{!r}} of {block.name} elsewhere, which cannot be")
+    return BlockOption(
+        kept=frozenset(held.kept), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0, forms=dict(held.forms)
+    )  # fmt: skip
+
+
+def _all_known(names: Collection[str], known: Collection[str], said: str) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise FormatError(f"The plan's schedule {said.format(unknown[0])}. Plan again, or restore the file.")
+
+
+def _groups(origins: Sequence[str], names: Sequence[str]) -> tuple[Group, ...]:
+    """Runs of blocks whose inputs are remade from one block before them."""
+    found: list[Group] = []
+    for i, origin in enumerate(origins):
+        if not origin:
+            continue
+        before = found[-1] if found and found[-1].last == i - 1 and names[found[-1].first] == origin else None
+        first = before.first if before else i - 1
+        if first < 0 or names[first] != origin:
+            raise FormatError(f"The plan remakes the input of {names[i]} from {origin!r}: a run of blocks before it is wanted. Plan again.")
+        found[len(found) - bool(before) :] = [Group(first=first, last=i)]
+    return tuple(found)
+
+
+def _dtype(decision: Decision | None) -> str:
+    if decision is None:
+        return ""
+    dtype = _setting(decision, "dtype", str)
+    if dtype not in precision.DTYPES:
+        known = ", ".join(precision.DTYPES)
+        raise FormatError(f"The plan's schedule has the precision {dtype!r}; known: {known}. Plan again, or restore the file.")
+    return dtype
+
+
+def _blocks(by_kind: Mapping[str, Sequence[Decision]]) -> dict[str, Held]:
+    forms: dict[str, dict[str, str]] = {}
+    for kind in FORMS:
+        for decision in by_kind.get(kind, ()):
+            forms.setdefault(decision.site, {}).update(dict.fromkeys(_names(decision, "values"), kind))
+    blocks = {
+        d.site: Held(kept=_names(d, "keep"), remade_from=_setting(d, "remade_from", str), forms=forms.pop(d.site, {}))
+        for d in by_kind.get("checkpoint", ())
+    }
+    if forms:
+        raise FormatError(f"The plan holds values of {next(iter(forms))!r} elsewhere, which is no block of it. Plan again.")
+    return blocks
+
+
+def _names(decision: Decision, name: str) -> tuple[str, ...]:
+    return _setting(decision, name, tuple)
+
+
+def _setting(decision: Decision, name: str, kind: type[T]) -> T:
+    """One setting of a decision.
+
+    Raises:
+        FormatError: it is not there, or of another type.
+    """
+    value = decision.settings.get(name)
+    if type(value) is not kind:
+        raise FormatError(
+            f"The plan's decision {decision.option!r} at {decision.site!r} has {name} = {value!r}, where a {kind.__name__} is wanted. "
+            "Plan again, or restore the file."
+        )
+    return value
