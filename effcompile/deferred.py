@@ -146,7 +146,7 @@ class Deferred(nn.Module):
 
     def _train_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The step as planned for these shapes; planned now where they are new."""
-        key = (_structure(args, kwargs), shapes := _shapes(args, kwargs))
+        key = (_structure(args, kwargs), shapes := _shapes(args, kwargs), _differentiated(args, kwargs))
         if key not in self.executables:
             if len(self.executables) >= _MOST_SHAPES:
                 reason = (
@@ -242,6 +242,12 @@ def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What an Executable takes as given: the structure of its inputs, and all that is not a tensor."""
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return (*(None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves), repr(spec))
+
+
+def _differentiated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Which inputs require a gradient."""
+    leaves = pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
+    return tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

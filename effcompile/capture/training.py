@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
@@ -63,11 +64,12 @@ def capture_training(
 
     Args:
         model: any nn.Module.
-        args: example positional inputs; tensors among them become inputs of the graph, other values are fixed.
+        args: example positional inputs; tensors among them become inputs of the graph, with a gradient where they require one;
+            other values are fixed.
         kwargs: example keyword inputs, labels among them. What the forward does not take is for `loss` alone.
         loss: `loss(outputs, inputs)`, for a forward that returns none; `inputs` are the kwargs if there are no args, the
             args if there are no kwargs, else (args, kwargs).
-        keep_outputs: also return what the model returns beside the loss (logits, ...), detached.
+        keep_outputs: also return what the model returns beside the loss (logits, ...), for show: no gradient goes through it.
         edit: changes the exported forward, a flat aten graph whose parameters are get_attr nodes, before autograd is traced
             through it. Called with no graph that Dynamo gave: its operators are not aten's.
 
@@ -77,9 +79,10 @@ def capture_training(
             the construct and the fix.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    if not any(tensor.requires_grad for tensor in (*model.parameters(), *given)):
         raise CaptureError(
-            f"No parameter of {type(model).__name__} requires a gradient, so that there is nothing to train. "
+            f"No parameter of {type(model).__name__} requires a gradient and no input does, so that there is nothing to train. "
             "Unfreeze those that are to be trained: parameter.requires_grad_(True)."
         )
     inputs = StepInputs.of(model, args, kwargs)
@@ -259,8 +262,10 @@ def _step(subject: _Subject, joint: training_graph.Joint) -> Step:
         inputs=joint.inputs,
         tangent=joint.tangent,
         shown=len(layout.shown),
+        cut_off=layout.cut_off,
         updated=joint.updated,
         differentiated=joint.differentiated,
+        wanted=joint.wanted,
         leaves=subject.inputs.leaves,
         rebuild=layout.rebuild,
         dropped=layout.dropped,

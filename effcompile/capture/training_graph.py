@@ -47,6 +47,7 @@ class Joint:
     tangent: fx.Node | None
     updated: tuple[str, ...]
     differentiated: tuple[str, ...]
+    wanted: tuple[fx.Node, ...]
 
 
 def lift(front: fx.GraphModule, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Lifted:
@@ -142,8 +143,9 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
     gradients = {lifted.names[i][1]: flat["gradient", i] for kind, i in results if kind == "gradient" and lifted.names[i][0] == "parameter"}
     differentiated = tuple(name for name, _ in model.named_parameters() if gradients.get(name) is not None)
     outputs = [node for (kind, _), node in flat.items() if kind == "output"]
+    of_inputs = {i: node for (kind, i), node in flat.items() if kind == "gradient" and lifted.names[i][0] == "input" and node is not None}
     module.graph.output_node().args = (
-        (*outputs, *(flat["updated", i] for i in updated.values()), *(gradients[n] for n in differentiated)),
+        (*outputs, *(flat["updated", i] for i in updated.values()), *(gradients[n] for n in differentiated), *of_inputs.values()),
     )
     module.graph.output_node().meta.pop("desc", None)
     constants = {node: lifted.tensors[i] for i, node in nodes.items() if lifted.names[i][0] == "constant"}
@@ -164,6 +166,7 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
         tangent=tangents[0] if tangents[0] not in gone else None,
         updated=tuple(updated),
         differentiated=differentiated,
+        wanted=tuple(nodes[i] for i in of_inputs),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,26 +88,37 @@ class StepInputs:
 
     def _check(self, path: str, leaf: Any) -> None:
         wanted, found = self.example[path], _kind(leaf)
+        if isinstance(wanted, _Tensor) and isinstance(found, _Tensor):
+            self._check_gradient(path, wanted, found)
         if found != wanted:
             raise InputsError(
                 f"The training step of {self.model} was captured for {path} = {wanted}, but got {found}. "
                 "Shapes, dtypes and plain values are fixed at capture: pad or drop the last batch, or capture it again."
             )
 
+    def _check_gradient(self, path: str, wanted: _Tensor, found: _Tensor) -> None:
+        if found.differentiated and not wanted.differentiated:
+            raise InputsError(
+                f"{path} requires a gradient at this call and did not when the training step of {self.model} was captured, which makes "
+                f"none for it. Call effcompile.optimize again with inputs whose {path} requires one, or give {path}.detach() if what made "
+                "it is not trained through this loss."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """What is fixed of a tensor input."""
+    """What is fixed of a tensor input; `differentiated`: whether it gets a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    differentiated: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
 def _kind(leaf: Any) -> Any:
-    return _Tensor(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    return _Tensor(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,4 +147,4 @@ def split_tensors(inputs: StepInputs, args: tuple[Any, ...], kwargs: Mapping[str
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return args, kwargs
 
-    return [flat[index].detach().clone() for index in order], refill
+    return [flat[index].detach().clone().requires_grad_(flat[index].requires_grad) for index in order], refill

@@ -31,6 +31,7 @@ class Layout:
         template: the output with a `_Slot` in place of each tensor.
         loss: path of the loss; None when the user's own function computes it.
         shown: paths of the tensors that are returned beside the loss.
+        cut_off: index in `shown` → name, for those that required a gradient before they were detached.
         dropped: names of the tensors that are not, with their bytes (0 for an object of a kind that we cannot read).
     """
 
@@ -38,6 +39,7 @@ class Layout:
     loss: Path | None
     shown: tuple[Path, ...]
     dropped: Mapping[str, int]
+    cut_off: Mapping[int, str]
 
     @classmethod
     def of(cls, outputs: Any, *, own_loss: bool, keep_outputs: bool) -> Layout:
@@ -56,6 +58,7 @@ class Layout:
             loss=loss,
             shown=tuple(tensors) if keep_outputs else (),
             dropped=opaque if keep_outputs else bytes_of | opaque,
+            cut_off={i: _name(path) for i, path in enumerate(tensors) if keep_outputs and found[path].requires_grad},
         )
 
     def pick_loss(self, outputs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -15,7 +15,7 @@ class Step:
 
     The graph is functional: all state enters by placeholders, nothing is mutated, and its output is one flat tuple
 
-        (loss, *shown, *updated buffers, *gradients)
+        (loss, *shown, *updated buffers, *gradients of parameters, *gradients of inputs)
 
     with a Node (or None for a gradient that is not there) each. Shapes are static. Nodes carry `meta["val"]`, and
     `nn_module_stack` (forward) or `fwd_nn_module_stack` (backward) with the user's own module names where known.
@@ -32,8 +32,10 @@ class Step:
         tangent: placeholder of the gradient that arrives at the loss (a scalar), None when the graph does not read it.
         more_tangents: those of other outputs; only graphs that torch.compile cut out have any.
         shown: how many outputs beside the loss are returned (none, unless the user asked to keep them).
+        cut_off: index among the shown outputs → name, for those that the model would differentiate and the plan does not.
         updated: qualified names of the buffers whose new values are returned, in output order.
         differentiated: qualified names of the parameters whose gradients are returned, in output order.
+        wanted: the inputs (among `inputs`) that required a gradient at capture; theirs are returned after the parameters'.
         leaves: (args, kwargs) → the user's tensors, flat, in the order of `inputs`. Raises InputsError when the
             structure, a shape or a dtype is not what was captured.
         rebuild: (loss, shown outputs) → what the model would have returned, in its own type.
@@ -65,6 +67,8 @@ class Step:
     more_tangents: tuple[fx.Node, ...] = ()
     consumed: tuple[str, ...] = ()
     resident_bytes: int | None = None
+    wanted: tuple[fx.Node, ...] = ()
+    cut_off: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def tangents(self) -> tuple[fx.Node, ...]:
@@ -94,8 +98,20 @@ class Step:
     @property
     def gradients(self) -> dict[str, fx.Node]:
         """Parameter name → the node of its gradient; parameters without one are left out."""
-        nodes = self.results[1 + self.shown + len(self.updated) :]
+        first = 1 + self.shown + len(self.updated)
+        nodes = self.results[first : first + len(self.differentiated)]
         return {name: node for name, node in zip(self.differentiated, nodes, strict=True) if node is not None}
+
+    @property
+    def input_gradients(self) -> dict[fx.Node, fx.Node]:
+        """Input → the node of its gradient, for those that want one and that the loss depends on."""
+        nodes = self.results[1 + self.shown + len(self.updated) + len(self.differentiated) :]
+        return {given: node for given, node in zip(self.wanted, nodes, strict=True) if node is not None}
+
+    @property
+    def all_gradients(self) -> tuple[fx.Node, ...]:
+        """What the backward returns, in order: the gradients of parameters, then those of inputs."""
+        return (*self.gradients.values(), *self.input_gradients.values())
 
 
 @dataclass(frozen=True, kw_only=True)

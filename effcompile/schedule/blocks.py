@@ -171,7 +171,7 @@ class _Cutter:
         self.in_forward = self._readers(forward)
         self.in_backward = self._readers(backward)
         self.shared = frozenset(s for s in self.maker if s in self.results or self._is_shared(s))
-        self.gradients = {s for node in step.gradients.values() for s in held.of[node]}
+        self.gradients = {s for node in step.all_gradients for s in held.of[node]}
         self.owner = {s: self._owner(s) for s in self.maker}
 
     def _readers(self, runs: list[list[fx.Node]]) -> dict[Storage, set[int]]:
@@ -275,7 +275,7 @@ def _backward_live(held: Storages, step: Step, runs: list[list[fx.Node]]) -> lis
         for s in (*held.of[node], *(s for arg in node.all_input_nodes for s in held.of[arg])):
             if s in made:
                 last[s] = max(last.get(s, 0), at)
-    for gradient in step.gradients.values():
+    for gradient in step.all_gradients:
         last.update({s: len(order) for s in held.of[gradient] if s in made})
     freed: dict[int, int] = {}
     for s, at in last.items():

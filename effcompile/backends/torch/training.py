@@ -38,8 +38,8 @@ class StepRunner:
         self._overwritten = overwritten(step, emitted)
         handed = {node: i for i, node in enumerate((*emitted.handed, *self._overwritten))}
         self._backward_inputs = [handed.get(n, emitted.origin.get(n)) for n in emitted.backward.nodes if n.op == "placeholder"]
+        self._differentiated, self._wanted = tuple(step.gradients), tuple(step.input_gradients)
         self._read_again = [n for n in self._backward_inputs if isinstance(n, fx.Node) and n is not step.tangent]
-        self._differentiated = (*step.gradients, *step.consumed)
         self.loss_scale = LossScale(step.loss.meta["val"].device.type) if scaled and step.tangent is not None else None
         self.sink: Sink | None = None  # where gradients go that the backward hands on by itself
         self._frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
@@ -76,7 +76,9 @@ class StepRunner:
         self._check_model()
         values = self._values(self.step.leaves(args, kwargs))
         parameters = [self.model.get_parameter(name) for name in self._differentiated]
-        results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters)
+        wanted = [values[node] for node in self._wanted]
+        consumed = [self.model.get_parameter(name) for name in self.step.consumed]
+        results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters, *wanted, *consumed)
         return results
 
     def _check_model(self) -> None:
@@ -120,7 +122,7 @@ class StepRunner:
         return results[:first], [*results[last:], *old]
 
     def run_backward(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
-        """The gradients, in the order of `Step.gradients`, then None for those that were handed to `sink`. Empties `saved`.
+        """The gradients, in the order of `Step.all_gradients`, then None for those that were handed to `sink`. Empties `saved`.
 
         Where the loss is scaled they are None if one of them overflowed.
         """
@@ -171,17 +173,31 @@ def _fitting(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def _cut_off(name: str) -> str:
+    return (
+        f"A gradient arrived at {name}, which is returned for show (keep_outputs=True): the plan has the gradients of the loss alone, "
+        f"and those through {name} would be lost. Make it a part of the loss, effcompile.optimize(..., loss=lambda outputs, inputs: "
+        f"outputs.loss + ...), or take {name}.detach()."
+    )
+
+
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: StepRunner, values: dict[fx.Node, Any], *parameters: torch.Tensor) -> tuple[Any, ...]:
         results, saved = runner.run_forward(values)
         ctx.runner, ctx.values, ctx.saved, ctx.versions = runner, values, saved, runner.versions(values)
-        ctx.mark_non_differentiable(*results[1:])
+        ctx.mark_non_differentiable(*(value for i, value in enumerate(results[1:]) if i not in runner.step.cut_off))
+        ctx.set_materialize_grads(False)
         return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, tangent: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, tangent: torch.Tensor | None, *shown: torch.Tensor | None) -> tuple[Any, ...]:
+        for i, gradient in enumerate(shown):
+            if gradient is not None:
+                raise InputsError(_cut_off(ctx.runner.step.cut_off[i]))
+        if tangent is None:  # whoever reads the loss has no gradient for it
+            return (None,) * len(ctx.needs_input_grad)
         if ctx.saved is None:
             raise InputsError(
                 "The backward of this loss has run already, and what it needs was freed as it ran (retain_graph has no effect). "

@@ -111,7 +111,8 @@ def describe_inputs(step: Step) -> tuple[str, ...]:
     for node, name in zip(step.inputs, attend.input_names(step), strict=True):
         value = node.meta["val"]
         shape = " × ".join(str(int(s)) for s in value.shape)
-        lines.append(f"{name} [{shape}] {str(value.dtype).removeprefix('torch.')}")
+        gradient = ", with its gradient" if node in step.input_gradients else ""
+        lines.append(f"{name} [{shape}] {str(value.dtype).removeprefix('torch.')}{gradient}")
     return tuple(lines)
 
 

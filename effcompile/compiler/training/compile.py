@@ -80,7 +80,7 @@ def optimize_training(
         plan: an earlier plan of this step, applied without solving.
         passes: `checkpoint`, `loss_head`, their options, or `no-loss_head`; `offload`, `compress` where they are wanted too.
         loss: `loss(outputs, inputs)`, for a forward that returns none.
-        keep_outputs: also return what the model returns beside the loss, detached.
+        keep_outputs: also return what the model returns beside the loss, for show: to differentiate it is refused.
         optimizer: of the model's parameters, or a function that makes one of them: its states count, and are planned too.
         progress: is told what is being done.
 

@@ -43,7 +43,7 @@ def verified(
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     runner.sink = verify.into_gradients(work.model)
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
-        found = settled(lambda: verify.run(step, work.model), runner)
+        found = settled(lambda: verify.run(step, work.model, work.leaves), runner)
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
     there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
     base = _alive(work, prepared) + there  # an optimizer that has states already is not run
@@ -55,7 +55,7 @@ def verified(
         notes = (*plan.notes, f"not compared with the unplanned step: {reason}{rest}")
         return _finished(work, runner, replace(plan, measured=Totals(peak_bytes=peak), notes=notes), states), excess(peak, plan.goal.memory)
     with work.progress.step("run the original step"):
-        wanted = verify.run(work.eager_loss, work.model)
+        wanted = verify.run(work.eager_loss, work.model, work.leaves)
     checks = _checked(work, plan, runner, parts, found, wanted)
     note = _compare_updates(work, states, wanted, checks)
     with work.progress.step("measure"):
@@ -96,7 +96,7 @@ def _checked(work: Work, plan: Plan, runner: StepRunner, parts: Parts | None, fo
         with work.progress.step("run the original step in micro-batches"):
             apart = verify.run(eager_in_parts(work, runner), work.model)
             with without_dropout(work.model):
-                each, whole = (verify.run(step, work.model) for step in (eager_in_parts(work, runner), work.eager_loss))
+                each, whole = (verify.run(step, work.model, work.leaves) for step in (eager_in_parts(work, runner), work.eager_loss))
         same = _passed(verify.compare(each, whole, work.goal.max_error))
         return [_compared(work, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
     except TooCoarseError:
@@ -151,7 +151,7 @@ def _updated(work: Work, runner: StepRunner | None, step: Callable[[], torch.Ten
         return None
     optimizer = given if states is None or runner is None else _made(work, runner, states)
     try:
-        return updates.run(step, work.model, optimizer, runner)
+        return updates.run(step, work.model, optimizer, runner, work.leaves)
     finally:
         given.state.clear()
 
@@ -185,5 +185,5 @@ def _timed(step: Callable[[], torch.Tensor], work: Work) -> tuple[float, float]:
     start = perf_counter()
     while not samples["eager"] or (perf_counter() - start < _TIMING_SECONDS and len(samples["eager"]) < 10):
         for name, run in (("ours", step), ("eager", work.eager_loss)):
-            samples[name].append(verify.seconds(run, work.model))
+            samples[name].append(verify.seconds(run, work.model, work.leaves))
     return min(samples["ours"]), min(samples["eager"])

@@ -217,7 +217,7 @@ def _times(seconds: float, parts: Parts | None) -> float:
 def end_footprint(prepared: Prepared) -> Footprint:
     """What a variant's backward leaves: what is there throughout, the loss and shown outputs, gradients."""
     step, held = prepared.step, prepared.cut.held
-    lasting = (*step.results[: 1 + step.shown], *step.gradients.values())
+    lasting = (*step.results[: 1 + step.shown], *step.all_gradients)
     left = {s for node in lasting if node is not None for s in held.of[node]} - held.fixed
     return Footprint(end={GIVEN: prepared.cut.base_bytes, GRADIENTS: sum(held.nbytes[s] for s in left)})
 

@@ -29,28 +29,32 @@ class Steps:
     update_seconds: float
 
 
-def run(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer, runner: StepRunner | None) -> Steps:
+def run(
+    step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer, runner: StepRunner | None, inputs: verify.Leaves
+) -> Steps:
     """Forward, backward and update, three times; parameters, buffers and random generators are put back, the optimizer is not.
 
-    runner: of a planned step, whose backward may update parameters itself.
+    runner: of a planned step, whose backward may update parameters itself. inputs: those that get gradients.
     """
     clock = _Clock()
     update = optimizer.step
-    with verify.restored(model), _parameters_restored(model):
+    with verify.restored(model, inputs), _parameters_restored(model):
         _bind(runner, optimizer, lambda consume: consume)
         with torch_compat.watched_memory(verify.device_of(model)) as peak:
-            _step(step, update, optimizer)
-            _step(step, update, optimizer)
+            _step(step, update, optimizer, inputs)
+            _step(step, update, optimizer, inputs)
         _bind(runner, optimizer, clock.around)
-        _step(step, clock.around(update), optimizer)
+        _step(step, clock.around(update), optimizer, inputs)
     return Steps(peak_bytes=peak(), update_seconds=clock.seconds)
 
 
-def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer) -> None:
+def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer, inputs: verify.Leaves) -> None:
     """One step."""
     step().backward()
     update()
     optimizer.zero_grad()
+    for tensor in inputs.values():
+        tensor.grad = None
 
 
 def _bind(runner: StepRunner | None, optimizer: Optimizer, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

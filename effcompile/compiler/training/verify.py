@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Check
 
+#: Inputs that require a gradient, by name.
+Leaves = Mapping[str, torch.Tensor]
+_NO_LEAVES: Leaves = MappingProxyType({})
 #: Relative error that the dtype's own rounding makes when sums are taken in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 _SEED = 20
@@ -28,26 +32,28 @@ _NEGLIGIBLE = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One step: its loss, its gradients by parameter name, and the bytes allocated at its highest instant."""
+    """One step: its loss, its gradients by name, and the bytes allocated at its highest instant."""
 
     loss: torch.Tensor
-    gradients: Mapping[str, torch.Tensor | None]
+    gradients: Mapping[str, torch.Tensor | None]  # of inputs too, as "input x"
     peak_bytes: int | None
 
 
-def run(step: Callable[[], torch.Tensor], model: nn.Module) -> Result:
+def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES) -> Result:
     """One step from seed, with the model's gradients, buffers and the random generators put back afterwards.
 
     Args:
         step: runs the forward and returns the loss.
         model: whose gradients it makes.
+        inputs: those that get a gradient too, by name.
     """
-    with restored(model):
+    with restored(model, inputs):
         torch.manual_seed(_SEED)
         with torch_compat.watched_memory(device_of(model)) as peak:
             loss = step()
             loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients |= {f"input {name}": tensor.grad for name, tensor in inputs.items()}
         return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak())
 
 
@@ -65,9 +71,9 @@ def into_gradients(model: nn.Module) -> Callable[[str, torch.Tensor], None]:
     return keep
 
 
-def seconds(step: Callable[[], torch.Tensor], model: nn.Module) -> float:
+def seconds(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES) -> float:
     """Time of one step (forward and backward), with everything put back as in `run`."""
-    with restored(model):
+    with restored(model, inputs):
         start = perf_counter()
         loss = step()
         loss.backward()
@@ -177,20 +183,21 @@ def _autocast_dtypes() -> list[torch.dtype]:
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module, inputs: Leaves = _NO_LEAVES) -> Iterator[None]:
     """Gradients, buffers, tensor attributes and random generators are put back; within, there are no gradients yet."""
     attributes = [(vars(module), _tensors_among(vars(module))) for module in model.modules()]
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    leaves = [*model.parameters(), *inputs.values()]
+    gradients = [leaf.grad for leaf in leaves]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    for p in model.parameters():
-        p.grad = None
+    for leaf in leaves:
+        leaf.grad = None
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             yield
     finally:
-        for name, p in model.named_parameters():
-            p.grad = gradients[name]
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
         with torch.no_grad():
             for name, b in model.named_buffers():
                 b.copy_(buffers[name])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from effcompile.backends import triton
 from effcompile.capture import capture_training
@@ -110,6 +111,12 @@ class Work:
             options = tuple(way for way in options if not way.consumed)
         return best_joint(found, options, refused, self.checkpoint, budget, progress=self.progress, parts=parts)
 
+    @property
+    def leaves(self) -> verify.Leaves:
+        """The example inputs that require a gradient, by name."""
+        found, _ = pytree.tree_flatten_with_path((self.args, dict(self.kwargs)))
+        return {pytree.keystr(path[1:]).strip("[]'"): leaf for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
+
     def eager_loss(self) -> torch.Tensor:
         """The original's loss at the example inputs."""
         args, kwargs = self.args, dict(self.kwargs)
@@ -126,7 +133,11 @@ def make_work(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], goal: Goal, target: str | Target,
     passes: Sequence[str] | None, loss: Loss | None, progress: Progress, optimizer: Any,
 ) -> Work:  # fmt: skip
-    """The request, with its passes, target and optimizer looked up."""
+    """The request, with its passes, target and optimizer looked up.
+
+    Inputs that an upstream model made are cut from it, so that verification makes no gradients there.
+    """
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
     checkpoint, heads, pointwise, states = load_training_passes(passes)
     machine = resolve(target, [])
     devices = {tensor.device.type for tensor in model.parameters()}

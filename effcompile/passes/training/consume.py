@@ -44,8 +44,9 @@ def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: M
             node = graph.call_function(consume, (name, working_bytes.get(name, 0), gradient, parameter, *parts))
         node.meta = {**{k: v for k, v in gradient.meta.items() if k in ("fwd_nn_module_stack", "nn_module_stack")}, "val": None}
     first = 1 + step.shown + len(step.updated)
-    kept = [(n, r) for n, r in zip(step.differentiated, step.results[first:], strict=True) if n not in taken]
-    graph.output_node().args = ((*step.results[:first], *(result for _, result in kept)),)
+    end = first + len(step.differentiated)
+    kept = [(n, r) for n, r in zip(step.differentiated, step.results[first:end], strict=True) if n not in taken]
+    graph.output_node().args = ((*step.results[:first], *(result for _, result in kept), *step.results[end:]),)
     graph.lint()
     step.module.recompile()
     return replace(step, differentiated=tuple(name for name, _ in kept), consumed=tuple(taken))

@@ -121,6 +121,8 @@ def _refuse_state(step: Step) -> None:
             raise Refusal(f"{_place(node)} normalises by statistics of the whole batch (BatchNorm in training mode)")
     if step.updated:
         raise Refusal(f"the buffer {step.updated[0]} is updated in every forward, by the whole batch")
+    if step.wanted:
+        raise Refusal("an input requires a gradient, which is that of the whole batch")
     if step.shown:
         raise Refusal("outputs beside the loss are returned, for the whole batch at once")
     if any(v.dtype == torch.float16 for n in step.gradients.values() if isinstance(v := n.meta.get("val"), torch.Tensor)):

@@ -37,6 +37,7 @@ def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
         buffers={nodes[n]: name for n, name in step.buffers.items()},
         constants={nodes[n]: value for n, value in step.constants.items()},
         inputs=tuple(nodes[n] for n in step.inputs),
+        wanted=tuple(nodes[n] for n in step.wanted),
         tangent=None if step.tangent is None else nodes[step.tangent],
     )
     return copy, nodes
