@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,11 @@ from effcompile.machine.target import Target
 
 #: Shapes that one Deferred is optimized for; calls of further shapes run the original model.
 _MOST_SHAPES = 8
+
+#: Held while a model is captured, planned and verified: torch traces one model at a time, and timings want the machine for themselves.
+PLANNING = threading.RLock()
+# A process that is forked meanwhile would wait for ever for a thread that it does not have.
+os.register_at_fork(before=PLANNING.acquire, after_in_parent=PLANNING.release, after_in_child=PLANNING.release)
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -74,20 +80,23 @@ class Request:
         return {**common, "backend": self.backend, "dynamic": self.dynamic, "calibration": self.calibration}
 
     def carry_out(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable | TrainingExecutable:
-        """Capture, plan, lower and verify the model at these inputs."""
-        if self.training:
-            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
-                return compiler.optimize_training(model, args, kwargs, backend=self.backend, plan=self.plan, **self.options)
-        return compiler.optimize(model, args, kwargs, plan=self.plan, **self.options)
+        """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
+        with PLANNING:
+            if self.training:
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
+                    return compiler.optimize_training(model, args, kwargs, backend=self.backend, plan=self.plan, **self.options)
+            return compiler.optimize(model, args, kwargs, plan=self.plan, **self.options)
 
     def make_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Decide at these inputs; nothing is lowered."""
-        return (compiler.plan_training if self.training else compiler.make_plan)(model, args, kwargs, **self.options)
+        with PLANNING:
+            return (compiler.plan_training if self.training else compiler.make_plan)(model, args, kwargs, **self.options)
 
     def make_frontier(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], points: int | None) -> list[Plan]:
         """Plans along the memory-time front; None for as many as the mode usually has."""
         options = self.options if points is None else {**self.options, "points": points}
-        return (compiler.frontier_training if self.training else compiler.frontier)(model, args, kwargs, **options)
+        with PLANNING:
+            return (compiler.frontier_training if self.training else compiler.frontier)(model, args, kwargs, **options)
 
 
 def with_forward(instance: nn.Module, forward: Callable[..., Any]) -> nn.Module:
@@ -104,6 +113,7 @@ class Deferred(nn.Module):
     Parameters, buffers, children and state_dict are the original model's. In inference it is optimized again after new
     weights (load_state_dict, to, half ...), and after train() the original runs, with a warning, as the lowered model has
     no gradients. In training the planned step runs in training mode with gradients enabled, the model itself otherwise.
+    Threads that call it before its plan is made wait for the one that makes it.
     """
 
     def __init__(self, model: nn.Module, request: Request) -> None:
@@ -122,18 +132,29 @@ class Deferred(nn.Module):
         if self.training:
             return self._run_original("it is in training mode (call .eval())", args, kwargs)
         found = self.executables.setdefault(_structure(args, kwargs), [])
+        fitting = self._run_fitting(found, args, kwargs)
+        if fitting:
+            return fitting[0]
+        with PLANNING:
+            fitting = self._run_fitting(found, args, kwargs)  # another thread may have planned it in the meantime
+            if fitting:
+                return fitting[0]
+            if len(found) < _MOST_SHAPES:
+                self.__dict__["latest"] = self.request.carry_out(self.model, args, kwargs)
+                found.append(self.latest)
+                return self.latest(*args, **kwargs)
+        return self._run_original(f"it was already optimized for {_MOST_SHAPES} shapes (ask for dynamic=True)", args, kwargs)
+
+    def _run_fitting(self, found: Sequence[Executable], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """(What the latest of those that take these shapes returns,); nothing where none does."""
         for executable in reversed(found):
             try:
                 result = executable(*args, **kwargs)
             except InputsError:  # made for other shapes
                 continue
             self.__dict__["latest"] = executable
-            return result
-        if len(found) >= _MOST_SHAPES:
-            return self._run_original(f"it was already optimized for {_MOST_SHAPES} shapes (ask for dynamic=True)", args, kwargs)
-        self.__dict__["latest"] = self.request.carry_out(self.model, args, kwargs)
-        found.append(self.latest)
-        return self.latest(*args, **kwargs)
+            return (result,)
+        return ()
 
     def _training_forward(self) -> Callable[..., Any]:
         """What a call runs in training, with the signature of the model's forward (Trainer reads it)."""
@@ -148,25 +169,32 @@ class Deferred(nn.Module):
         """The step as planned for these shapes; planned now where they are new."""
         key = (_structure(args, kwargs), shapes := _shapes(args, kwargs), _differentiated(args, kwargs))
         if key not in self.executables:
-            if len(self.executables) >= _MOST_SHAPES:
-                reason = (
-                    f"its step was already planned for {_MOST_SHAPES} shapes, and {shapes} is one more (pad the batches to fewer shapes)"
-                )
-                return self._run_original(reason, args, kwargs)
-            request = self.request
-            if self.executables:
-                said = f"effcompile plans the step of {type(self.model).__name__} again, under the same goal, for the shapes {shapes}"
-                warnings.warn(said, stacklevel=6)
-                request = replace(request, plan=None)
-            self.executables[key] = request.carry_out(self.model, args, kwargs)
+            with PLANNING:
+                if key not in self.executables and len(self.executables) < _MOST_SHAPES:  # another thread may have planned it
+                    self.executables[key] = self._plan_step(shapes, args, kwargs)
+        if key not in self.executables:
+            reason = f"its step was already planned for {_MOST_SHAPES} shapes, and {shapes} is one more (pad the batches to fewer shapes)"
+            return self._run_original(reason, args, kwargs)
         self.__dict__["latest"] = self.executables[key]
         return self.latest(*args, **kwargs)
 
+    def _plan_step(self, shapes: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable | TrainingExecutable:
+        """The step, planned; a saved plan is for the first shapes only."""
+        if not self.executables:
+            return self.request.carry_out(self.model, args, kwargs)
+        said = f"effcompile plans the step of {type(self.model).__name__} again, under the same goal, for the shapes {shapes}"
+        warnings.warn(said, stacklevel=7)
+        return replace(self.request, plan=None).carry_out(self.model, args, kwargs)
+
     def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._say_original(reason, stacklevel=5)
+        return self.model(*args, **kwargs)
+
+    def _say_original(self, reason: str, stacklevel: int) -> None:
+        """Say once that the original runs, and why."""
         if reason not in self.warned:
             self.warned.add(reason)
-            warnings.warn(f"effcompile runs the original {type(self.model).__name__}: {reason}", stacklevel=4)
-        return self.model(*args, **kwargs)
+            warnings.warn(f"effcompile runs the original {type(self.model).__name__}: {reason}", stacklevel=stacklevel)
 
     @property
     def plan(self) -> Plan:
@@ -202,7 +230,9 @@ class Deferred(nn.Module):
         if not isinstance(instance, nn.Module) or function is None:
             return self
         if instance not in self.bound:
-            self.bound[instance] = Deferred(with_forward(instance, function), self.request)
+            with PLANNING:
+                if instance not in self.bound:
+                    self.bound[instance] = Deferred(with_forward(instance, function), self.request)
         mine: Deferred = self.bound[instance]
         mine.training = instance.training
         return mine
@@ -211,7 +241,18 @@ class Deferred(nn.Module):
         """What the original model has: `model.config`, its children ..."""
         if "model" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.model, name)
+        found = getattr(self.model, name)
+        return self._saying(found) if name == "generate" and callable(found) else found
+
+    def _saying(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """The original's generate(), which says so: it calls the original with a cache, and not this module."""
+
+        @functools.wraps(generate)
+        def said(*args: Any, **kwargs: Any) -> Any:
+            self._say_original("generate() calls it token by token with a cache, for which nothing is planned", stacklevel=3)
+            return generate(*args, **kwargs)
+
+        return said
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.model.named_parameters(*args, **kwargs)

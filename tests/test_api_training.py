@@ -361,3 +361,17 @@ def test_torch_compile_refuses_inference_options_in_training() -> None:
 
 def test_shapes_are_told_as_text() -> None:
     assert deferred._shapes((torch.ones(2, 3),), {"mask": torch.ones(4, dtype=torch.long), "flag": True}) == "2×3 float32, mask 4 int64"
+
+
+def test_generate_of_a_deferred_model_says_once_that_the_original_runs() -> None:
+    class Speaker(Net):
+        def generate(self, count: int) -> int:
+            return count + 1
+
+    made = effcompile.optimize(Speaker(), mode="training")
+    assert hasattr(made, "generate")
+    with pytest.warns(UserWarning, match=r"runs the original Speaker: generate\(\) calls it token by token"):
+        assert made.generate(1) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made.generate(2) == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Lowered
 from effcompile.compiler.artifact import save_artifact
+from effcompile.compiler.gradients import GradientGuard
 from effcompile.core.errors import InputsError
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, TensorSpec
@@ -27,6 +28,12 @@ class Executable(nn.Module):
 
     `parameters()`, `state_dict()`, `train()` and `eval()` are the original's. In training mode the original model
     runs, as the lowered one has no gradients; the weights of the lowered one are those at the time of planning.
+
+    With gradients enabled, results require a gradient where the original's would (an input or a parameter requires one), and a
+    backward that reaches them is refused in words; the call itself is as fast as without.
+
+        score = executable(images)               # as with the model, .numpy() wants torch.no_grad() or .detach()
+        (score.mean() + other_loss).backward()   # InputsError: use the model itself, or detach the score
     """
 
     def __init__(self, model: nn.Module, program: Program, lowered: Lowered, plan: Plan) -> None:
@@ -37,6 +44,7 @@ class Executable(nn.Module):
         self._program, self._lowered = program, lowered
         self._output_spec = program.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
         self._signature = inspect.signature(model.forward)
+        self._gradients = GradientGuard(program.name, model.parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the lowered model (in training mode: the original).
@@ -46,7 +54,9 @@ class Executable(nn.Module):
         """
         if self.training:
             return self.original(*args, **kwargs)
-        outputs = self._lowered(*self._flat(args, kwargs))
+        self._gradients.check()
+        tensors = self._flat(args, kwargs)
+        outputs = self._gradients.results(tensors, self._lowered(*tensors))
         return pytree.tree_unflatten(outputs, self._output_spec)
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
@@ -66,6 +76,21 @@ class Executable(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original model's, with its own names."""
         return self.original.state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Executable:
+        """What to(), half(), cuda() ... do. Refused where it would change a dtype or a device, which the lowered model would not follow.
+
+        Raises:
+            InputsError: it would.
+        """
+        for tensor in {(t.dtype, t.device): t for t in (*self.original.parameters(), *self.original.buffers())}.values():
+            changed = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            if (changed.dtype, changed.device) != (tensor.dtype, tensor.device):
+                raise InputsError(
+                    f"An Executable's weights are fixed when it is planned: {tensor.dtype} on {tensor.device}. They cannot become "
+                    f"{changed.dtype} on {changed.device} afterwards. Convert the model, then call effcompile.optimize."
+                )
+        return super()._apply(fn, recurse)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: the lowered weights would no longer be the original's."""

@@ -74,6 +74,11 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
+def in_function_transform() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp ...) is at work: tensors may be its wrappers."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_packed(weight: torch.Tensor) -> bool:
     """True for a weight in oneDNN's own blocked layout."""
     return weight.layout == torch._mkldnn  # type: ignore[attr-defined]

@@ -172,3 +172,36 @@ def test_an_auxiliary_loss_within_the_loss_is_trained(net: Any) -> None:
     theirs = eager(x, y)
     (theirs["loss"] + theirs["aux"]).backward()
     assert same_gradients(executable, eager) and torch.equal(outputs["logits"].detach(), theirs["logits"].detach())
+
+
+def test_functional_call_with_other_parameters_is_right(net: Any) -> None:
+    model, x, y = net
+    executable = optimize(model, (x, y))
+    others = {name: leaf(torch.randn_like(p)) for name, p in model.named_parameters()}
+    theirs = {name: leaf(p) for name, p in others.items()}
+    torch.func.functional_call(executable, others, (x, y)).backward()
+    torch.func.functional_call(twin(model), theirs, (x, y)).backward()
+    for name, p in others.items():
+        assert p.grad is not None and theirs[name].grad is not None and torch.equal(p.grad, theirs[name].grad)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_transforms_of_torch_func_are_refused_in_words(net: Any) -> None:
+    model, x, y = net
+    executable = optimize(model, (x, y))
+    parameters = dict(model.named_parameters())
+    with pytest.raises(InputsError, match=r"within a transform of torch\.func .* Use loss\.backward\(\)"):
+        torch.func.grad(lambda p: torch.func.functional_call(executable, p, (x, y)))(parameters)
+    with pytest.raises(InputsError, match=r"within a transform of torch\.func"):
+        torch.func.vmap(lambda one: executable(one, y))(x[None])
+
+
+def test_a_frozen_parameter_is_not_updated_in_the_backward(net: Any) -> None:
+    model, x, y = net
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    executable = optimize(model, (x, y), optimizer=optimizer, passes=["no-pointwise", "states.in_backward=true"])
+    if not executable.runner.consumed:
+        pytest.skip("no gradient is consumed in the backward here")
+    model.head.requires_grad_(False)
+    with pytest.raises(InputsError, match="is frozen now, and the planned backward would update it"):
+        executable(x, y)

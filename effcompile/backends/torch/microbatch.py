@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import times, unscaled_factor
-from effcompile.backends.torch.training import StepRunner
+from effcompile.backends.torch.training import StepRunner, held
 from effcompile.core.errors import InputsError
 from effcompile.ir.step import DividedStep, Step
 from effcompile.schedule.emit import Emitted
@@ -37,7 +37,7 @@ class MicrobatchRunner(StepRunner):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         self._check_model()
-        parameters = [self.model.get_parameter(name) for name in self.step.consumed]
+        parameters = [held(self.model, name) for name in self.step.consumed]
         loss: torch.Tensor = _Accumulated.apply(self, self.parts(args, kwargs), *parameters)
         return (loss,)
 
@@ -79,7 +79,7 @@ class MicrobatchRunner(StepRunner):
         """
         weights = self.weights(parts)
         names = self.step.consumed
-        sums = {name: torch.zeros_like(self.model.get_parameter(name), dtype=self._dtypes[name], requires_grad=False) for name in names}
+        sums = {name: torch.zeros_like(held(self.model, name), dtype=self._dtypes[name], requires_grad=False) for name in names}
         total: torch.Tensor | None = None
 
         def add(name: str, gradient: torch.Tensor) -> None:

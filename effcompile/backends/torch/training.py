@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
+from effcompile.core import torch_compat
 from effcompile.core.errors import InputsError
 from effcompile.ir.step import Step
 from effcompile.ops.consume import Sink, consuming
@@ -75,18 +76,30 @@ class StepRunner:
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         self._check_model()
         values = self._values(self.step.leaves(args, kwargs))
-        parameters = [self.model.get_parameter(name) for name in self._differentiated]
+        parameters = [held(self.model, name) for name in self._differentiated]
         wanted = [values[node] for node in self._wanted]
-        consumed = [self.model.get_parameter(name) for name in self.step.consumed]
+        consumed = [held(self.model, name) for name in self.step.consumed]
         results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters, *wanted, *consumed)
         return results
 
     def _check_model(self) -> None:
         """Raises InputsError when the model's own forward would now do something else than the step that was planned."""
+        if torch_compat.in_function_transform():
+            raise InputsError(
+                f"The planned step of {self.step.name} was called within a transform of torch.func (grad, vmap, jvp ...), which looks into "
+                "operators; a planned step has one backward of its own. Use loss.backward() or torch.autograd.grad(loss, ...), or the "
+                "model itself there."
+            )
         again = "Call effcompile.optimize again."
         for name in self._frozen:
-            if self.model.get_parameter(name).requires_grad:
+            if held(self.model, name).requires_grad:
                 raise InputsError(f"The parameter {name!r} was frozen when the step was planned, and requires a gradient now. {again}")
+        for name in self.step.consumed:
+            if not held(self.model, name).requires_grad:
+                raise InputsError(
+                    f"The parameter {name!r} is frozen now, and the planned backward would update it all the same, as it consumes its "
+                    f"gradient (states in the backward). {again}"
+                )
         for name, module in self.model.named_modules():
             if name and module.training != self._modes.get(name, module.training):
                 modes = ("evaluation", "training")
@@ -106,9 +119,9 @@ class StepRunner:
         step = step or self.step
         values: dict[fx.Node, Any] = dict(zip(step.inputs, leaves, strict=True))
         for node, name in step.parameters.items():
-            values[node] = _fitting(node, name, self.model.get_parameter(name).detach())
+            values[node] = _fitting(node, name, held(self.model, name).detach())
         for node, name in step.buffers.items():
-            values[node] = _fitting(node, name, self.model.get_buffer(name))
+            values[node] = _fitting(node, name, held(self.model, name))
         values.update(step.constants)
         return values
 
@@ -118,7 +131,7 @@ class StepRunner:
         first, last = 1 + self.step.shown, 1 + self.step.shown + len(self.step.updated)
         old = [values[node].clone() for node in self._overwritten.values()]
         for name, value in zip(self.step.updated, results[first:last], strict=True):
-            self.model.get_buffer(name).copy_(value)
+            held(self.model, name).copy_(value)
         return results[:first], [*results[last:], *old]
 
     def run_backward(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
@@ -155,6 +168,14 @@ class StepRunner:
                 stack.enter_context(torch.autocast(device, enabled=False))
             result: tuple[Any, ...] = graph(values)
         return result
+
+
+def held(model: nn.Module, name: str) -> torch.Tensor:
+    """The tensor that the model has under a name now; within torch.func.functional_call that is no parameter."""
+    path, _, own = name.rpartition(".")
+    value = getattr(model.get_submodule(path), own)
+    assert isinstance(value, torch.Tensor), name
+    return value
 
 
 def _autocast(devices: list[str]) -> tuple[tuple[str, torch.dtype], ...]:
