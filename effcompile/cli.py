@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -21,6 +21,7 @@ from effcompile.core.errors import EffcompileError, UsageError
 from effcompile.core.files import write_atomically
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_seconds
+from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -164,12 +165,12 @@ def optimize(
     """Plan, lower and verify a model; print what was decided and measured."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
     job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
-    saved = None if plan is None else Plan.load(plan)
+    given = None if plan is None else Plan.load(plan)
     if output is not None:
-        console.check_writable(output)
+        saved.check_folder(output)
     written: list[Path] = []
     with console.steps(as_json, verbose) as steps:
-        loaded, request = job.load(steps, saved)
+        loaded, request = job.load(steps, given)
         with console.explaining(request.goal, as_json, context.obj):
             executable = request.carry_out(loaded.model, loaded.args, loaded.kwargs)
         if output is not None:
@@ -207,12 +208,15 @@ def plan_command(
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
     job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
     if output is not None:
-        console.check_writable(output)
+        saved.check_folder(output)
+    written: list[Path] = []
     with console.steps(as_json, verbose) as steps:
         loaded, request = job.load(steps)
         with console.explaining(request.goal, as_json, context.obj):
             made = request.make_plan(loaded.model, loaded.args, loaded.kwargs)
-        written = [] if output is None else [made.save(output / "plan.json"), _write_report(made, output)]
+        if output is not None:
+            saved.save(made, output, beside={saved.REPORT: report.html_report(made)})
+            written = [output / saved.PLAN, output / saved.REPORT]
     if as_json:
         console.emit({**made.to_dict(), "written": [str(path) for path in written]})
     else:
@@ -249,7 +253,7 @@ def frontier(
         with console.explaining(request.goal, as_json, context.obj):
             plans = request.make_frontier(loaded.model, loaded.args, loaded.kwargs, points)
     if output is not None:
-        write_atomically(output / "report.html", report.frontier_html(plans).encode())
+        write_atomically(output / saved.REPORT, report.frontier_html(plans).encode())
     if as_json:
         console.emit([plan.to_dict() for plan in plans])
     else:
@@ -376,15 +380,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write(executable: Executable | TrainingExecutable, directory: Path) -> list[Path]:
-    """Artifact (there is none of a training step) and plan, whole or nothing; then the report beside them."""
-    artifact = [executable.save(directory)] if executable.plan.goal.mode == "inference" else []
-    if not artifact:
-        executable.save(directory)
-    return [*artifact, directory / "plan.json", _write_report(executable.plan, directory)]
-
-
-def _write_report(plan: Plan, directory: Path) -> Path:
-    return write_atomically(directory / "report.html", report.html_report(plan).encode())
+    """Plan, report and artifact (there is none of a training step) in place of what is in the folder; returns what was written."""
+    beside = {saved.REPORT: report.html_report(executable.plan)}
+    if executable.plan.goal.mode == "training":
+        saved.save(executable.plan, directory, beside=beside)
+    else:
+        cast("Executable", executable).save(directory, beside=beside)
+    return sorted(directory.iterdir())
 
 
 def _print_plan(plan: Plan, verbose: bool, directory: Path | None, *, hint: str) -> None:

@@ -30,7 +30,11 @@ class Lowered(Protocol):
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]: ...
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Write the artifact's files, each whole or not at all; returns them, the one to open first."""
+        """Write the artifact's files into a folder that nobody reads yet; returns them, the one to open first.
+
+        Raises:
+            OSError: the folder cannot be written. LoweringError: the model cannot be saved.
+        """
         ...
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:

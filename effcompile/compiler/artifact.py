@@ -1,8 +1,7 @@
-"""Writes what `optimize -o DIR` leaves in DIR, and runs it without the model it was made of."""
+"""Runs what `optimize -o DIR` left in DIR, without the model it was made of."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -14,13 +13,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from effcompile.backends.base import Lowered
+from effcompile.backends.base import Run
 from effcompile.compiler.machine import usable_backends
-from effcompile.core.errors import FormatError, InputsError, UsageError, VerificationError
+from effcompile.core.errors import FormatError, InputsError, VerificationError
+from effcompile.core.folders import read_steadily
 from effcompile.core.timing import median_seconds
 from effcompile.ir.plan import Plan
+from effcompile.ir.saved import PLAN, check_artifact
 
-PLAN = "plan.json"
 _INPUT = re.compile(r"(?P<name>\S+) \[(?P<dims>.*)\] (?P<dtype>\w+)")
 
 
@@ -30,48 +30,6 @@ class ArtifactRun:
 
     seconds: float
     outputs: tuple[str, ...]
-
-
-def save_artifact(lowered: Lowered, plan: Plan, directory: Path) -> Plan:
-    """Write the artifact, then plan.json with the SHA-256 of each of its files: a kill in between is noticed by `check_artifact`.
-
-    Raises:
-        UsageError: the folder cannot be written. LoweringError: the backend cannot save the model.
-    """
-    files = lowered.save(directory)
-    written = plan.with_changes(artifact={file.name: _digest(file) for file in files})
-    written.save(directory / PLAN)
-    return written
-
-
-def check_artifact(plan: Plan, directory: Path) -> None:
-    """Make sure that `directory` holds the very files that `plan` was written with; plans of before that say nothing.
-
-    Raises:
-        UsageError: a file is missing. FormatError: a file is another one.
-    """
-    for name, wanted in plan.artifact.items():
-        file = directory / Path(name).name  # a foreign plan may not point elsewhere
-        if not file.is_file():
-            raise UsageError(f"There is no {str(file)!r}, which {PLAN} describes. Write it again with `effcompile optimize -o`.")
-        if _digest(file) != wanted:
-            raise FormatError(
-                f"{str(file)!r} is not the artifact that {PLAN} beside it describes (SHA-256 differs): one of the two was changed, or "
-                f"writing was interrupted. Write both again with `effcompile optimize -o {directory}`."
-            )
-
-
-def _digest(file: Path) -> str:
-    """SHA-256 in hexadecimal.
-
-    Raises:
-        UsageError: the file cannot be read.
-    """
-    try:
-        with file.open("rb") as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
-    except OSError as error:
-        raise UsageError(f"Cannot read {str(file)!r}: {error.strerror or error}.") from error
 
 
 def run_artifact(directory: str | Path, inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None) -> ArtifactRun:
@@ -87,16 +45,20 @@ def run_artifact(directory: str | Path, inputs: tuple[tuple[Any, ...], Mapping[s
         VerificationError: the outputs hold NaN.
     """
     folder = Path(directory)
-    plan = Plan.load(folder / PLAN)
-    check_artifact(plan, folder)
-    backends, _ = usable_backends(plan.backend)
-    run = backends[0].open(folder, plan)
+    plan, run = read_steadily(folder, _opened)
     tensors = _generated(plan) if inputs is None else _named(plan, inputs)
     outputs = run(tensors)
     if any(output.is_floating_point() and bool(output.isnan().any()) for output in outputs):
         raise VerificationError(f"The artifact in {str(folder)!r} returned NaN. Check it with `effcompile optimize` again.")
     seconds = median_seconds(partial(run, tensors), min_rounds=5, budget=1.0)
     return ArtifactRun(seconds=seconds, outputs=tuple(_describe(output) for output in outputs))
+
+
+def _opened(folder: Path) -> tuple[Plan, Run]:
+    plan = Plan.load(folder / PLAN)
+    check_artifact(plan, folder)
+    backends, _ = usable_backends(plan.backend)
+    return plan, backends[0].open(folder, plan)
 
 
 def _generated(plan: Plan) -> dict[str, torch.Tensor]:

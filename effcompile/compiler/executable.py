@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Lowered
-from effcompile.compiler.artifact import save_artifact
 from effcompile.compiler.gradients import GradientGuard
 from effcompile.core.errors import InputsError
+from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, TensorSpec
 
@@ -63,14 +63,18 @@ class Executable(nn.Module):
         """Print the plan."""
         self.plan.report(console, verbose=verbose)
 
-    def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the artifact, then plan.json that describes it; each file whole or not at all, and a plan names its artifact.
+    def save(self, directory: str | os.PathLike[str], *, beside: Mapping[str, str] | None = None) -> Path:
+        """Write the artifact and plan.json into a folder, which holds nothing else afterwards; it is replaced whole or stays as it was.
+
+        Args:
+            directory: made where it does not exist; what effcompile wrote there before is replaced.
+            beside: further files, name → text.
 
         Raises:
-            UsageError: the folder cannot be written.
+            UsageError: the folder cannot be written, or holds files of others.
         """
         folder = Path(directory)
-        save_artifact(self._lowered, self.plan, folder)
+        saved.save(self.plan, folder, artifact=self._lowered.save, beside=beside)
         return folder
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

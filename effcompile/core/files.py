@@ -1,12 +1,19 @@
-"""Where effcompile writes: its cache, and files that are whole or absent."""
+"""Where effcompile writes: its cache, and files that are whole or absent. How it reads: never more than a file of ours can have."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
+import secrets
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
-from effcompile.core.errors import UsageError
+from effcompile.core.disk import lock, sync
+from effcompile.core.errors import FormatError, UsageError
+
+_UNFINISHED = ".unfinished"
 
 
 def cache_folder() -> Path:
@@ -21,25 +28,61 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / "effcompile"
 
 
+def read_bounded(path: Path, most: int, what: str) -> bytes:
+    """A file's content; `what` it is, for errors: "the plan".
+
+    Raises:
+        UsageError: it cannot be read. FormatError: it has more than `most` bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(most + 1)
+    except (OSError, ValueError) as error:  # a null byte in the name is a ValueError
+        raise UsageError(f"Cannot read {what} {str(path)!r}: {getattr(error, 'strerror', None) or error}.") from error
+    if len(content) > most:
+        raise FormatError(f"{str(path)!r} has more than {most:,} bytes: that is not {what}.")
+    return content
+
+
 def write_atomically(path: Path, content: bytes) -> Path:
-    """Write a file so that it is whole or absent: temporary file beside it, fsync, rename.
+    """Write a file so that it is whole or absent: temporary file beside it, fsync, rename. What killed writers left is removed.
 
     Raises:
         UsageError: the folder cannot be made or written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        temporary, file = _temporary(path)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
+                os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
+        sync(path.parent)
     except OSError as error:
         raise UsageError(f"Cannot write {str(path)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error
+    _remove_unfinished(path)
     return path
+
+
+def _temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside, open and locked: nobody takes its writer for dead."""
+    while True:
+        temporary = path.with_name(f".{path.name[:64]}.{secrets.token_hex(4)}{_UNFINISHED}")
+        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+        if lock(file.fileno()) is not False and temporary.exists():
+            return temporary, file
+        file.close()
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove the temporary files of writers of this file that are dead: nobody holds their lock."""
+    with contextlib.suppress(OSError):
+        for left in path.parent.glob(f".{glob.escape(path.name[:64])}.*{_UNFINISHED}"):
+            with left.open("rb") as file:
+                if lock(file.fileno()):
+                    left.unlink()

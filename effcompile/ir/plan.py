@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError
-from effcompile.core.files import write_atomically
+from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
 from effcompile.ir.footprint import excess
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 FORMAT = "effcompile-plan"
 VERSION = 2
+#: A plan.json of more is none: one of a thousand layers has some megabytes.
+MOST_BYTES = 256 << 20
 
 #: What an option is made of: a number, a word, names.
 Setting = bool | int | str | tuple[str, ...]
@@ -317,12 +319,8 @@ class Plan:
         import msgspec
 
         try:
-            raw = Path(path).read_bytes()
-        except OSError as error:
-            raise UsageError(f"Cannot read the plan {str(path)!r}: {error.strerror or error}.") from error
-        try:
-            data = msgspec.json.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            data = msgspec.json.decode(read_bounded(Path(path), MOST_BYTES, "the plan"))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FormatError(f"{str(path)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it.") from error
         return cls.from_dict(data, source=repr(str(path)))
 

@@ -1,9 +1,17 @@
 """The Executable is called like the model, refuses other inputs clearly, and its plan can be applied again."""
 
+import re
+import shutil
+import stat
+import zipfile
+from pathlib import Path
+
+import onnxruntime
 import pytest
 import torch
 from torch import nn
 
+from effcompile.backends.onnxruntime import lowering
 from effcompile.compiler import optimize, run_artifact
 from effcompile.core.errors import FormatError, InputsError, UsageError
 from effcompile.core.goal import Goal
@@ -91,37 +99,90 @@ def test_saved_run_and_applied_again_without_solving(made, tmp_path):
     assert torch.equal(again(x, scale=scale)["y"], fast(x, scale=scale)["y"])
 
 
-def test_an_artifact_beside_another_plan_is_refused(made, tmp_path, monkeypatch):
-    """As a kill between the two writes leaves it: the new artifact beside the old plan."""
+def test_an_artifact_beside_another_plan_is_refused(made, tmp_path):
+    """As somebody leaves it who copies one of the two."""
     _, fast = made
-    fast.save(tmp_path)
-    plan, artifact = tmp_path / "plan.json", tmp_path / "model.onnx"
-    old = Plan.load(plan)
-    assert list(old.artifact) == ["model.onnx"]
-
-    def killed(self, path):
-        raise KeyboardInterrupt
-
+    fast.save(tmp_path / "one")
     other = optimize(Two(), (inputs()[0],), {"scale": inputs()[1]}, goal=Goal(), target="cpu-generic", backend="onnxruntime")
-    with monkeypatch.context() as patch:
-        patch.setattr(Plan, "save", killed)
-        with pytest.raises(KeyboardInterrupt):
-            other.save(tmp_path)
-    assert Plan.load(plan) == old
+    other.save(tmp_path / "two")
+    artifact = tmp_path / "two" / "model.onnx"
+    shutil.copy(tmp_path / "one" / "model.onnx", artifact)
     with pytest.raises(FormatError, match=r"model\.onnx' is not the artifact that plan\.json .* Write both again"):
-        run_artifact(tmp_path)
+        run_artifact(tmp_path / "two")
     artifact.unlink()
     with pytest.raises(UsageError, match="Write it again"):
+        run_artifact(tmp_path / "two")
+    other.save(tmp_path / "two")  # whatever became of the old files, the folder is effcompile's
+    assert run_artifact(tmp_path / "two").outputs[0].startswith("float32")
+
+
+def test_a_plan_without_an_artifact_is_not_run(made, tmp_path):
+    """Nobody knows what lies beside it."""
+    _, fast = made
+    fast.save(tmp_path)
+    Plan.load(tmp_path / "plan.json").with_changes(artifact={}).save(tmp_path / "plan.json")
+    with pytest.raises(UsageError, match="written without an artifact"):
         run_artifact(tmp_path)
 
 
-def test_a_plan_that_says_nothing_of_its_artifact_still_runs(made, tmp_path):
+def test_what_others_wrote_is_neither_deleted_nor_replaced(made, tmp_path):
     _, fast = made
-    fast.save(tmp_path)
-    data = Plan.load(tmp_path / "plan.json").to_dict()
-    del data["artifact"]  # as plans of before
-    Plan.from_dict(data).save(tmp_path / "plan.json")
-    assert run_artifact(tmp_path).outputs[0].startswith("float32")
+    for name in ("model.onnx", "notes.txt", "plan.json", "report.html"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(UsageError, match=rf"holds what effcompile did not write: {re.escape(name)}.*Give a folder of its own: -o"):
+            fast.save(folder)
+        assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "mine")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "notes", "plan", "report"]
+
+
+def test_the_current_folder_is_not_replaced(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="is the current folder"):
+        made[1].save(".")
+
+
+def test_a_link_to_a_folder_stays_one(made, tmp_path):
+    _, fast = made
+    (tmp_path / "real").mkdir(mode=0o750)
+    (tmp_path / "link").symlink_to("real")
+    fast.save(tmp_path / "link")
+    fast.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o750
+    assert sorted(path.name for path in (tmp_path / "real").iterdir()) == ["model.onnx", "plan.json"]
+
+
+def test_big_weights_are_read_with_the_model_that_they_belong_to_only(tmp_path, monkeypatch):
+    """Beyond 2 GiB the weights are a file of their own, here beyond 64 bytes: its name says what is in it."""
+    monkeypatch.setattr(lowering, "PROTOBUF_LIMIT", 64)
+    x, scale = inputs()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        optimize(Two(), (x,), {"scale": scale}, goal=Goal(), target="cpu-generic", backend="onnxruntime").save(tmp_path / f"{seed}")
+    (zero,), (one,) = ([path.name for path in (tmp_path / f"{seed}").glob("*.data")] for seed in (0, 1))
+    assert zero != one
+    assert set(Plan.load(tmp_path / "0" / "plan.json").artifact) == {"model.onnx", zero}
+    assert run_artifact(tmp_path / "0").outputs[0].startswith("float32")
+    shutil.copy(tmp_path / "0" / "model.onnx", tmp_path / "1" / "model.onnx")
+    with pytest.raises(Exception, match=zero):  # by ONNX Runtime itself
+        onnxruntime.InferenceSession(str(tmp_path / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch-eager"])
+def test_no_paths_of_this_machine_in_an_artifact(tmp_path, backend):
+    x, scale = inputs()
+    optimize(Two(), (x,), {"scale": scale}, goal=Goal(), target="cpu-generic", backend=backend).save(tmp_path)
+    for file in tmp_path.glob("model.*"):
+        parts = [file.read_bytes()]
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as packed:
+                parts = [packed.read(name) for name in packed.namelist()]
+        for part in parts:
+            assert Path(__file__).name.encode() not in part
+            for folder in (Path(__file__).parent, Path(torch.__file__).parent, Path.home(), tmp_path):
+                assert str(folder).encode() not in part
 
 
 def test_a_plan_of_another_model_is_refused(made):

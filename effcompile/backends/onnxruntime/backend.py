@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 import tempfile
 import weakref
@@ -95,23 +94,10 @@ class OnnxModel:
         return [torch.from_numpy(np.asarray(array)) for array in session.run(self._session, self._feeds(inputs))]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Copy model.onnx (and model.onnx.data beyond 2 GiB) into `directory`, whole or not at all.
-
-        Raises:
-            UsageError: the directory cannot be written.
-        """
-        target = directory / "model.onnx"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            data, target_data = Path(f"{self._path}.data"), Path(f"{target}.data")
-            if data.exists():
-                _copy_atomically(data, target_data)
-            _copy_atomically(self._path, target)
-        except OSError as error:
-            raise UsageError(
-                f"Cannot write {str(target)!r}: {error.strerror or error}. Choose a folder you may write to with -o."
-            ) from error
-        return (target, target_data) if data.exists() else (target,)
+        """Copy model.onnx, and beyond 2 GiB its data beside it, into `directory`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        parts = sorted(self._path.parent.glob(f"{self._path.name}*"))  # the data's names begin with the model's
+        return tuple(Path(shutil.copyfile(part, directory / part.name)) for part in parts)
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         return session.peak_bytes(self._path, self._feeds(inputs), self._chosen)
@@ -140,16 +126,3 @@ def load(path: Path, settings: Mapping[str, Any]) -> Callable[[Mapping[str, np.n
         return session.run(opened, {name: value for name, value in feeds.items() if name in wanted})
 
     return call
-
-
-def _copy_atomically(source: Path, target: Path) -> None:
-    """Copy beside the target, then rename, so that the target is the old file or the whole new one."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(handle)
-    try:
-        shutil.copyfile(source, temporary)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

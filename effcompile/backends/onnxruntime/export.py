@@ -83,6 +83,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
             value.name = spec.name
     _name_all(model)
     by_fx = _nodes_by_fx_name(model)
+    _without_source_paths(model)
     return Exported(
         model=model,
         opset=opset,
@@ -135,6 +136,15 @@ def _nodes_by_fx_name(model: ir.Model) -> dict[str, list[ir.Node]]:
         if match:
             found.setdefault(match[1], []).append(node)
     return found
+
+
+def _without_source_paths(model: ir.Model) -> None:
+    """Stack traces name the files of the user's machine: they do not go where the model goes."""
+    parts: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for graph in parts:
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
+            node.doc_string = None
 
 
 def _name_all(model: ir.Model) -> None:

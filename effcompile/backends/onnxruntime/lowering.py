@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +97,17 @@ def _serialised(model: ir.Model, path: Path, *, quantising: bool) -> onnx.ModelP
     """The model as protobuf for the quantisers, or None after writing it as it is."""
     if quantising:
         return ir.serde.serialize_model(model)
-    weights = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    ir.save(model, str(path), external_data=f"{path.name}.data" if weights > PROTOBUF_LIMIT else None)
+    ir.save(model, str(path), external_data=f"{path.name}.{_digest(model)}.data" if _weight_bytes(model) > PROTOBUF_LIMIT else None)
     return None
+
+
+def _digest(model: ir.Model) -> str:
+    """Of all weights: a model can only be read with the data that it was written with, whoever copies or replaces files."""
+    digest = hashlib.sha256()
+    for value in model.graph.initializers.values():
+        if value.const_value is not None:
+            digest.update(value.const_value.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _weight_bytes(model: ir.Model) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,19 +96,16 @@ class OpenVinoLowered:
         return [torch.from_numpy(value) for value in self.shaped.infer([t.detach().cpu().numpy() for t in inputs])]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Write `model.xml` and `model.bin`, each whole or not at all."""
+        """Write `model.xml` and `model.bin`."""
         import openvino
 
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / ARTIFACT
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=directory, prefix=".openvino-") as temporary:
-                openvino.save_model(self.model, Path(temporary) / ARTIFACT, compress_to_fp16=False)
-                for suffix in (".bin", ".xml"):  # the .xml last: without it there is no artifact
-                    os.replace((Path(temporary) / ARTIFACT).with_suffix(suffix), (directory / ARTIFACT).with_suffix(suffix))
-        except (OSError, RuntimeError) as error:
-            line = models.first_line(error)
-            raise UsageError(f"Cannot write {str(directory)!r}: {line}. Choose a folder you may write to with -o.") from error
-        return directory / ARTIFACT, (directory / ARTIFACT).with_suffix(".bin")
+            openvino.save_model(self.model, path, compress_to_fp16=False)
+        except RuntimeError as error:  # its writer's, also for a full disk
+            raise UsageError(f"OpenVINO cannot write {str(path)!r}: {models.first_line(error)}. Choose another folder with -o.") from error
+        return path, path.with_suffix(".bin")
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Peak resident bytes over one call, in a process of its own (OpenVINO reports no memory); None off Linux.

@@ -18,7 +18,6 @@ from effcompile.backends.torch import found
 from effcompile.backends.torch.pack import flatten, pack
 from effcompile.core import torch_compat
 from effcompile.core.errors import FormatError, LoweringError, UsageError
-from effcompile.core.files import write_atomically
 from effcompile.ir.export import reexport
 from effcompile.ir.program import Program
 
@@ -49,19 +48,29 @@ class TorchLowered:
         return self.weight_bytes + torch_compat.peak_of_memory_events(profile)
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Export the edited program to `directory/model.pt2`, whole or not at all.
+        """Export the edited program to `directory/model.pt2`.
 
         Raises:
-            LoweringError: torch cannot export the program. UsageError: the folder cannot be written.
+            LoweringError: torch cannot export the program.
         """
         header = {"format": "effcompile-torch", "version": 1, "engine": self.engine}
         content = io.BytesIO()
         try:
             # into memory first: on a full disk torch's own file writer does not raise but aborts the process
-            torch.export.save(reexport(self.program), content, extra_files={_HEADER: json.dumps(header)})
+            torch.export.save(_without_source_paths(reexport(self.program)), content, extra_files={_HEADER: json.dumps(header)})
         except Exception as error:
             raise LoweringError(f"torch.export cannot save {self.program.name}: {_line(error)}. Choose another backend.") from error
-        return (write_atomically(directory / ARTIFACT, content.getvalue()),)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ARTIFACT).write_bytes(content.getbuffer())
+        return (directory / ARTIFACT,)
+
+
+def _without_source_paths(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Stack traces name the files of the user's machine: they do not go where the program goes."""
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return exported
 
 
 def load(path: Path) -> Callable[..., Any]:
