@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.onnxruntime import OnnxRuntime
 from effcompile.backends.onnxruntime.quantise import found_precision
-from effcompile.core.errors import LoweringError, UsageError
+from effcompile.core.errors import LoweringError
 from effcompile.ir.export import resized
 from effcompile.sites import parts as sites
 
@@ -130,21 +130,6 @@ def test_the_artifact_runs_without_effcompile(gpt2, tmp_path):
     subprocess.run([sys.executable, "-c", script], check=True)
     wanted = outputs_of(model, program.kwargs)[0]
     assert relative(torch.from_numpy(np.load(tmp_path / "out.npy")), wanted) < 0.08
-
-
-def test_a_failing_copy_leaves_the_old_artifact(bert, tmp_path, monkeypatch):
-    _, program = bert
-    lowered = lower(program, {})
-    (tmp_path / "model.onnx").write_bytes(b"old")
-
-    def full_disk(source, target):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("effcompile.backends.onnxruntime.backend.shutil.copyfile", full_disk)
-    with pytest.raises(UsageError, match="No space left"):
-        lowered.save(tmp_path)
-    assert (tmp_path / "model.onnx").read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
 
 def test_wrong_inputs_are_a_lowering_error(bert):
