@@ -126,7 +126,7 @@ def test_diff_as_json_lists_the_sites_that_differ(capsys: pytest.CaptureFixture[
         (b'{"name": "somebody else"}', "not an effcompile plan"),
         (b"[1, 2]", "not an effcompile plan"),
         (b'{"format": "effcompile-plan", "version": 99}', "version 99"),
-        (b'{"format": "effcompile-plan", "version": 1, "model": 7}', "not a valid plan"),
+        (b'{"format": "effcompile-plan", "version": 2, "model": 7}', "not a valid plan"),
     ],
 )
 @pytest.mark.parametrize("command", ["explain PLAN", "diff PLAN PLAN", f"optimize {TINY} --plan PLAN"])
