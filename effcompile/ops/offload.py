@@ -47,6 +47,7 @@ class HostPool:
         self.folder = folder
         self.size = self.in_use = self.peak = 0
         self.free: dict[tuple[int, bool], list[tuple[Tensor, Any]]] = {}
+        self.mapped: dict[int, mmap.mmap] = {}  # by address
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -87,7 +88,15 @@ class HostPool:
             ) from error
         mapped = mmap.mmap(self.fd, nbytes, offset=self.size)
         self.size += nbytes
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.mapped[memory.data_ptr()] = mapped
+        return memory
+
+    def rest(self, address: int) -> None:
+        """Memory that `take` returned leaves the process's resident pages: the file has its values, and reading brings them back."""
+        mapped = self.mapped.get(address)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def host_pool(folder: str = "") -> HostPool:
@@ -117,8 +126,14 @@ class Slot:
         """A tensor for the value, still empty."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
+    def rest(self) -> None:
+        """Until it is read it is no resident memory."""
+        if self.memory is not None:
+            self.pool.rest(self.memory.data_ptr())
+
     def release(self) -> None:
         """Give the bytes back."""
+        self.rest()
         memory, self.memory = self.memory, None
         if memory is not None:
             self.pool.give_back(memory, self.nbytes, pinned=self.device.type == "cuda", event=self.event)
@@ -143,6 +158,7 @@ def offload(x: Tensor, folder: str = "") -> Slot:
     if slot.event is not None:
         slot.event.synchronize()
     slot.bytes.copy_(_bytes(x))
+    slot.rest()
     return slot
 
 

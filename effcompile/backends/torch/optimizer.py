@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from effcompile.backends.torch.host import host_copies
+from effcompile.backends.torch.host import host_copies, rest
 from effcompile.core.errors import FormatError, InputsError
 from effcompile.ops.one_by_one import OneByOne
 from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, pieces, update_options
@@ -97,6 +97,7 @@ class Worker:
         self.leaves = [nn.Parameter(piece) for piece in pieces(form, self._values())]
         self.inner = build(form, given, group, self.leaves)
         self.adopted = False
+        self.held: list[torch.Tensor] = []  # of the states, in the host's memory
 
     @property
     def state(self) -> dict[str, Any]:
@@ -123,6 +124,8 @@ class Worker:
             self.version = self.parameter._version
         if self.on_host and not self.adopted:
             self._to_host()
+        if self.on_host:
+            rest(self.held)
 
     def load(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """States from a state_dict. Returns them as they are held.
@@ -148,14 +151,19 @@ class Worker:
 
     def _to_host(self) -> None:
         """Move the states out of torch's allocator: all of a parameter's in one region."""
-        self.adopted = True
+        self.adopted, self.held = True, []
         for leaf in self.leaves:
             state = self.inner.state[leaf]
             plain = [key for key, value in state.items() if type(value) is torch.Tensor]
-            state.update(zip(plain, host_copies([state[key] for key in plain]), strict=True))
+            state.update(zip(plain, self._host_copies([state[key] for key in plain]), strict=True))
             for key in state.keys() - set(plain):
                 if isinstance(state[key], torch.Tensor):
-                    state[key] = _mapped(state[key], host_copies)
+                    state[key] = _mapped(state[key], self._host_copies)
+
+    def _host_copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        copies = host_copies(tensors)
+        self.held += copies
+        return copies
 
 
 def _placed(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -12,13 +12,16 @@ from torch.optim import Optimizer
 from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.optimizer import PlannedOptimizer, planned_optimizer
 from effcompile.backends.torch.training import StepRunner
+from effcompile.compiler.room import NoRoomError, Room
 from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.executable import TrainingExecutable, planned
+from effcompile.compiler.training.lean import lean
 from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
 from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, rounds
 from effcompile.compiler.training.precision import settled
 from effcompile.compiler.training.prepare import Prepared
+from effcompile.compiler.training.spool import Spool
 from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import VerificationError
@@ -41,36 +44,62 @@ def verified(
         InseparableError: the micro-batches' sum is not the whole batch's loss or gradient.
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
-    runner.sink = verify.into_gradients(work.model)
+    base = _alive(work, prepared)
+    room = Room.of(verify.device_of(work.model), base, plan.goal.memory)
+    whole = plan.baseline.peak_bytes or 0
+    refusal = room.refusal(whole - base, whole)
+    gradients = Spool(prepared.cut.host.folder)
+    runner.sink = gradients.put
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
-        found = settled(lambda: verify.run(step, work.model, work.leaves), runner)
+        found = settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner)
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
-    there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
-    base = _alive(work, prepared) + there  # an optimizer that has states already is not run
-    reason = verify.room_for(plan.baseline.peak_bytes or 0)
-    if reason is not None:
-        ours = _updated(work, runner, step, states)
-        peak = _peak(base, found, ours)
+    original = _Original(work=work, folder=prepared.cut.host.folder, room=room, refusal=refusal)
+    wanted, checks, notes = None, list[Check](), list[str]()
+    try:
+        wanted = original.run(work.eager_loss)
+        checks = _checked(original, plan, runner, parts, found, wanted)
+    except NoRoomError as error:
         rest = "; that the micro-batches add up to it is read off the graph" if parts else ""
-        notes = (*plan.notes, f"not compared with the unplanned step: {reason}{rest}")
-        return _finished(work, runner, replace(plan, measured=Totals(peak_bytes=peak), notes=notes), states), excess(peak, plan.goal.memory)
-    with work.progress.step("run the original step"):
-        wanted = verify.run(work.eager_loss, work.model, work.leaves)
-    checks = _checked(work, plan, runner, parts, found, wanted)
-    note = _compare_updates(work, states, wanted, checks)
+        notes.append(f"not compared with the unplanned step: {refusal or 'it does not fit'}; run leanly it {error}{rest}")
+    notes += _compare_updates(work, states, wanted or found, checks)
     with work.progress.step("measure"):
-        seconds, eager_seconds = _timed(step, work)
-        theirs = _updated(work, None, work.eager_loss, None)  # first: planning may choose the given optimizer's fused kernels
+        # The original first: planning may choose the given optimizer's fused kernels.
+        theirs = None if refusal else _updated(work, None, work.eager_loss, None)
         ours = _updated(work, runner, step, states)
-    peak = _peak(base, found, ours)
-    plan = replace(
-        plan,
-        checks=tuple(checks),
-        measured=Totals(seconds=seconds + _update(ours), peak_bytes=peak, error=checks[0].error),
-        measured_baseline=Totals(seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base, wanted, theirs), error=0.0),
-        notes=(*plan.notes, *note),
-    )
+        seconds, eager_seconds = _timed(work, runner, step, found, ours, together=refusal is None)
+    there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
+    peak = _peak(base + there, found, ours)  # an optimizer that has states already is not run
+    measured = Totals(seconds=seconds + _update(ours), peak_bytes=peak, error=checks[0].error if checks else None)
+    plan = replace(plan, checks=tuple(checks), measured=measured, notes=(*plan.notes, *notes))
+    if refusal is None and wanted is not None:
+        before = Totals(seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base + there, wanted, theirs), error=0.0)
+        plan = replace(plan, measured_baseline=before)
+    else:
+        plan = replace(plan, notes=(*plan.notes, f"the original step was not measured: it {refusal}"))
     return _finished(work, runner, plan, states), excess(peak, plan.goal.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Original:
+    """The model's own step: as it is, or, where that does not fit (`refusal`), leanly."""
+
+    work: Work
+    folder: str
+    room: Room
+    refusal: str | None
+
+    def run(self, step: Callable[[], torch.Tensor], name: str = "run the original step") -> verify.Result:
+        """The result, with its gradients put aside.
+
+        Raises:
+            NoRoomError: not even a lean run fits.
+        """
+        gradients = Spool(self.folder)
+        if self.refusal is None:
+            with self.work.progress.step(name):
+                return verify.run(step, self.work.model, self.work.leaves, gradients)
+        with self.work.progress.step(f"{name} leanly"), lean(self.work.model, self.work.leaves, gradients, self.room):
+            return replace(verify.run(step, self.work.model, self.work.leaves, gradients), peak_bytes=None)
 
 
 def _alive(work: Work, prepared: Prepared) -> int:
@@ -79,7 +108,9 @@ def _alive(work: Work, prepared: Prepared) -> int:
     return alive_bytes(verify.device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
 
 
-def _checked(work: Work, plan: Plan, runner: StepRunner, parts: Parts | None, found: verify.Result, wanted: verify.Result) -> list[Check]:
+def _checked(
+    original: _Original, plan: Plan, runner: StepRunner, parts: Parts | None, found: verify.Result, wanted: verify.Result
+) -> list[Check]:
     """The checks of loss and gradients.
 
     Where dropout draws other numbers for micro-batches than for the whole batch: the planned step against the model's own on the
@@ -87,16 +118,18 @@ def _checked(work: Work, plan: Plan, runner: StepRunner, parts: Parts | None, fo
 
     Raises:
         VerificationError: they differ by more than rounding. TooCoarseError, InseparableError: as in `verified`.
+        NoRoomError: the original does not fit.
     """
+    work = original.work
     if parts is None or not isinstance(runner, MicrobatchRunner):
         return [_compared(work, plan, found, wanted)]
     try:
         if not parts.step.random:
             return [_compared(work, plan, found, wanted)]
-        with work.progress.step("run the original step in micro-batches"):
-            apart = verify.run(eager_in_parts(work, runner), work.model)
-            with without_dropout(work.model):
-                each, whole = (verify.run(step, work.model, work.leaves) for step in (eager_in_parts(work, runner), work.eager_loss))
+        name = "run the original step in micro-batches"
+        apart = original.run(eager_in_parts(work, runner), name)
+        with without_dropout(work.model):
+            each, whole = (original.run(step, name) for step in (eager_in_parts(work, runner), work.eager_loss))
         same = _passed(verify.compare(each, whole, work.goal.max_error))
         return [_compared(work, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
     except TooCoarseError:
@@ -179,11 +212,21 @@ def _update(whole: updates.Steps | None) -> float:
     return 0.0 if whole is None else whole.update_seconds
 
 
-def _timed(step: Callable[[], torch.Tensor], work: Work) -> tuple[float, float]:
-    """Seconds of the planned and of the original step, run in turn: the fastest of each."""
+def _timed(
+    work: Work, runner: StepRunner, step: Callable[[], torch.Tensor], found: verify.Result, ours: updates.Steps | None, *, together: bool
+) -> tuple[float, float]:
+    """Seconds of the planned and (`together`) of the original step, run in turn: the fastest of each.
+
+    A step that is long is not run once more where its time is known from whole steps.
+    """
     samples: dict[str, list[float]] = {"ours": [], "eager": []}
+    rounds = 1 if found.seconds > _TIMING_SECONDS else 10
+    if ours is not None and found.seconds > _TIMING_SECONDS > 0:
+        samples["ours"].append(ours.step_seconds)
+    runs = {"ours": step, "eager": work.eager_loss} if together else {"ours": step}
+    runner.sink = lambda name, gradient: None
     start = perf_counter()
-    while not samples["eager"] or (perf_counter() - start < _TIMING_SECONDS and len(samples["eager"]) < 10):
-        for name, run in (("ours", step), ("eager", work.eager_loss)):
+    while not all(samples[name] for name in runs) or (perf_counter() - start < _TIMING_SECONDS and len(samples["ours"]) < rounds):
+        for name, run in runs.items():
             samples[name].append(verify.seconds(run, work.model, work.leaves))
-    return min(samples["ours"]), min(samples["eager"])
+    return min(samples["ours"]), min(samples["eager"], default=0.0)

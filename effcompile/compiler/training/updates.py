@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from effcompile.backends.torch.optimizer import PlannedOptimizer, Worker
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.training import verify
+from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.ir.plan import Check
@@ -23,29 +25,29 @@ from effcompile.passes.training.states import StatesOption
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Whole steps: bytes allocated at the highest instant of the first two, seconds of the third's updates."""
+    """Two whole steps: bytes allocated at the highest instant; of the second the seconds of forward and backward, and of the updates."""
 
     peak_bytes: int
+    step_seconds: float
     update_seconds: float
 
 
 def run(
     step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer, runner: StepRunner | None, inputs: verify.Leaves
 ) -> Steps:
-    """Forward, backward and update, three times; parameters, buffers and random generators are put back, the optimizer is not.
+    """Forward, backward and update, twice; parameters, buffers and random generators are put back, the optimizer is not.
 
     runner: of a planned step, whose backward may update parameters itself. inputs: those that get gradients.
     """
     clock = _Clock()
-    update = optimizer.step
-    with verify.restored(model, inputs), _parameters_restored(model):
+    with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(verify.device_of(model)) as peak:
         _bind(runner, optimizer, lambda consume: consume)
-        with torch_compat.watched_memory(verify.device_of(model)) as peak:
-            _step(step, update, optimizer, inputs)
-            _step(step, update, optimizer, inputs)
+        _step(step, optimizer.step, optimizer, inputs)
         _bind(runner, optimizer, clock.around)
-        _step(step, clock.around(update), optimizer, inputs)
-    return Steps(peak_bytes=peak(), update_seconds=clock.seconds)
+        start = perf_counter()
+        _step(step, clock.around(optimizer.step), optimizer, inputs)
+        spent = perf_counter() - start
+    return Steps(peak_bytes=peak(), step_seconds=spent - clock.seconds, update_seconds=clock.seconds)
 
 
 def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer, inputs: verify.Leaves) -> None:
@@ -80,17 +82,21 @@ class _Clock:
 
 
 class _parameters_restored:  # noqa: N801  a context manager, named like one
-    """Parameters get their values back; the copies are made before any profile begins."""
+    """Parameters get their values back from copies that are no memory of the process."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __enter__(self) -> None:
-        self.values = {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+        self.values = Spool()
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                self.values.put(name, p)
 
     def __exit__(self, *_: object) -> None:
         with torch.no_grad():
             for name, value in self.values.items():
+                assert value is not None
                 self.model.get_parameter(name).copy_(value)
 
 
@@ -108,15 +114,13 @@ def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: M
         gradient = gradients.get(key)
         if gradient is None or id(parameter) not in groups:
             continue
-        before = parameter.detach()
-        ours, theirs = (
-            _updated(parameter, groups[id(parameter)], given, form, host, gradient)
-            for form, host in ((states.form, states.on_host), (Form(), False))
-        )
-        difference = float((ours.double() - theirs.double()).norm())
-        parameter_error = max(parameter_error, difference / max(float(theirs.double().norm()), 1e-12) if difference else 0.0)
-        moved += float((theirs.double() - before.double()).square().sum())
-        apart += difference**2
+        ours = Spool()
+        ours.put(key, _updated(parameter, groups[id(parameter)], given, states.form, states.on_host, gradient))
+        theirs = _updated(parameter, groups[id(parameter)], given, Form(), False, gradient)
+        between = verify.Sums.of(ours[key], theirs)
+        parameter_error = max(parameter_error, math.sqrt(between.apart / max(between.theirs, 1e-24)))
+        moved += verify.Sums.of(parameter.detach(), theirs).apart
+        apart += between.apart
     if states.changes_numbers:
         relative = (apart / moved) ** 0.5 if moved else 0.0
         return f"{states.form.name}: two updates differ from those of {name} by {relative:.1%} of them, at the example inputs' gradients"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE
-from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Check
 
 #: Inputs that require a gradient, by name.
@@ -26,49 +25,60 @@ _NO_LEAVES: Leaves = MappingProxyType({})
 #: Relative error that the dtype's own rounding makes when sums are taken in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 _SEED = 20
+#: Elements that are compared at a time: in float64 they take a few MiB.
+_PIECE = 1 << 20
 #: A gradient whose elements are smaller than this share of the usual one is compared with that share.
 _NEGLIGIBLE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One step: its loss, its gradients by name, and the bytes allocated at its highest instant."""
+    """One step: its loss, its gradients by name, the bytes allocated at its highest instant, seconds while watched."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]  # of inputs too, as "input x"
     peak_bytes: int | None
+    seconds: float = 0.0
 
 
-def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES) -> Result:
+def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES, spool: Spool | None = None) -> Result:
     """One step from seed, with the model's gradients, buffers and the random generators put back afterwards.
 
     Args:
         step: runs the forward and returns the loss.
         model: whose gradients it makes.
         inputs: those that get a gradient too, by name.
+        spool: where the gradients are put, so that none is alive; those that left within the backward are there already.
     """
     with restored(model, inputs):
         torch.manual_seed(_SEED)
         with torch_compat.watched_memory(device_of(model)) as peak:
+            start = perf_counter()
             loss = step()
             loss.backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        gradients |= {f"input {name}": tensor.grad for name, tensor in inputs.items()}
-        return Result(loss=loss.detach(), gradients=gradients, peak_bytes=peak())
+            loss = loss.detach().clone()
+            spent = perf_counter() - start
+        gradients: Mapping[str, torch.Tensor | None]
+        if spool is None:
+            gradients = {name: tensor.grad for name, tensor in differentiated(model, inputs)}
+        else:
+            gradients = spool
+            for name, tensor in differentiated(model, inputs):
+                if tensor.grad is not None or name not in spool:
+                    spool.put(name, tensor.grad)
+                tensor.grad = None
+        return Result(loss=loss, gradients=gradients, peak_bytes=peak(), seconds=spent)
+
+
+def differentiated(model: nn.Module, inputs: Leaves) -> Iterator[tuple[str, torch.Tensor]]:
+    """What may get a gradient: parameters by their qualified names, inputs as "input x"."""
+    yield from model.named_parameters()
+    yield from ((f"input {name}", tensor) for name, tensor in inputs.items())
 
 
 def device_of(model: nn.Module) -> str:
     """The type of device that a model's steps run on: that of its first parameter."""
     return next((p.device.type for p in model.parameters()), "cpu")
-
-
-def into_gradients(model: nn.Module) -> Callable[[str, torch.Tensor], None]:
-    """A sink of gradients that the backward consumes: into the parameters, as an unplanned backward leaves them."""
-
-    def keep(name: str, gradient: torch.Tensor) -> None:
-        model.get_parameter(name).grad = gradient
-
-    return keep
 
 
 def seconds(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES) -> float:
@@ -117,12 +127,8 @@ def compare_whole(found: Result, wanted: Result, limit: float) -> Check:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
     """
     each = compare(found, wanted, limit)  # also refuses what cannot be compared
-    pairs = [(found.gradients.get(name), g) for name, g in wanted.gradients.items() if g is not None]
-    couples = [(torch.zeros_like(b) if a is None else a, b) for a, b in pairs]
-    apart = math.fsum(float((a.double() - b.double()).square().sum()) for a, b in couples)
-    ours = math.fsum(float(a.double().square().sum()) for a, _ in couples)
-    theirs = math.fsum(float(b.double().square().sum()) for _, b in couples)
-    dot = math.fsum(float((a.double() * b.double()).sum()) for a, b in couples)
+    sums = [Sums.of(found.gradients.get(name), g) for name, g in wanted.gradients.items() if g is not None]
+    apart, ours, theirs, dot = (math.fsum(getattr(each, name) for each in sums) for name in ("apart", "ours", "theirs", "dot"))
     error = max(math.sqrt(apart / theirs) if theirs else 0.0, _relative(found.loss, wanted.loss, 0.0))
     cosine = dot / math.sqrt(ours * theirs) if ours and theirs else 1.0
     note = f"cosine of the whole gradient {cosine:.6f}; of one parameter's alone {each.note}, {each.error:.1e}"
@@ -136,25 +142,6 @@ def _nothing_to_compare(what: str) -> VerificationError:
     )
 
 
-def room_for(peak_bytes: int) -> str | None:
-    """None, or why the unplanned step cannot be run beside for comparison: it needs more than there is."""
-    free = _free_bytes()
-    if free is None or peak_bytes < 0.9 * free:
-        return None
-    return f"the unplanned step needs {format_bytes(peak_bytes)}, {format_bytes(free)} are free"
-
-
-def _free_bytes() -> int | None:
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-        return min(found["MemAvailable"], os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (OSError, KeyError, ValueError):
-        return None
-
-
 def _relative(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> float:
     """‖a − b‖ / ‖b‖, where b's elements count as `floor` in the mean at the least; a missing tensor counts as zeros.
 
@@ -163,14 +150,39 @@ def _relative(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> f
     if a is None or b is None:
         there = b if a is None else a
         return 0.0 if there is None or not bool(there.any()) else math.inf
-    difference = float((a.double() - b.double()).norm())
-    size = max(float(b.double().norm()), floor * math.sqrt(b.numel()))
+    sums = Sums.of(a, b)
+    difference = math.sqrt(sums.apart)
+    size = max(math.sqrt(sums.theirs), floor * math.sqrt(b.numel()))
     return difference / size if size > 0 else math.inf if difference > 0 else 0.0
 
 
 def _root_mean_square(gradients: Iterable[torch.Tensor | None]) -> float:
-    known = [g for g in gradients if g is not None]
-    return math.sqrt(sum(float(g.double().square().sum()) for g in known) / max(1, sum(g.numel() for g in known)))
+    total, count = 0.0, 0
+    for g in gradients:
+        if g is not None:
+            total, count = total + Sums.of(g, g).ours, count + g.numel()
+    return math.sqrt(total / max(1, count))
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sums over two tensors' elements in float64, taken piece by piece: of squares of the difference and of each, of products."""
+
+    apart: float
+    ours: float
+    theirs: float
+    dot: float
+
+    @classmethod
+    def of(cls, a: torch.Tensor | None, b: torch.Tensor) -> Sums:
+        """`a`: None counts as zeros."""
+        a, b = a.to_dense() if a is not None and a.is_sparse else a, b.to_dense() if b.is_sparse else b
+        flat = (b.reshape(-1), b.reshape(-1) if a is None else a.reshape(-1))
+        sums = torch.zeros(4, dtype=torch.float64)
+        for theirs, ours in zip(*(t.split(_PIECE) for t in flat), strict=True):
+            y, x = theirs.double(), ours.double() if a is not None else torch.zeros_like(theirs, dtype=torch.float64)
+            sums += torch.stack([((x - y) ** 2).sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()]).cpu()
+        return cls(*(float(each) for each in sums))
 
 
 def _rounding(gradient: torch.Tensor | None) -> float:

@@ -1,0 +1,57 @@
+"""How much memory planning and verifying may take: a quarter and 1 GiB above the larger of the model and the budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from effcompile.core.errors import EffcompileError
+from effcompile.core.units import format_bytes
+from effcompile.machine import memory
+
+_BEYOND = 1 << 30
+#: Share of what is free that a step may take: others allocate too.
+_SHARE = 0.9
+
+
+class NoRoomError(EffcompileError):
+    """Something that was tried needs more memory than it may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """A limit of what is resident while a model is planned and verified.
+
+    Attributes:
+        device: type of the model's. allowed: bytes that may be resident there in all; infinite without a budget.
+    """
+
+    device: str
+    allowed: float
+
+    @classmethod
+    def of(cls, device: str, model_bytes: int, budget: int | None) -> Room:
+        """For a model of so many bytes. Without a budget only what is free counts."""
+        return cls(device=device, allowed=math.inf if budget is None else 1.25 * max(model_bytes, budget) + _BEYOND)
+
+    def left(self) -> float:
+        """Bytes that may still be allocated."""
+        free = memory.free_bytes(self.device)
+        taken = torch.cuda.memory_allocated() if self.device == "cuda" else memory.resident_bytes()
+        return min(self.allowed - taken, math.inf if free is None else _SHARE * free)
+
+    def refusal(self, more: int, whole: int) -> str | None:
+        """None, or why what allocates `more` bytes, `whole` of them with what is there, is not run."""
+        free = memory.free_bytes(self.device)
+        if free is not None and more > _SHARE * free:
+            return f"needs {format_bytes(whole)}, and {format_bytes(free)} are free"
+        if more > self.left():
+            return f"needs {format_bytes(whole)}, more than planning within this budget may take ({format_bytes(int(self.allowed))})"
+        return None
+
+    def check(self) -> None:
+        """Raises NoRoomError when the limit is reached."""
+        if self.left() <= 0:
+            raise NoRoomError(f"reached the {format_bytes(int(min(self.allowed, 1 << 60)))} that may be taken, or what is free")

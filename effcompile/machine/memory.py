@@ -1,0 +1,83 @@
+"""How much memory is left to this process, as far as the system tells: the machine's, a control group's, a limit's, a GPU's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not say."""
+    return _of_process(1)
+
+
+def free_bytes(device: str = "cpu") -> int | None:
+    """The least that the machine, the control group and the address space's limit leave on a type of device; None: nobody says."""
+    if device == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[0])
+    return min((n for n in (_of_machine(), _of_address_space(), *_of_groups()) if n is not None), default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+        return min(found["MemAvailable"], _PAGE * os.sysconf("SC_PHYS_PAGES"))
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _of_address_space() -> int | None:
+    if resource is None:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - _of_process(0))
+
+
+def _of_process(field: int) -> int:
+    """Bytes by /proc/self/statm: 0 the address space, 1 what is resident."""
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[field]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _of_groups(root: Path = _GROUPS, of: Path = Path("/proc/self/cgroup")) -> Iterator[int | None]:
+    """What is left in the control group and in all around it, version 2 or 1; pages that the system may drop count as free."""
+    try:
+        lines = [line.split(":", 2) for line in of.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return
+    for number, controllers, path in (line for line in lines if len(line) == 3):
+        if number == "0" and not controllers:
+            top, limit, usage, cache = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, usage, cache = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        inner = top / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            yield _left(folder, limit, usage, cache)
+            if folder == top:
+                break
+
+
+def _left(folder: Path, limit: str, usage: str, cache: str) -> int | None:
+    try:
+        most = int((folder / limit).read_text())
+        used = int((folder / usage).read_text())
+        kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+    return max(0, most - used + int(kept.get(cache, 0)))
