@@ -224,14 +224,14 @@ def _chains(best: Schedule) -> list[Decision]:
 
 
 def _apart(best: Schedule) -> list[Decision]:
-    """The chains that are no kernel, each by its first operator."""
+    """The chains that are no kernel."""
     apart = best.prepared.variant.unfused
     if not apart:
         return []
     return [
         Decision(
             site="element-wise", kind="element-wise", option=f"{len(apart)} chains one by one", baseline="one by one", by="pointwise",
-            cost=Cost(), baseline_cost=Cost(), why="measured to be no slower apart", settings={names[0]: names for names in apart},
+            cost=Cost(), baseline_cost=Cost(), why="measured to be no slower apart", settings={str(number): names for number, names in enumerate(apart)},
         )
     ]  # fmt: skip
 
