@@ -11,8 +11,9 @@ import torch
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.compiler.training import verify
+from effcompile.compiler.training.cases import fastest
 from effcompile.compiler.training.prepare import Figures, Prepared, prepare
-from effcompile.compiler.training.solve import best_schedule, leanest
+from effcompile.compiler.training.solve import leanest
 from effcompile.machine.machines import load_target
 from effcompile.passes import load_training_passes
 from effcompile.schedule.emit import emit
@@ -36,24 +37,24 @@ def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
     """Budgets from the smallest feasible to the unconstrained peak, evenly; operators are measured here, as in a user's run."""
     checkpoint, heads, pointwise, _ = load_training_passes(None)
     figures = Figures(target=load_target("cpu-generic"), here=True)
-    variants = prepare(capture_training(model, (), batch), checkpoint, heads, pointwise, figures).variants
-    low = min(leanest(prepared, checkpoint) for prepared in variants)
-    high = best_schedule(variants, checkpoint, None)[0].trace.peak_bytes
+    found = prepare(capture_training(model, (), batch), checkpoint, heads, pointwise, figures)
+    low = min(leanest(prepared, checkpoint) for prepared in found.variants)
+    high = fastest(found, checkpoint, None).trace.peak_bytes
     eager = verify.run(lambda: model(**batch).loss, model)
     unplanned: dict[int, verify.Result] = {}
     for k in range(count):
         budget = low + round((high - low) * k / max(1, count - 1))
-        best, _ = best_schedule(variants, checkpoint, budget)
+        best = fastest(found, checkpoint, budget)
         runner = StepRunner(model, best.prepared.step, best.emitted)
-        found = verify.run(lambda: runner.loss((), batch), model)  # noqa: B023
+        ran = verify.run(lambda: runner.loss((), batch), model)  # noqa: B023
         reference = unplanned.setdefault(id(best.prepared), _unplanned(model, batch, best.prepared))
         yield Outcome(
             budget=budget,
             predicted=best.trace.peak_bytes,
-            real=best.prepared.cut.given_bytes + (found.peak_bytes or 0),
+            real=best.prepared.cut.given_bytes + (ran.peak_bytes or 0),
             seconds=best.seconds,
-            exact=_equal(found, reference),
-            eager_error=verify.compare(found, eager, None).error,
+            exact=_equal(ran, reference),
+            eager_error=verify.compare(ran, eager, None).error,
             recomputed=best.emitted.recomputed,
             variant=best.prepared.variant.label,
         )

@@ -145,9 +145,10 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
     from effcompile.backends.torch.training import StepRunner
     from effcompile.capture import capture_training
     from effcompile.compiler.machine import AUTO, resolve
+    from effcompile.compiler.training.cases import fastest
     from effcompile.compiler.training.figures import keep_figures, known_figures
     from effcompile.compiler.training.prepare import Figures, prepare
-    from effcompile.compiler.training.solve import best_schedule, leanest
+    from effcompile.compiler.training.solve import leanest
     from effcompile.core.errors import InfeasibleError
     from effcompile.passes import load_training_passes
 
@@ -164,7 +165,7 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
     for budget in budgets:
         start = time.perf_counter()
         try:
-            best, _ = best_schedule(found.variants, checkpoint, int(budget * MB + base))
+            best = fastest(found, checkpoint, int(budget * MB + base))
         except InfeasibleError as error:
             print(f"  {error}")
             continue

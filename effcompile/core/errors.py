@@ -14,7 +14,7 @@ EffcompileError                 anything below; the CLI prints it without a trac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -65,14 +65,37 @@ class MissingPackageError(UsageError):
 class InfeasibleError(EffcompileError):
     """No plan meets the goal.
 
-    `binding` names the limits that cannot hold together (the unsat core, in the user's words);
-    `nearest` maps each limit to the smallest value that would be feasible with the others unchanged.
+    Attributes:
+        why: what is not within the limits. smallest: the smallest value that would be. more: what was not tried, and the like. One
+            sentence or several each; the message is all of them.
+        binding: the limits that cannot hold together (the unsat core, in the user's words).
+        nearest: limit → the smallest value of it that would be feasible with the others unchanged.
     """
 
-    def __init__(self, message: str, *, binding: tuple[str, ...] = (), nearest: dict[str, float] | None = None) -> None:
-        super().__init__(message)
-        self.binding = binding
+    def __init__(
+        self, why: str, *, binding: tuple[str, ...] = (), nearest: Mapping[str, float] | None = None, smallest: str = "",
+        more: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(" ".join(filter(None, (why, smallest, *more))))
+        self.why, self.smallest, self.more, self.binding = why, smallest, more, binding
         self.nearest = dict(nearest or {})
+
+    @property
+    def needed(self) -> int:
+        """The smallest budget in bytes that is known to be feasible; 0 where none is known."""
+        return int(self.nearest.get("memory", 0))
+
+    def with_more(self, *more: str) -> InfeasibleError:
+        """The same with further sentences."""
+        return InfeasibleError(
+            self.why, binding=self.binding, nearest=self.nearest, smallest=self.smallest, more=(*self.more, *filter(None, more))
+        )
+
+    def around(self, why: str, needed: int, smallest: str) -> InfeasibleError:
+        """The same for a whole that it is a part of: its own reason after the whole's, and what the whole needs."""
+        nearest = {**self.nearest, "memory": float(needed)}
+        whole = f"{why} {self.why}".strip()
+        return InfeasibleError(whole, binding=self.binding, nearest=nearest, smallest=smallest, more=self.more)
 
 
 class LoweringError(EffcompileError):

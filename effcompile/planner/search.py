@@ -101,8 +101,8 @@ class Record(Generic[C, S]):
         return min([found.bound for found in self.solutions] + [node.least for node in self.nodes if node.least is not None])
 
     @property
-    def best(self) -> Node[S]:
-        """The node of the fastest solution.
+    def best(self) -> S:
+        """The fastest solution.
 
         Raises:
             InfeasibleError: there is none; that of the case that comes nearest.
@@ -110,7 +110,7 @@ class Record(Generic[C, S]):
         fastest = self._fastest
         if fastest is None:
             raise self.nearest
-        return next(node for node in self.nodes if node.solution is fastest)
+        return fastest
 
     @property
     def nearest(self) -> InfeasibleError:
@@ -124,7 +124,8 @@ class Record(Generic[C, S]):
 
     def declined(self, kind: str) -> Iterator[tuple[str, Reason]]:
         """The options that were not taken, with the reasons."""
-        taken = {} if self._fastest is None else self.best.options
+        fastest = self._fastest
+        taken = next((node.options for node in self.nodes if fastest is not None and node.solution is fastest), {})
         for option in dict.fromkeys(node.options[kind] for node in self.nodes if kind in node.options):
             if option != taken.get(kind):
                 yield option, self._reason(kind, option, taken)

@@ -14,7 +14,7 @@ from train_helpers import Batch, differing, eager, gpt2, measured
 
 from effcompile.capture import capture_training
 from effcompile.compiler import optimize_training, plan_training
-from effcompile.compiler.training import work
+from effcompile.compiler.training import cases as training_cases
 from effcompile.compiler.training.levers import Subsets, subsets_of
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.compiler.training.rates import rates_of
@@ -173,14 +173,14 @@ def test_compression_that_changes_too_much_is_left_out_and_told(made: Any, monke
     assert plan.checks[0].passed
     assert any("nothing is compressed: the whole gradient's relative error was" in note for note in plan.notes)
     assert not any(d.kind == "compress" for d in plan.decisions)
-    real = work.best_joint
+    real = training_cases.schedule
 
-    def only_with_compression(found: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(block.problem.forms for v in found.variants for block in v.cut.blocks):
+    def only_with_compression(prepared: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(block.problem.forms for block in prepared.cut.blocks):
             raise InfeasibleError("No plan.", binding=("memory",), nearest={"memory": 5.0})
-        return real(found, *args, **kwargs)
+        return real(prepared, *args, **kwargs)
 
-    monkeypatch.setattr(work, "best_joint", only_with_compression)
+    monkeypatch.setattr(training_cases, "schedule", only_with_compression)
     with pytest.raises(InfeasibleError, match=r"No plan\..*Here nothing is compressed"):
         optimize_training(model, (), batch, goal=goal(memory, max_error=1e-7), passes=passes)
 

@@ -249,7 +249,7 @@ def test_a_saved_plan_is_applied_without_solving(made: Any, saved: Any, monkeypa
     model, batch = made["skips"]
     plan = saved()
     monkeypatch.setattr(training, "build_plan", lambda *_, **__: pytest.fail("planned again"))
-    monkeypatch.setattr("effcompile.compiler.training.work.best_joint", lambda *_, **__: pytest.fail("solved again"))
+    monkeypatch.setattr("effcompile.compiler.training.cases.schedule", lambda *_, **__: pytest.fail("solved again"))
     monkeypatch.setattr("effcompile.passes.training.checkpoint.joint_front", lambda *_, **__: pytest.fail("solved again"))
     executable = optimize_training(model, (), batch, goal=goal(), plan=plan, passes=EXACTLY)
     again = executable.plan

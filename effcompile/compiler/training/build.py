@@ -12,10 +12,11 @@ from torch import fx
 
 from effcompile.compiler.search import versions
 from effcompile.compiler.training import attend, microbatch, moved, precision
+from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule
-from effcompile.compiler.training.states import Joint, decisions, state_notes
+from effcompile.compiler.training.states import decisions, state_notes
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_seconds
@@ -32,7 +33,7 @@ KEEP = "keep everything"
 
 def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, notes: Sequence[str] = ()) -> Plan:
     """The plan of a schedule and its optimizer states. `found`: what was chosen from."""
-    best, others = joint.schedule, joint.others
+    best = joint.schedule
     prepared = best.prepared
     given = prepared.step if joint.parts is None else joint.parts.step.whole
     timeline = _timeline(joint)
@@ -48,21 +49,19 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         decisions=(
             *_checkpoints(best, figures),
             *moved.decisions(best),
-            *precision.decisions(best, others, found),
+            *precision.decisions(joint, found),
             *attend.decisions(found.attended, fused=prepared.variant.fused_attention),
             *microbatch.decisions(joint),
             *_head(best, found),
             *_gradients(best),
             *_chains(best),
-            *decisions(joint),
+            *decisions(joint.states, joint.case.given, prepared.step),
         ),
         declined=(
             *_not_taken(best),
-            *_other_heads(best, others),
             *_refused_heads(prepared),
             *attend.refusals(found.attended),
             *found.refused,
-            *precision.not_taken(best, others, [p.variant.precision for p in found.variants]),
             *joint.declined,
         ),
         certificate=Certificate(
@@ -72,23 +71,37 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             gap=max(solution.gap, 1 - joint.bound / joint.seconds) if joint.seconds and (joint.states or joint.parts) else solution.gap,
             sites=len(prepared.cut.blocks) + bool(joint.states),
             alternatives=sum(len(prepared.options[stage.kind]) for stage in prepared.stages) + joint.ways,
-            seconds=sum(s.solution.solve_seconds for s in others) or solution.solve_seconds,
+            seconds=_solving(joint),
             solver=solution.solver,
             rounds=best.rounds,
         ),
         baseline=_baseline(joint, found),
         predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=None if prepared.variant.precision else 0.0),
         inputs=describe_inputs(given),
-        notes=(*given.mends, *_dropped(given), *_times(figures), *moved.notes(best), *state_notes(joint), *microbatch.notes(joint), *notes),
+        notes=(
+            *given.mends,
+            *_dropped(given),
+            *_times(figures),
+            *moved.notes(best),
+            *state_notes(joint.states),
+            *microbatch.notes(joint),
+            *notes,
+        ),
         versions=versions(),
         memory_timeline=timeline,
         fit=None if figures.here else fit(joint.peak_bytes, figures.target, timeline, goal.memory),
     )
 
 
+def _solving(joint: Joint) -> float:
+    """Seconds that the solver took, for all cases."""
+    made = [joint] if joint.record is None else joint.record.solutions
+    return sum(one.schedule.solution.solve_seconds for one in made)
+
+
 def _baseline(joint: Joint, found: Preparation) -> Totals:
     """The unplanned step, with the optimizer as it was given."""
-    given = joint.given
+    given = joint.case.given
     if given is None:
         return Totals(seconds=found.seconds, peak_bytes=found.footprint.peak_bytes, error=0.0)
     peak = (found.footprint + given.footprint).peak_bytes
@@ -231,7 +244,8 @@ def _apart(best: Schedule) -> list[Decision]:
     return [
         Decision(
             site="element-wise", kind="element-wise", option=f"{len(apart)} chains one by one", baseline="one by one", by="pointwise",
-            cost=Cost(), baseline_cost=Cost(), why="measured to be no slower apart", settings={str(number): names for number, names in enumerate(apart)},
+            cost=Cost(), baseline_cost=Cost(), why="measured to be no slower apart",
+            settings={str(number): names for number, names in enumerate(apart)},
         )
     ]  # fmt: skip
 
@@ -264,18 +278,6 @@ def _declined(best: Schedule, i: int, other: BlockOption, budget: int) -> Declin
         reason = f"would fit and save {saves}: within the proof's gap"
     cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)
     return Declined(site=cut.blocks[i].name, kind="checkpoint", option=other.label, by="checkpoint", reason=reason, cost=cost)
-
-
-def _other_heads(best: Schedule, others: Sequence[Schedule]) -> list[Declined]:
-    taken = best.prepared.variant
-    return [
-        Declined(
-            site=other.prepared.variant.head, kind="loss head", option=other.prepared.variant.choice, by="loss_head",
-            reason=f"the fastest plan with it takes {format_seconds(other.seconds - best.seconds)} more a step",
-        )
-        for other in others
-        if other.prepared.variant is not taken and other.prepared.variant.head and other.prepared.variant.precision == taken.precision
-    ]  # fmt: skip
 
 
 def _refused_heads(prepared: Prepared) -> list[Declined]:

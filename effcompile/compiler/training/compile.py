@@ -12,6 +12,7 @@ from torch import nn
 from effcompile.compiler.machine import AUTO
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.build import build_plan, fingerprint
+from effcompile.compiler.training.cases import Joint, cases
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.fit import within_machine
@@ -22,7 +23,7 @@ from effcompile.compiler.training.precision import declined_dtype
 from effcompile.compiler.training.prepare import Preparation, with_levers
 from effcompile.compiler.training.reapply import Taken, chosen, restricted
 from effcompile.compiler.training.solve import frontier
-from effcompile.compiler.training.states import Joint, beside, consumed_key, with_states
+from effcompile.compiler.training.states import beside, consumed_key
 from effcompile.compiler.training.work import Loss, Work, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
@@ -148,8 +149,7 @@ def _without(
     try:
         divisions.solve(found, budget)
     except InfeasibleError as refused:
-        reason = f"{refused} Here nothing is computed in {dtype}: {error}."
-        raise InfeasibleError(reason, binding=refused.binding, nearest=refused.nearest) from error
+        raise refused.with_more(f"Here nothing is computed in {dtype}: {error}.") from error
     return work, found, divisions
 
 
@@ -171,7 +171,7 @@ def _without_compression(
     try:
         divisions.solve(found, budget)
     except InfeasibleError as refused:
-        raise InfeasibleError(f"{refused} Here {note}.", binding=refused.binding, nearest=refused.nearest) from error
+        raise refused.with_more(f"Here {note}.") from error
     return work, found, divisions
 
 
@@ -188,8 +188,10 @@ def frontier_training(
     made: list[Joint] = []
     for variants, parts in divisions.every(found):
         with progress.step("solve for every budget"):
-            solved = [(p.variant.consumed, s) for p in variants for s in frontier(p, work.checkpoint, points)]
-        made += [joint for consumed, s in solved for joint in with_states(s, consumed, ways, refused, parts)]
+            each = [(p, s) for p in variants for s in frontier(p, work.checkpoint, points)]
+        every = cases(replace(found, variants=variants), ways, work.checkpoint, parts, divisions.batch)
+        joints = [case.with_schedule(s) for case in every for p, s in each if case.prepared is p]
+        made += [replace(joint, ways=len(ways), refused=tuple(refused)) for joint in joints]
     front: list[Joint] = []
     for s in sorted(made, key=lambda s: (s.peak_bytes, s.seconds)):
         if not front or s.seconds < front[-1].seconds:

@@ -17,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.compiler.machine import AUTO, resolve
+from effcompile.compiler.training.cases import fastest
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.prepare import Figures, prepare
-from effcompile.compiler.training.solve import Schedule, best_schedule
+from effcompile.compiler.training.solve import Schedule
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
@@ -56,9 +57,9 @@ class _Partition:
         step, outputs = _as_step(joint, num_fwd_outputs)
         checkpoint, *_others = load_training_passes(["checkpoint"])
         figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
-        variants = prepare(step, checkpoint, None, None, figures).variants
+        found = prepare(step, checkpoint, None, None, figures)
         keep_figures(figures.known)
-        self.schedule, _all = best_schedule(variants, checkpoint, self.goal.memory)
+        self.schedule = fastest(found, checkpoint, self.goal.memory)
         return _modules(joint, step, self.schedule.emitted, outputs, num_fwd_outputs)
 
 

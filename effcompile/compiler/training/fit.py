@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from effcompile.compiler.training.states import Joint
+from effcompile.compiler.training.cases import Joint
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Fit, MemoryTimeline
@@ -37,12 +37,12 @@ def within_machine(target: Target, solve: Callable[[int], Joint]) -> Joint:
     try:
         return solve(target.memory_bytes)
     except InfeasibleError as error:
-        needed = int(error.nearest.get("memory", 0))
+        needed = error.needed
         low, high = _interval(needed, target)
-        raise InfeasibleError(
+        raise error.around(
             f"{DOES_NOT if low > target.memory_bytes else MARGINAL}: {target.name} has {format_bytes(target.memory_bytes)}; the leanest "
-            f"plan needs {format_bytes(needed)} ({format_bytes(low)} to {format_bytes(high)} with the model's error). {error}",
-            binding=error.binding, nearest=error.nearest,
+            f"plan needs {format_bytes(needed)} ({format_bytes(low)} to {format_bytes(high)} with the model's error).",
+            needed, error.smallest,
         ) from error  # fmt: skip
 
 

@@ -1,9 +1,8 @@
 """What each memory lever reaches alone, in pairs, and with all others: the same step solved with subsets of them.
 
 A lever is a way to need less memory that the planner may take or leave. Some are forms of blocks (recompute, offload,
-compress: passes/training/levers.py); some are forms of the whole step, so variants of it (STEP_LEVERS); one is how the optimizer's
-states are held; one is to divide the batch. A subset keeps the variants that use no other step lever, the block forms of its
-own, the given optimizer's states unless it has STATES, and the whole batch unless it has MICROBATCHES. A subset's search is not
+compress: passes/training/levers.py); the others are whole choices (cases.py). A subset is the same search over the cases
+that have no other lever, their blocks' options found with those block forms alone. A subset's search is not
 given the patience of the whole: what is shown of it can be reached, and a longer search may reach a little more.
 """
 
@@ -11,33 +10,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import combinations
 
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training.cases import KINDS, Joint, StepCase, cases, recorded
 from effcompile.compiler.training.microbatch import Divisions
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
-from effcompile.compiler.training.solve import best_schedule
-from effcompile.compiler.training.states import Joint, Parts, best_joint
+from effcompile.compiler.training.states import Parts
 from effcompile.core.errors import InfeasibleError, UnknownNameError
 from effcompile.core.units import format_seconds
 from effcompile.ir.plan import LeverRow
 from effcompile.passes.training.checkpoint import Checkpoint
-from effcompile.passes.training.heads import Variant
 from effcompile.passes.training.levers import LEVERS, RECOMPUTE, Levers
 from effcompile.passes.training.states import StatesOption
 from effcompile.planner.remat import BlockFront
 
-#: Levers that are forms of the whole step → whether a variant uses it.
-STEP_LEVERS: Mapping[str, Callable[[Variant], bool]] = {
-    "loss head": lambda variant: variant.option != "whole" or variant.in_place,
-    "attention": lambda variant: variant.fused_attention,
-    "precision": lambda variant: bool(variant.precision),
-}
-STATES = "optimizer states"
-MICROBATCHES = "micro-batches"
 #: Pairs of levers are looked at for so long at the most.
 PAIRS_SECONDS = 30.0
 
@@ -72,11 +61,10 @@ class Subsets:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The levers that can be taken or left: a form that every variant has is none."""
-        uses = {name: [used(p.variant) for p in self.found.variants] for name, used in STEP_LEVERS.items()}
-        forms = tuple(name for name, used in uses.items() if any(used) and not all(used))
-        more = [STATES] * (len(self.ways) > 1) + [MICROBATCHES] * bool(self.divided)
-        return (*self.levers.names, *forms, *more)
+        """The levers that can be taken or left: what every case has is none."""
+        used = [case.levers for case in self._cases(self.levers.names)]
+        whole = (kind for kind in KINDS if 0 < sum(kind in levers for levers in used) < len(used))
+        return (*self.levers.names, *whole)
 
     def solve(self, names: Collection[str], budget: int | None) -> Joint:
         """The fastest step with these levers alone.
@@ -84,33 +72,28 @@ class Subsets:
         Raises:
             InfeasibleError: nothing fits. UnknownNameError: a name that is no lever here.
         """
+        known = self.names
         for name in names:
-            if name not in self.names:
-                raise UnknownNameError("lever", name, self.names)
-        solved: list[Joint] = []
-        errors: list[InfeasibleError] = []
-        for count in (1, *(self.divided if MICROBATCHES in names else ())):
-            try:
-                solved.append(self._solved(names, count, budget))
-            except InfeasibleError as error:
-                errors.append(error)
-        if not solved:
-            raise min(errors, key=lambda error: error.nearest.get("memory", float("inf")))
-        return min(solved, key=lambda joint: joint.seconds)
+            if name not in known:
+                raise UnknownNameError("lever", name, known)
+        others = set(known) - set(names)
+        record = recorded(budget, QUIET)
+        record.search(case for case in self._cases(names) if not others & case.levers)
+        return replace(record.best, record=record, bound=record.bound)
 
-    def _solved(self, names: Collection[str], count: int, budget: int | None) -> Joint:
-        found, parts = self.divided.get(count, (self.found, None))
-        found = replace(found, variants=self._variants(names, found, count))
-        ways = self.ways if STATES in names else self.ways[:1]
-        ways = [way for way in ways if parts is None or not way.consumed]
-        return best_joint(found, ways, (), self._checkpoint(names), budget, solve=partial(best_schedule, every=False), parts=parts)
+    def _cases(self, names: Collection[str]) -> Iterator[StepCase]:
+        """Those whose blocks have these levers alone."""
+        for count, (found, parts) in {1: (self.found, None), **self.divided}.items():
+            variants = replace(found, variants=self._variants(names, found, count))
+            batch = parts.step.count * parts.step.examples if parts else 1
+            yield from cases(variants, self.ways, self._checkpoint(names), parts, batch)
 
     def reach(self, names: Collection[str], budget: int) -> LeverRow:
         """The same as a row."""
         try:
             joint = self.solve(names, budget)
         except InfeasibleError as error:
-            return LeverRow(levers=tuple(names), seconds=None, peak_bytes=int(error.nearest.get("memory", 0)))
+            return LeverRow(levers=tuple(names), seconds=None, peak_bytes=error.needed)
         return LeverRow(levers=tuple(names), seconds=joint.seconds, peak_bytes=joint.peak_bytes)
 
     def _variants(self, names: Collection[str], found: Preparation, count: int) -> list[Prepared]:
@@ -122,8 +105,7 @@ class Subsets:
             self.known[blocks, count] = found.variants if same else [
                 with_levers(p, some, checkpoint, self.figures, solved) for p in found.variants
             ]  # fmt: skip
-        others = [used for name, used in STEP_LEVERS.items() if name in self.names and name not in names]
-        return [p for p in self.known[blocks, count] if not any(used(p.variant) for used in others)]
+        return self.known[blocks, count]
 
     def _checkpoint(self, names: Collection[str]) -> Checkpoint:
         """Without recomputation there are no groups either."""

@@ -18,7 +18,7 @@ unplanned batch (measured: GPT-2, 4 layers, d 128, b8 s128 as 4 × 2 took 7 % mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,16 +30,18 @@ from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.compiler.progress import QUIET
+from effcompile.compiler.training.cases import Joint, StepRecord, cases, impossible, recorded
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
-from effcompile.compiler.training.states import Joint, Parts
+from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
 from effcompile.core.cost import Cost
 from effcompile.core.errors import CaptureError, FormatError, InfeasibleError, InputsError, UsageError, VerificationError
-from effcompile.core.units import format_bytes, format_seconds
+from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Decision, Declined
+from effcompile.ir.reasons import Unsupported
 from effcompile.ir.step import DividedStep, Step
 from effcompile.passes.training.loss_head_match import Refusal
-from effcompile.passes.training.microbatch import KIND, SITE, accumulating, batch_size, doubled, first_part, part_of
+from effcompile.passes.training.microbatch import KIND, SITE, accumulating, batch_size, doubled, first_part, label, part_of
 from effcompile.passes.training.precision import SCALED
 from effcompile.passes.training.separable import AnotherGraph, divided, divided_into_single
 from effcompile.schedule.emit import Emitted
@@ -89,30 +91,57 @@ class Divisions:
         Raises:
             InfeasibleError: nothing fits. UsageError: the wanted number does not divide the batch.
         """
-        if self.work.microbatch is None:
-            return self._undivided(found, budget)
-        tried = _Tried(self, found, budget)
-        counts = self.work.microbatch.counts(self.batch)
-        if self.work.microbatch.count in (0, 1) or self.dropped or self._refused(found, counts):
-            tried.add(1)
+        record = recorded(budget, self.work.progress)
+        whole, counts = self._wanted(found)
+        if whole:
+            self._take_up(record, found, None)
         for count in counts:
-            if len(counts) == 1 or not tried.enough(count):
-                tried.add(count)
-        return tried.best()
+            option = {KIND: label(count, self.batch)}
+            if record.exhausted is not None and len(counts) > 1:
+                fits = record.exhausted[KIND]
+                record.refuse(option, Unsupported(text=f"not tried: {fits} fits with nothing recomputed"))
+            elif isinstance(made := self.prepared(found, count), str):
+                record.refuse(option, Unsupported(text=made))
+            else:
+                self._take_up(record, *made)
+        if self.work.microbatch is not None and self.batch == 1:
+            record.refuse({KIND: KIND}, Unsupported(text="no input has an axis of more than one example"))
+        return self._best(record, found)
 
-    def _undivided(self, found: Preparation, budget: int | None) -> Joint:
+    def _wanted(self, found: Preparation) -> tuple[bool, list[int]]:
+        """Whether the whole batch is looked at, and which numbers of micro-batches."""
+        microbatch = self.work.microbatch
+        counts = microbatch.counts(self.batch) if microbatch is not None else []
+        return microbatch is None or microbatch.count in (0, 1) or bool(self.dropped) or self._refused(found, counts), counts
+
+    def _take_up(self, record: StepRecord, found: Preparation, parts: Parts | None) -> None:
+        ways, _ = self.work.ways(found.captured)
+        for options, reason in impossible(found, ways, parts, self.batch):
+            record.refuse(options, reason)
+        record.search(cases(found, ways, self.work.checkpoint, parts, self.batch))
+
+    def _best(self, record: StepRecord, found: Preparation) -> Joint:
+        ways, refused = self.work.ways(found.captured)
         try:
-            return self.work.solve(found, budget)
+            best = record.best
         except InfeasibleError as error:
-            if self.batch == 1:
-                raise
-            hint = f"Not tried: micro-batches of the batch of {self.batch}, with summed gradients (--pass microbatch)."
-            raise InfeasibleError(f"{error} {hint}", binding=error.binding, nearest=error.nearest) from error
+            raise error.with_more(*self._untried(record, refused)) from error
+        return replace(best, record=record, bound=record.bound, ways=len(ways), refused=refused)
+
+    def _untried(self, record: StepRecord, refused: Sequence[Declined]) -> Iterator[str]:
+        """What else there might be, in words."""
+        if refused:
+            yield f"Not tried: {'; '.join(f'{d.option}: {d.reason}' for d in refused)}."
+        if self.work.microbatch is not None:
+            divisions = "; ".join(f"{option}: {reason}" for option, reason in record.declined(KIND))
+            yield f"Of the ways to divide the batch: {divisions}."
+        elif self.batch > 1:
+            yield f"Not tried: micro-batches of the batch of {self.batch}, with summed gradients (--pass microbatch)."
 
     def every(self, found: Preparation) -> Iterator[tuple[list[Prepared], Parts | None]]:
         """The variants of the whole batch, and those of all micro-batches there may be."""
-        counts = self.work.microbatch.counts(self.batch) if self.work.microbatch else []
-        if self.work.microbatch is None or self.work.microbatch.count in (0, 1) or self._refused(found, counts):
+        whole, counts = self._wanted(found)
+        if whole:
             yield found.variants, None
         for count in counts:
             made = self.prepared(found, count)
@@ -205,77 +234,6 @@ def _adding(gradients: list[fx.Node], figures: Figures) -> float:
     return sum(map(figures.seconds, adds))
 
 
-class _Tried:
-    """What was solved so far, and why the others were not taken."""
-
-    def __init__(self, divisions: Divisions, found: Preparation, budget: int | None) -> None:
-        self.divisions, self.found, self.budget = divisions, found, budget
-        self.solved: dict[int, Joint] = {}
-        self.reasons: dict[int, str] = {}
-        self.errors: list[InfeasibleError] = []
-
-    def add(self, count: int) -> None:
-        """Solve one number of micro-batches."""
-        work, of_part, parts = self.divisions.work, self.found, None
-        if count > 1:
-            made = self.divisions.prepared(self.found, count)
-            if isinstance(made, str):
-                self.reasons[count] = made
-                return
-            of_part, parts = made
-            least = parts.seconds(min(p.seconds for p in of_part.variants))
-            fastest = min((joint.seconds for joint in self.solved.values()), default=float("inf"))
-            if least >= fastest:
-                self.reasons[count] = f"takes at least {format_seconds(least - fastest)} more a step"
-                return
-        try:
-            self.solved[count] = work.solve(of_part, self.budget, parts)
-        except InfeasibleError as error:
-            self.errors.append(error)
-            self.reasons[count] = f"at least {format_bytes(int(error.nearest.get('memory', 0)))} with it"
-
-    def enough(self, count: int) -> bool:
-        """Whether fewer micro-batches fit already with nothing recomputed."""
-        free = [k for k, joint in self.solved.items() if joint.schedule.solution.seconds == 0]
-        if free:
-            self.reasons[count] = f"not tried: {_label(min(free), self.divisions.batch)} fits with nothing recomputed"
-        return bool(free)
-
-    def best(self) -> Joint:
-        """The fastest.
-
-        Raises:
-            InfeasibleError: none is within the budget; that which comes nearest says why.
-        """
-        declined = self._declined()
-        if not self.solved:
-            nearest = min(self.errors, key=lambda error: error.nearest.get("memory", float("inf")))
-            left = "; ".join(f"{d.option}: {d.reason}" for d in declined)
-            raise InfeasibleError(f"{nearest} Of the ways to divide the batch: {left}.", binding=nearest.binding, nearest=nearest.nearest)
-        taken = min(self.solved, key=lambda count: self.solved[count].seconds)
-        joint = self.solved[taken]
-        more = [
-            self._refusal(count, f"the fastest plan with it takes {format_seconds(other.seconds - joint.seconds)} more a step")
-            for count, other in self.solved.items() if count != taken
-        ]  # fmt: skip
-        bound = min(other.bound for other in self.solved.values())
-        return replace(joint, bound=bound, declined=(*joint.declined, *more, *declined))
-
-    def _declined(self) -> list[Declined]:
-        batch = self.divisions.batch
-        if batch == 1:
-            return [Declined(site=SITE, kind=KIND, option=KIND, by=_BY, reason="no input has an axis of more than one example")]
-        return [self._refusal(count, reason) for count, reason in sorted(self.reasons.items())]
-
-    def _refusal(self, count: int, reason: str) -> Declined:
-        return Declined(site=SITE, kind=KIND, option=_label(count, self.divisions.batch), by=_BY, reason=reason)
-
-
-def _label(count: int, batch: int) -> str:
-    """In the plan's words: "4 micro-batches of 2"."""
-    return f"{count} micro-batches of {batch // count}" if count > 1 else f"whole batch of {batch}"
-
-
 # ------------------------------------------------------------------ what the plan says
 
 
@@ -290,7 +248,7 @@ def decisions(joint: Joint) -> list[Decision]:
     slower = (joint.seconds - (joint.states.seconds if joint.states else 0.0)) / parts.whole_seconds - 1
     return [
         Decision(
-            site=SITE, kind=KIND, option=_label(step.count, batch), baseline=_label(1, batch), by=_BY,
+            site=SITE, kind=KIND, option=label(step.count, batch), baseline=label(1, batch), by=_BY,
             cost=Cost(seconds=seconds, bytes_transient=(simulate_unplanned(prepared.plain).footprint + parts.footprint).peak_bytes),
             baseline_cost=Cost(seconds=parts.whole_seconds, bytes_transient=parts.whole_bytes),
             why=f"activations of {step.examples} of {batch} examples at a time, beside {format_bytes(parts.gradient_bytes)} of summed "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.capture.float8 import float8_linears
 from effcompile.compiler.training.attend import Captured, Narrow
+from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.moved import TooCoarseError
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
-from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.verify import Result
 from effcompile.core.cost import Cost
 from effcompile.core.errors import EffcompileError
@@ -142,14 +142,15 @@ def declined_dtype(dtype: str, reason: str) -> Declined:
     return Declined(site=SITE, kind=KIND, option=label(dtype), by=Precision.name, reason=reason)
 
 
-def decisions(best: Schedule, others: Iterable[Schedule], found: Preparation) -> list[Decision]:
+def decisions(joint: Joint, found: Preparation) -> list[Decision]:
     """The step's precision, where it is another than it was given in. Bytes: what it keeps between forward and backward if it keeps all."""
+    best = joint.schedule
     dtype = best.prepared.variant.precision
     if not dtype:
         return []
     wide = next((p for p in found.variants if not p.variant.precision), None)
-    seconds = min((s.seconds for s in others if not s.prepared.variant.precision), default=None)
-    less = 0.0 if seconds is None else seconds - best.seconds
+    seconds = joint.record.seconds_with(KIND, BASELINE) if joint.record is not None else None
+    less = 0.0 if seconds is None else seconds - joint.seconds
     size = _casts(best.prepared.step)
     return [
         Decision(
@@ -177,16 +178,3 @@ def _casts(step: Step) -> int:
     """Bytes of the parameters' copies in 16 bits."""
     casts = [n for n in step.graph.nodes if n.target is aten._to_copy.default and n.args[0] in step.parameters]
     return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n in casts)
-
-
-def not_taken(best: Schedule, others: Iterable[Schedule], planned: Iterable[str]) -> list[Declined]:
-    """Of the dtypes that were planned, those that another is better than within this budget."""
-    found = []
-    for dtype in dict.fromkeys(planned):
-        if dtype and dtype != best.prepared.variant.precision:
-            fastest = min((s.seconds for s in others if s.prepared.variant.precision == dtype), default=None)
-            reason = "no schedule with it is within the budget"
-            if fastest is not None:
-                reason = f"the fastest plan with it takes {format_seconds(fastest - best.seconds)} more a step"
-            found.append(declined_dtype(dtype, reason))
-    return found

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.core.errors import InfeasibleError
-from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.planner import UNPROVEN
-from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
+from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, smallest_words, solve_chain
 from effcompile.schedule.emit import Emitted
 from effcompile.schedule.simulate import Trace, per_stage
 
@@ -44,35 +41,10 @@ class Schedule:
         """Predicted time of a step."""
         return self.prepared.seconds + self.solution.seconds
 
-
-def best_schedule(
-    variants: Sequence[Prepared], checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01, progress: Progress = QUIET,
-    every: bool = True,
-) -> tuple[Schedule, list[Schedule]]:  # fmt: skip
-    """The fastest schedule within the budget, and the best of every variant that has one.
-
-    `every`: solve variants too that would be slower with nothing recomputed than the best that was found.
-
-    Raises:
-        InfeasibleError: no variant fits; the one that comes nearest explains why.
-    """
-    found: list[Schedule] = []
-    refused: list[InfeasibleError] = []
-    for prepared in variants if every else sorted(variants, key=lambda p: p.seconds):
-        if not every and any(s.seconds <= prepared.seconds for s in found):
-            continue
-        with progress.step(f"solve ({prepared.variant.label})"):
-            try:
-                found.append(schedule(prepared, checkpoint, budget, gap=gap))
-            except InfeasibleError as error:
-                refused.append(error)
-    if not found:
-        nearest = min(leanest(prepared, checkpoint) for prepared in variants)
-        closest = min(refused, key=lambda e: e.nearest.get("memory", float("inf")))
-        raise InfeasibleError(
-            _without_nearest(str(closest), nearest), binding=closest.binding, nearest={**closest.nearest, "memory": float(nearest)}
-        )
-    return min(found, key=lambda s: s.seconds), found
+    @property
+    def bound(self) -> float:
+        """No schedule of this variant takes less: proven."""
+        return self.prepared.seconds + self.solution.bound
 
 
 def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01) -> Schedule:
@@ -86,9 +58,10 @@ def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, 
     """
     try:
         return _solved(prepared, checkpoint, budget, gap)
-    except InfeasibleError:
-        if budget is None or excess(leanest(prepared, checkpoint), budget):
-            raise
+    except InfeasibleError as error:
+        least = leanest(prepared, checkpoint)
+        if excess(least, budget):
+            raise error.around("", least, smallest_words(least)) from error
         lean = _lean(prepared, checkpoint)
         extra = lean.solution.seconds
         return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
@@ -120,12 +93,6 @@ def _lean(prepared: Prepared, checkpoint: Checkpoint) -> Schedule:
     problem = checkpoint.chain(prepared.cut, prepared.options, None)
     problem = replace(problem, budget=smallest_budget(problem))
     return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=1.0), 1)  # no proof is wanted
-
-
-def _without_nearest(message: str, nearest: int) -> str:
-    """The planner's words, with the smallest budget that was emitted and simulated in the place of the model's."""
-    kept = message.partition(" The smallest feasible budget")[0]
-    return f"{kept} The smallest feasible budget is {format_bytes(nearest)} ({nearest} bytes)."
 
 
 def frontier(prepared: Prepared, checkpoint: Checkpoint, points: int) -> list[Schedule]:

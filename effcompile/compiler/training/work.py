@@ -21,7 +21,7 @@ from effcompile.compiler.training.attend import Captured, captured
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.precision import Capture, with_narrow
 from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
-from effcompile.compiler.training.states import Joint, Parts, as_optimizer, best_joint, consumed_key, declined_way
+from effcompile.compiler.training.states import as_optimizer, consumed_key
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
@@ -101,15 +101,6 @@ class Work:
                 found = self.states.options(step, self.optimizer, self.parameters, self.goal, figures.target, figures.here)
                 self.known_ways.append(found)
         return self.known_ways[0]
-
-    def solve(self, found: Preparation, budget: int | None, parts: Parts | None = None) -> Joint:
-        """The best schedule with the best way to hold the states. parts: what `found` is one micro-batch of."""
-        options, refused = self.ways(found.captured)
-        if parts is not None:
-            summed = "gradients that are summed over micro-batches are complete only after the last one"
-            refused = (*refused, *(declined_way(way, summed) for way in options if way.consumed))
-            options = tuple(way for way in options if not way.consumed)
-        return best_joint(found, options, refused, self.checkpoint, budget, progress=self.progress, parts=parts)
 
     @property
     def leaves(self) -> verify.Leaves:

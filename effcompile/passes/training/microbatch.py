@@ -56,6 +56,11 @@ class Microbatch:
         return [self.count] if self.count > 1 else []
 
 
+def label(count: int, batch: int) -> str:
+    """In the plan's words: "4 micro-batches of 2"."""
+    return f"{count} micro-batches of {batch // count}" if count > 1 else f"whole batch of {batch}"
+
+
 def batch_size(tensors: Iterable[torch.Tensor]) -> int:
     """The length of the first axis that most inputs share; 1 where none has more."""
     found = Counter(int(t.shape[0]) for t in tensors if t.dim() and t.shape[0] > 1)

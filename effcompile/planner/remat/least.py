@@ -48,6 +48,11 @@ def leanest(chains: Sequence[Links]) -> tuple[int, Links, tuple[int, ...]]:
     return best
 
 
+def smallest_words(needed: int) -> str:
+    """The sentence on the smallest budget."""
+    return f"The smallest feasible budget is {format_bytes(needed)} ({needed} bytes)."
+
+
 def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleError:
     """The error for a budget below the smallest one: which instant binds, what is there, what would do."""
     assert problem.budget is not None
@@ -71,7 +76,8 @@ def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleErro
     parts.append(f"{format_bytes(own)} of {stage.name} itself")
     return InfeasibleError(
         f"No plan is within {format_bytes(problem.budget)}. {what[0].upper()}{what[1:]} binds: even with the least kept it takes "
-        f"{' + '.join(parts)}. The smallest feasible budget is {format_bytes(least)} ({least} bytes).",
+        f"{' + '.join(parts)}.",
+        smallest=smallest_words(least),
         binding=("memory", what),
         nearest={"memory": float(least)},
     )
