@@ -18,12 +18,18 @@ PACKAGES = ("torch", "onnxruntime", "openvino", "torchao")
 
 
 class Machine(msgspec.Struct, kw_only=True, frozen=True):
-    """What a timing depends on besides the packages. `threads` is what the runtimes will use, `memory_bytes` rounded to GiB."""
+    """What a timing depends on besides the packages, and what kernels allocate.
+
+    Attributes:
+        threads: what the runtimes will use. memory_bytes: rounded to GiB.
+        instructions: the sets of vector instructions that kernels choose by, and the environment's limits on them.
+    """
 
     cpu: str
     cores: int
     threads: int
     memory_bytes: int
+    instructions: str = ""
 
     @property
     def key(self) -> str:
@@ -37,7 +43,7 @@ def this_hardware() -> Machine:
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
-    return Machine(cpu=_cpu_model(), cores=cores, threads=threads, memory_bytes=_memory_bytes())
+    return Machine(cpu=_cpu_model(), cores=cores, threads=threads, memory_bytes=_memory_bytes(), instructions=_instructions())
 
 
 def package_versions() -> dict[str, str]:
@@ -77,13 +83,33 @@ def _best_seconds(fn: Callable[[], object], budget: float = 0.3) -> float:
 
 
 def _cpu_model() -> str:
+    return _cpu_entry("model name") or platform.processor() or platform.machine() or "unknown processor"
+
+
+def _cpu_entry(name: str) -> str:
+    """An entry of Linux's table of processors, of the first one; "" elsewhere."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+            key, _, value = line.partition(":")
+            if key.strip() == name:
+                return value.strip()
     except OSError:
         pass
-    return platform.processor() or platform.machine() or "unknown processor"
+    return ""
+
+
+#: As Linux names them. Virtual machines hide some of what a processor of one name has.
+_SETS = frozenset(
+    ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8", "amx_fp16")
+)
+#: What tells torch, oneDNN and MKL to use less than there is.
+_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+
+
+def _instructions() -> str:
+    """For instance "avx2 avx512f fma; ONEDNN_MAX_CPU_ISA=AVX2"."""
+    flags = sorted(_SETS.intersection(_cpu_entry("flags").split()))
+    return "; ".join([" ".join(flags), *(f"{name}={os.environ[name].upper()}" for name in _LIMITS if os.environ.get(name))])
 
 
 def _memory_bytes() -> int:

@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from effcompile.ops import attention_workspace, block_sparse, compress, consume, embedding, loss_head
+from effcompile.ops.products import Scratch, measured
 
 
-def workspace_bytes(target: object, args: Sequence[object], kwargs: Mapping[str, object] = MappingProxyType({})) -> int | None:
+def workspace_bytes(
+    target: object, args: Sequence[object], kwargs: Mapping[str, object] = MappingProxyType({}), scratch: Scratch = measured
+) -> int | None:
     """Bytes alive at the highest instant inside a call of `target`, beyond its inputs and outputs.
 
     Args:
         target: what a node calls (an OpOverload). Its package is imported here, so a graph that holds it can run.
         args: its arguments, tensors real or fake in the place of nodes.
         kwargs: those given by name.
+        scratch: what the products inside take for themselves: measured on this machine, or a margin for another one.
 
     Returns:
         None when the operator is not one of ours: nothing is known here about its workspace.
@@ -22,7 +26,9 @@ def workspace_bytes(target: object, args: Sequence[object], kwargs: Mapping[str,
     if target is consume.consume:
         return int(args[1])  # type: ignore[call-overload]
     name = getattr(target, "name", lambda: "")()
-    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (loss_head, embedding, block_sparse, compress))
+    if (of_head := loss_head.workspace_bytes(name.removesuffix(".default"), args, scratch)) is not None:
+        return of_head
+    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (embedding, block_sparse, compress))
     if (of_attention := attention_workspace.workspace_bytes(name.removesuffix(".default"), args, kwargs)) is not None:
         return of_attention
     return next((nbytes for nbytes in known if nbytes is not None), None)

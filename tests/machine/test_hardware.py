@@ -27,3 +27,11 @@ def test_the_machine_is_stable_and_named():
 def test_knowing_the_machine_takes_no_torch():
     code = "import sys; from effcompile.machine.calibration import *; load_or_none(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_limit_on_the_instructions_is_another_machine(monkeypatch):
+    """What kernels allocate, and how long they take, is kept under the machine's key."""
+    plain = this_hardware()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert this_hardware().key != plain.key
+    assert this_hardware().instructions.endswith("ONEDNN_MAX_CPU_ISA=AVX2")

@@ -151,7 +151,7 @@ def traced(target: Any, args: tuple[Any, ...]) -> int:
 @pytest.mark.parametrize(
     ("n", "v", "d", "dtype", "chunks"),
     [(77, 997, 96, torch.float32, 1), (77, 997, 96, torch.float32, 3), (77, 997, 96, torch.float64, 8), (130, 3001, 16, torch.float32, 4),
-     (96, 50257, 8, torch.bfloat16, 1)],
+     (96, 50257, 8, torch.bfloat16, 1), (100, 5003, 48, torch.bfloat16, 3), (50, 997, 16, torch.float16, 2)],
 )  # fmt: skip
 def test_workspace_equals_the_allocators_trace(n: int, v: int, d: int, dtype: torch.dtype, chunks: int, bias: bool, capped: bool) -> None:
     x, weight, b, target = problem(n, v, d, dtype, bias=bias)
@@ -161,9 +161,8 @@ def test_workspace_equals_the_allocators_trace(n: int, v: int, d: int, dtype: to
     for name, operands in (("loss_head_gradients", (*args, ALL)), ("loss_head_forward", args), ("loss_head_backward", backward)):
         target_op = getattr(ours, name).default
         predicted, measured = workspace_bytes(target_op, operands), traced(target_op, operands)
-        assert predicted is not None and abs(predicted - measured) <= 0.01 * measured, name
-        if dtype != torch.bfloat16:  # there oneDNN's scratchpads come on top
-            assert measured <= predicted <= measured + 24
+        assert predicted is not None
+        assert measured <= predicted <= measured + 24, name
 
 
 def test_workspace_follows_the_chunks_and_knows_only_our_operators() -> None:

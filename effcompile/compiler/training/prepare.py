@@ -20,6 +20,8 @@ from effcompile.ir.footprint import Footprint
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
+from effcompile.ops import products
+from effcompile.ops.products import Product, of_node
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.consume import with_consumed_gradients
@@ -109,9 +111,16 @@ class Figures:
         return [roofline_seconds(n, self.target) if one is None else one.seconds for n, one in zip(nodes, found, strict=True)]
 
     def workspace(self, node: fx.Node, traced: int) -> int:
-        """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators."""
+        """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators.
+
+        What matrix products take for themselves is measured on this machine, with their operator or alone; for another one it is a margin.
+        """
         found = self.known.get(operators.key(node))
-        ours = workspace_bytes(node.target, [_value(arg) for arg in node.args], node.kwargs)
+        args = [_value(arg) for arg in node.args]
+        if not self.here:
+            ours = workspace_bytes(node.target, args, node.kwargs, self.scratch)
+            return max(traced, ours or 0, sum(map(self.scratch, of_node(node))))
+        ours = workspace_bytes(node.target, args, node.kwargs, products.measured if found is None else products.unknown)
         return max(traced, found.workspace if found is not None else 0, ours or 0)
 
     def made_bytes(self, node: fx.Node, traced: Sequence[int]) -> Sequence[int]:
@@ -120,6 +129,10 @@ class Figures:
         if found is None or len(found.results) != len(traced):
             return traced
         return [max(pair) for pair in zip(traced, found.results, strict=True)]
+
+    def scratch(self, product: Product) -> int:
+        """The margin for a product on the target, which is not here."""
+        return products.bounded(product) if self.target.device == "cpu" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
