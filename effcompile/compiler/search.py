@@ -19,6 +19,7 @@ from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.estimate.timeline import Timeline, timeline
 from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.ir.program import Program
+from effcompile.machine.target import Target
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
 from effcompile.sites import parts as sites
 from effcompile.sites.rows import row_sites
@@ -39,6 +40,11 @@ class Proposal:
     declined: tuple[Declined, ...]
     rest: Cost  # nodes that no choice covers; parameters that no choice stores; peak activations
     provenance: Provenance
+
+    def at_most_bytes(self) -> int:
+        """Bytes with the largest option everywhere."""
+        largest = (max(option.cost.weight_bytes for option in choice.options) for choice in self.choices)
+        return self.rest.weight_bytes + self.rest.bytes_kept + sum(largest)
 
     def problem(self, goal: Goal) -> planner.Problem:
         """As plain numbers for the planner."""
@@ -84,11 +90,12 @@ class Search:
         plans: list[Plan] = []
         infeasible: list[InfeasibleError] = []
         for part in _without_conflicts(scaled, backend.conflicts):
-            problem = part.problem(self.goal)
+            goal = self._on_the_machine(part)
+            problem = part.problem(goal)
             try:
                 solution = planner.solve(problem, gap=GAP, describe=describe_limit)
             except InfeasibleError as error:
-                infeasible.append(error)
+                infeasible.append(error if goal is self.goal else too_large(error, self.machine.target))
                 continue
             plans.append(self._plan(part, problem, solution, error_scale, rounds, notes))
         if not plans:
@@ -98,9 +105,19 @@ class Search:
     def frontier(self, backend: Backend, points: int) -> list[Plan]:
         """Plans along the memory-time Pareto front on one backend, least memory first."""
         proposal = self._proposal(backend.name)
-        problem = proposal.problem(self.goal)
-        solutions = planner.frontier(problem, "memory", points)
+        goal = self._on_the_machine(proposal)
+        problem = proposal.problem(goal)
+        try:
+            solutions = planner.frontier(problem, "memory", points)
+        except InfeasibleError as error:
+            raise error if goal is self.goal else too_large(error, self.machine.target) from error
         return [self._plan(proposal, problem, solution, 1.0, 1, ()) for solution in solutions]
+
+    def _on_the_machine(self, proposal: Proposal) -> Goal:
+        """The goal with the machine's memory as its limit, where that is less than what was allowed and what may be needed."""
+        size, allowed = self.machine.target.memory_bytes, self.goal.memory
+        fits = size <= 0 or (allowed is not None and allowed <= size) or proposal.at_most_bytes() <= size
+        return self.goal if fits else replace(self.goal, memory=size)
 
     def timeline(self) -> Timeline:
         """The captured graph's memory over one call."""
@@ -197,6 +214,15 @@ def describe_limit(resource: str, value: float) -> str:
     if resource == "error_squared":
         return f"error {format_error(value**0.5)}"
     return f"{'peak memory' if resource == 'memory' else resource} {format_bytes(value)}"
+
+
+def too_large(error: InfeasibleError, target: Target) -> InfeasibleError:
+    """The error where the limit on memory is the machine's own: asking for more of it is no remedy."""
+    nearest = {limit: value for limit, value in error.nearest.items() if limit != "memory"}
+    leanest = f"the leanest plan needs {format_bytes(int(error.nearest['memory']))}, " if "memory" in error.nearest else ""
+    has = f"{leanest}{target.name} has {format_bytes(target.memory_bytes)} of memory"
+    mend = "" if nearest else " Plan for a larger machine, or allow an error (max_error), so that weights take fewer bytes."
+    return InfeasibleError(f"This does not fit: {has}. {error}{mend}", binding=error.binding, nearest=nearest)
 
 
 def explain_infeasible(errors: Mapping[str, InfeasibleError]) -> InfeasibleError:

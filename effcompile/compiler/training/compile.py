@@ -15,7 +15,7 @@ from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint, cases
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
-from effcompile.compiler.training.fit import within_machine
+from effcompile.compiler.training.fit import limit, within_machine
 from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.microbatch import Divisions, InseparableError, runner_of
 from effcompile.compiler.training.moved import TooCoarseError
@@ -48,7 +48,7 @@ def plan_training(
 ) -> Plan:  # fmt: skip
     """The best plan, simulated and certified; nothing of the model is run. Arguments as in `optimize_training`.
 
-    On a machine that is not here its memory is the limit where the goal has none: see fit.py.
+    The machine's memory is the limit where the goal has none, or a larger one: see fit.py.
 
     Raises:
         CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
@@ -56,7 +56,7 @@ def plan_training(
     work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
     found = work.prepare(work.capture(keep_outputs))
     divisions = Divisions(work=work)
-    if goal.memory is None and not work.figures.here:
+    if not work.figures.here and (goal.memory is None or goal.memory > work.figures.target.memory_bytes):
         joint = within_machine(work.figures.target, lambda budget: divisions.solve(found, budget))
     else:
         joint = divisions.solve(found, goal.memory)
@@ -97,7 +97,8 @@ def optimize_training(
     if not work.figures.here:
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
     found = work.prepare(work.capture(keep_outputs))
-    budget = goal.memory
+    states = max((way.resident_bytes for way in work.ways(found.captured)[0]), default=0)
+    budget = limit(goal.memory, found.peak_bytes + states, work.figures.target)
     divisions = Divisions(work=work)
     for _ in range(_REMEASURED + _DROPPED):
         joint = divisions.solve(found, budget)

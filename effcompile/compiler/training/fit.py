@@ -24,6 +24,15 @@ def model_error(target: Target) -> float:
     return MODEL_ERROR.get(target.device, ELSEWHERE)
 
 
+def limit(allowed: int | None, unplanned: int, target: Target) -> int | None:
+    """The budget of a step that is to run on this machine: what the user allows, and never more than the machine has.
+
+    unplanned: bytes with all kept; where that fits, nothing is limited that the user did not limit.
+    """
+    there = target.memory_bytes
+    return allowed if unplanned <= there or (allowed is not None and allowed <= there) else there
+
+
 def within_machine(target: Target, solve: Callable[[int], Joint]) -> Joint:
     """The best plan that fits with the error on top; else one that may fit.
 
