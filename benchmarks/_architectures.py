@@ -214,25 +214,25 @@ ARCHITECTURES: dict[str, Arch] = {
 }
 
 
-def build(arch: Arch) -> Built:
-    """The model with random weights and its example inputs."""
+def build(arch: Arch, batch: int = B, length: int = S) -> Built:
+    """The model with random weights and its example inputs, of `batch` examples with `length` tokens where they are text."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     config = getattr(transformers, arch.config)(**arch.fields)
     model = getattr(transformers, arch.model)(config).eval()
-    tokens = {"input_ids": torch.randint(4, V, (B, S)), "attention_mask": torch.ones(B, S, dtype=torch.long)}
-    image = {"pixel_values": torch.randn(B, 3, 32, 32)}
-    decoder = {"decoder_input_ids": torch.randint(4, V, (B, S - 4))}
+    tokens = {"input_ids": torch.randint(4, V, (batch, length)), "attention_mask": torch.ones(batch, length, dtype=torch.long)}
+    image = {"pixel_values": torch.randn(batch, 3, 32, 32)}
+    decoder = {"decoder_input_ids": torch.randint(4, V, (batch, length - 4))}
     inputs: dict[str, dict[str, Any]] = {
         "text": tokens,
         "ids": {"input_ids": tokens["input_ids"]},
         "seq2seq": tokens | decoder,
         "image": image,
         "text+image": tokens | image,
-        "waveform": {"input_values": torch.randn(B, 800), "attention_mask": torch.ones(B, 800, dtype=torch.long)},
-        "mel": {"input_features": torch.randn(B, 8, 32)} | decoder,
-        "spectrogram": {"input_values": torch.randn(B, 32, 16)},
+        "waveform": {"input_values": torch.randn(batch, 800), "attention_mask": torch.ones(batch, 800, dtype=torch.long)},
+        "mel": {"input_features": torch.randn(batch, 8, 32)} | decoder,
+        "spectrogram": {"input_values": torch.randn(batch, 32, 16)},
     }
     return model, inputs[arch.inputs]

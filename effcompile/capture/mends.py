@@ -182,6 +182,22 @@ def _batched_experts(model: nn.Module, inputs: Any = ()) -> Mend:
     return f"experts_implementation={form!r}: {why}" if changed else "", undos
 
 
+def _grouped_experts(model: nn.Module) -> Mend:
+    """MoE experts as products of rows sorted by expert, where the model loops over the experts that were chosen: no weight is copied."""
+    setter = getattr(model, "set_experts_implementation", None)
+    before = [(config, getattr(config, _EXPERTS)) for config in _configs(model) if hasattr(config, _EXPERTS)]
+    if setter is None or all(was == "grouped_mm" for _, was in before):
+        return _NOTHING
+    undos: list[Callable[[], object]] = [partial(setattr, config, _EXPERTS, was) for config, was in before]
+    try:
+        setter("grouped_mm")
+    except (ValueError, RuntimeError, NotImplementedError, AttributeError):
+        for undo in undos:
+            undo()
+        return _NOTHING
+    return "experts_implementation='grouped_mm': one product per expert, of the tokens that chose it", undos
+
+
 def _gathered_bytes(model: nn.Module, experts: list[nn.Module], inputs: Any) -> int:
     """Of the largest copy that batched matmuls make: one expert's matrix for each token and each expert chosen for it."""
     tokens = max((math.prod(leaf.shape[:2]) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), default=1)

@@ -135,12 +135,16 @@ def _joint(subject: _Subject) -> training_graph.Joint:
         first = error
     _run_eager(subject)
     why = str(first) if isinstance(first, _PythonGradientError) else f"this forward: {first_line(first)} ({place_of(first, subject.model)})"
-    for said, context, front in ((None, _batched_experts, _export_front), (_DYNAMO + why, contextlib.nullcontext, _dynamo_front)):
-        with context(subject.model) as mend, contextlib.suppress(Exception):
-            if said or mend:
-                joint = _joined(subject, front)
-                subject.mends.append(said or str(mend))
+    for mend in (known._grouped_experts, known._batched_experts):  # batched copies weights for every token
+        with _with(mend, subject.model) as said, contextlib.suppress(Exception):
+            if said:
+                joint = _joined(subject, _export_front)
+                subject.mends.append(said)
                 return joint
+    with contextlib.suppress(Exception):
+        joint = _joined(subject, _dynamo_front)
+        subject.mends.append(_DYNAMO + why)
+        return joint
     if isinstance(first, _PythonGradientError):
         raise CaptureError(
             f"{type(subject.model).__name__} cannot be captured for training: it defines a gradient in Python by {first}, which neither "
@@ -239,10 +243,10 @@ def _mended(subject: _Subject) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _batched_experts(model: nn.Module) -> Iterator[str]:
-    """MoE experts as batched matmuls; only where the model's own form cannot be traced, for it copies weights per token."""
+def _with(mend: Callable[[nn.Module], known.Mend], model: nn.Module) -> Iterator[str]:
+    """The model with a mend, whose words are given; "" where it changes nothing."""
     with contextlib.ExitStack() as stack:
-        yield "".join(known._apply(stack, known._batched_experts(model)))
+        yield "".join(known._apply(stack, mend(model)))
 
 
 def _devices(model: nn.Module) -> list[int]:

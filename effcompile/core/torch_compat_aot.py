@@ -98,9 +98,11 @@ def dynamo_front(module: nn.Module, tensors: Sequence[torch.Tensor]) -> fx.Graph
 def python_gradients() -> Iterator[list[str]]:
     """Notes what defines gradients in Python while open, as "what (file:line)": torch.export records no such thing.
 
-    It traces through the forward of a torch.autograd.Function and forgets its backward; of a tensor's hook nothing is left.
+    It traces through the forward of a torch.autograd.Function and forgets its backward; of a tensor's hook nothing is left. The
+    gradient that is registered of an operator is another matter: the operator is recorded, and its gradient is traced later.
     """
     noted: list[str] = []
+    registered = "torch._library.autograd"  # whose classes these are
     saver = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)  # of checkpoint in torch 2.11: changes no gradient
     apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
 
@@ -111,7 +113,8 @@ def python_gradients() -> Iterator[list[str]]:
         noted.append(f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})")
 
     def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is not saver and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+        known = cls is saver or cls.__module__ == registered
+        if not known and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
             note(f"the torch.autograd.Function {cls.__name__}")
         return apply.__get__(None, cls)(*args, **kwargs)  # a classmethod, in torch 2.15 a built-in one
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.timing import median_seconds
-from effcompile.ops import block_sparse
+from effcompile.ops import block_sparse, grouped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,8 @@ def measure(
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
-    args = tuple(block_sparse.with_indices(node.target, _with_full_bags(node.target, args)))
+    args = _with_full_bags(node.target, args)
+    args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
     def call() -> Any:

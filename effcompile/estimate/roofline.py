@@ -1,6 +1,7 @@
 """Seconds of any aten operator on a machine that is not here: max(FLOPs / peak, bytes / bandwidth) + launch (Williams et al. 2009).
 
-FLOPs are torch's own counts (torch.utils.flop_counter) and those of our loss heads, bytes those of operands and results.
+FLOPs are torch's own counts (torch.utils.flop_counter), and ours of loss heads and of products in groups; bytes those of operands
+and results.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from effcompile.core.torch_compat import UNCOUNTED_FLOPS
 from effcompile.machine.target import Target
+from effcompile.ops import grouped
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32", torch.int8: "int8"}
 
@@ -35,6 +37,8 @@ def flops(node: fx.Node) -> float:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
     if (name := str(packet).removeprefix("effcompile.")) in _LOSS_HEADS:
         return _loss_head(name, args)
+    if (of_groups := grouped.flops(node.target, args)) is not None:
+        return of_groups
     if count is None:
         return 0.0
     try:

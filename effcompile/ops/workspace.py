@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from effcompile.ops import attention_workspace, block_sparse, compress, consume, embedding, loss_head
+from effcompile.ops import attention_workspace, block_sparse, compress, consume, embedding, grouped, loss_head
 from effcompile.ops.products import Scratch, measured
 
 
@@ -21,13 +21,14 @@ def workspace_bytes(
         scratch: what the products inside take for themselves: measured on this machine, or a margin for another one.
 
     Returns:
-        None when the operator is not one of ours: nothing is known here about its workspace.
+        None when the operator is neither ours nor a product in groups: nothing is known here about its workspace.
     """
     if target is consume.consume:
         return int(args[1])  # type: ignore[call-overload]
     name = getattr(target, "name", lambda: "")()
-    if (of_head := loss_head.workspace_bytes(name.removesuffix(".default"), args, scratch)) is not None:
-        return of_head
+    with_products = (module.workspace_bytes(name.removesuffix(".default"), args, scratch) for module in (loss_head, grouped))
+    if (found := next((nbytes for nbytes in with_products if nbytes is not None), None)) is not None:
+        return found
     known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (embedding, block_sparse, compress))
     if (of_attention := attention_workspace.workspace_bytes(name.removesuffix(".default"), args, kwargs)) is not None:
         return of_attention

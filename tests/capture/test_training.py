@@ -469,6 +469,34 @@ def test_leaves_take_the_same_inputs_in_any_form_and_no_others() -> None:
         capture_training(Classifier(), (X, object()))
 
 
+@torch.library.custom_op("tests::bent", mutates_args=())
+def bent(x: Tensor) -> Tensor:
+    """The identity, whose registered gradient is three times the incoming one."""
+    return x.clone()
+
+
+bent.register_fake(torch.empty_like)
+bent.register_autograd(lambda context, grad: 3 * grad)
+
+
+def test_a_gradient_that_is_registered_of_an_operator_is_captured() -> None:
+    """What the refusal of a torch.autograd.Function tells the user to write instead."""
+
+    class Bent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return bent(self.inner(x)).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Bent(), torch.randn(3, 4)
+    step = capture_training(model, (x,))
+    assert any("bent" in str(n.target) for n in calls(step))
+    assert mistakes(step, model, (x,), {}, loss_of=lambda out: out, limit=1e-6) == []
+
+
 SCRIPT = """
 import json, sys, torch, transformers
 sys.path.insert(0, sys.argv[2])
@@ -494,9 +522,14 @@ name, config, kwargs = {
     "t5": ("T5ForConditionalGeneration", t5, text),
     "vit": ("ViTForImageClassification", {**small, **drops, "image_size": 16, "patch_size": 8}, image),
     "mixtral": ("MixtralForCausalLM", {**llama, "num_local_experts": 4, "num_experts_per_tok": 2}, text),
+    "mixtral loop": ("MixtralForCausalLM", {**llama, "num_local_experts": 4, "num_experts_per_tok": 2}, text),
+    "gpt-oss": ("GptOssForCausalLM", {**llama, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}, text),
 }[kind]
 cls = getattr(transformers, name)
 model = cls(cls.config_class(**config)).train()
+if "loop" in kind:
+    model.set_experts_implementation("eager")
+experts = getattr(model.config, "_experts_implementation", None)
 cache = getattr(model.config, "use_cache", None)
 step = capture_training(model, (), kwargs)
 loss, shown, _, _ = run_step(step, model, (), kwargs)
@@ -510,7 +543,8 @@ print("ANSWER" + json.dumps({
     "type": type(step.rebuild(loss, shown)) is type(model(**kwargs)),
     "fields": list(step.rebuild(loss, shown)), "dropped": dict(step.dropped),
     "kept": list(outputs), "eager": list(model(**kwargs, **({"use_cache": False} if cache is not None and kind not in ("bert",) else {}))),
-    "mends": step.mends, "restored": getattr(model.config, "use_cache", None) == cache,
+    "mends": step.mends, "restored": getattr(model.config, "use_cache", None) == cache
+    and getattr(model.config, "_experts_implementation", None) == experts,
     "names": sorted({module_path(n) for n in nodes if n not in backward}), "backward": sorted({module_path(n) for n in backward}),
     "modules": [name for name, _ in model.named_modules()],
     "named": sum(bool(module_path(n)) for n in nodes) / len(nodes),
@@ -524,6 +558,8 @@ BLOCKS = {
     "t5": "decoder.block.1.layer.1.EncDecAttention.q",
     "vit": "vit.layers.1.mlp.fc1",
     "mixtral": "model.layers.1.self_attn.q_proj",
+    "mixtral loop": "model.layers.1.self_attn.q_proj",
+    "gpt-oss": "model.layers.1.self_attn.q_proj",
 }
 
 
@@ -544,6 +580,9 @@ def test_a_tiny_huggingface_model(kind: str) -> None:
     assert set(found["names"]) | set(found["backward"]) <= set(found["modules"])
     assert found["named"] > 0.9
     assert any("_log_softmax" in op for op in found["ops"])
+    if kind in ("mixtral", "mixtral loop", "gpt-oss"):  # one product per expert: no expert's weight is copied for every token
+        assert any("grouped_mm" in op for op in found["ops"]) and not any("batched_mm" in mend for mend in found["mends"])
+        assert any("grouped_mm" in mend for mend in found["mends"]) is (kind == "mixtral loop")
 
 
 def test_every_refusal_is_one_of_ours() -> None:
