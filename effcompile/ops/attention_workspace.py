@@ -113,7 +113,7 @@ class _Sizes:
         """Blocks of scores and their like, and rows and keys in the wide dtype."""
         b, h, sq, sk = shape_of(self.q, self.k)
         rows = max(rows_per_block((b, h, sq, sk), self.terms), self.terms.block_q if self.listed else 0)
-        scores = max(SCORES, h * min(rows, sq) * sk)
+        scores = min(max(SCORES, h * min(rows, sq) * sk), b * h * sq * sk)
         flat = (self.k.numel() + self.v.numel()) * self.w
         stacks = flat * (2 if backward else 1) + 4 * self.q.numel() // max(1, sq) * min(rows, sq) * self.w
         more = 1 + (self.terms.softcap > 0) + (self.terms.bias is not None) if backward else 0

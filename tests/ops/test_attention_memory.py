@@ -53,6 +53,15 @@ def said_and_allocated(p: Problem, grad: Tensor) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.parametrize("form", [{"hi": 0, "uniform_empty": True}, {"hi": 0, "softcap": 2.0}, {"uniform_empty": True}])
+def test_of_short_sequences_no_more_than_all_scores_are_counted(form: dict[str, Any]) -> None:
+    """Blocks of a million scores would be 14 MiB; here there are 73,728."""
+    p = problem(sq=48, sk=48, d=16, dtype=torch.float32, **{"dv": 16, **form})
+    scores = p.q.shape[0] * p.q.shape[1] * 48 * 48 * 4
+    for said, measured in said_and_allocated(p, torch.randn(*p.q.shape[:3], p.v.shape[3])):
+        assert measured <= said <= 5 * scores + 8 * (p.q.nbytes + p.k.nbytes + p.v.nbytes) + 2**18
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
 def test_never_more_than_said(name: str, dtype: torch.dtype) -> None:

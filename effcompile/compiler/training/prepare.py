@@ -31,7 +31,7 @@ from effcompile.passes.training.levers import Levers
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import SCALED
 from effcompile.planner.remat import BlockFront, BlockOption, Stage
-from effcompile.schedule.blocks import Blocks, cut_into_blocks
+from effcompile.schedule.blocks import Blocks, cut_into_blocks, reads_of
 from effcompile.schedule.emit import emit
 from effcompile.schedule.simulate import Trace, simulate
 
@@ -39,7 +39,8 @@ from effcompile.schedule.simulate import Trace, simulate
 ALONE = Levers()
 
 
-#: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor.
+#: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor,
+#: and its largest operator does not need more bytes.
 _CLEARLY_FASTER = 0.97
 _NOT_CONSUMED: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
@@ -224,7 +225,17 @@ def _steps(step: Step, forms: Forms, figures: Figures, progress: Progress) -> li
         held = [(form, _storages(form)) for form in (step, fused)]
         figures.measure((n for form, storages in held for n in _costly(form, storages)), progress)
         as_written, as_fused = (_seconds(form, storages, figures) for form, storages in held)
-    return [fused] if as_fused < _CLEARLY_FASTER * as_written else [fused, step]
+    larger, smaller = (_largest(form, storages, figures) for form, storages in reversed(held))
+    return [fused] if as_fused < _CLEARLY_FASTER * as_written and larger <= smaller else [fused, step]
+
+
+def _largest(step: Step, held: Storages, figures: Figures) -> int:
+    """Most bytes that one operator reads, makes and needs for itself: no schedule of the step can do with fewer."""
+    return max((_footprint(node, held, figures) for node in _costly(step, held)), default=0)
+
+
+def _footprint(node: fx.Node, held: Storages, figures: Figures) -> int:
+    return sum(held.nbytes[s] for s in (*reads_of(node, held), *held.made[node])) + figures.workspace(node, held.workspace[node])
 
 
 def with_levers(
