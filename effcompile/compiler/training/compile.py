@@ -98,7 +98,7 @@ def optimize_training(
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
     found = work.prepare(work.capture(keep_outputs))
     states = max((way.resident_bytes for way in work.ways(found.captured)[0]), default=0)
-    budget = limit(goal.memory, found.peak_bytes + states, work.figures.target)
+    budget = limit(goal.memory, found.footprint.peak_bytes + states, work.figures.target)
     divisions = Divisions(work=work)
     for _ in range(_REMEASURED + _DROPPED):
         joint = divisions.solve(found, budget)
