@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from effcompile.core.goal import Goal
+from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -20,8 +21,8 @@ Run = Callable[[Mapping[str, torch.Tensor]], list[torch.Tensor]]
 class Lowered(Protocol):
     """What a backend made of a program: flat tensors in, flat tensors out, in the order of `program.inputs/outputs`."""
 
-    #: site → option as *found in the artifact* after lowering, never copied from the plan: the compiler compares the two.
-    applied: Mapping[str, str]
+    #: site → form as *found in the artifact* after lowering, never copied from the plan: the compiler compares the two.
+    applied: Mapping[str, Form]
     #: settings tuned by measurement, for the plan ("threads": 2, ...).
     settings: Mapping[str, Any]
     #: bytes of weights in the artifact, as stored.
@@ -59,6 +60,10 @@ class Backend(Protocol):
 
     def refuses(self, program: Program, goal: Goal) -> str | None:
         """None, or why this program cannot be lowered, in one line."""
+        ...
+
+    def lacks(self, call: KernelCall) -> str | None:
+        """Why there is no such kernel on any machine, in one line; None where there may be one."""
         ...
 
     def measure(self, call: KernelCall) -> float | None:

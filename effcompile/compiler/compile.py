@@ -27,12 +27,12 @@ from effcompile.core.units import format_error, format_seconds
 from effcompile.estimate import sensitivity
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
 from effcompile.passes import Pass, load_passes
-from effcompile.passes.quantize import Quantize
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.parts import attentions
 
@@ -235,34 +235,47 @@ def _captured(
 def _search(
     program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], calibration: Iterable[Inputs] | None, progress: Progress
 ) -> Search:
-    measured, text = _sensitivity(program, goal, passes, calibration, progress)
+    options = {} if goal.exact else _measured_options(passes)
+    measured, text = _sensitivity(program, goal, passes, options, calibration, progress)
     notes = (*machine.notes, *program.mends, *(f"fixed: {line}" for line in program.fixed))
-    return Search(program=program, goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes)
+    return Search(
+        program=program, goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
+        formats=_formats(options),
+    )  # fmt: skip
+
+
+def _formats(options: Mapping[str, tuple[Form, ...]]) -> tuple[WeightFormat, ...]:
+    """What a dense linear may be held in, fp32 first."""
+    return (FP32, *(form.weights for form in options.get("linear", ()) if form.weights is not None))
+
+
+def _measured_options(passes: tuple[Pass, ...]) -> dict[str, tuple[Form, ...]]:
+    """kind → options whose error has to be measured; several passes may add some to one kind of site."""
+    options: dict[str, tuple[Form, ...]] = {}
+    for each in passes:
+        wanted: Callable[[], dict[str, tuple[Form, ...]]] | None = getattr(each, "measured_options", None)
+        for kind, forms in (wanted() if wanted else {}).items():
+            options[kind] = tuple(dict.fromkeys((*options.get(kind, ()), *forms)))
+    return options
 
 
 def _sensitivity(
-    program: Program, goal: Goal, passes: tuple[Pass, ...], calibration: Iterable[Inputs] | None, progress: Progress
-) -> tuple[Sensitivity, str]:
+    program: Program, goal: Goal, passes: tuple[Pass, ...], options: Mapping[str, tuple[Form, ...]],
+    calibration: Iterable[Inputs] | None, progress: Progress,
+) -> tuple[Sensitivity, str]:  # fmt: skip
     """Errors of every low-precision option, where the goal allows any; and which inputs they were measured on."""
     if goal.exact:
         return Sensitivity(errors={}, method="the goal allows no error"), ""
     given = list(calibration) if calibration is not None else []
     inputs = given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
-    options: dict[str, tuple[str, ...]] = {}
     weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
-    group_size = next((each.group_size for each in passes if isinstance(each, Quantize)), 32)
     for each in passes:
-        wanted: Callable[[], dict[str, tuple[str, ...]]] | None = getattr(each, "measured_options", None)
-        for kind, names in (wanted() if wanted else {}).items():  # several passes may add options to one kind of site
-            options[kind] = tuple(dict.fromkeys((*options.get(kind, ()), *names)))
         replaced: Callable[[Program], Weights] | None = getattr(each, "replaced_weights", None)
         weights |= replaced(program) if replaced else {}
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
-        measured = sensitivity.measure(
-            program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, group_size=group_size, progress=tell
-        )
+        measured = sensitivity.measure(program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell)
     return measured, f"{text}; {measured.method}"
 
 

@@ -17,6 +17,7 @@ from effcompile.core.units import format_bytes, format_error, format_seconds
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.estimate.timeline import Timeline, timeline
+from effcompile.ir.formats import WeightFormat
 from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.ir.program import Program
 from effcompile.machine.target import Target
@@ -67,6 +68,7 @@ class Search:
     goal: Goal
     machine: Machine
     passes: tuple[Pass, ...]
+    formats: tuple[WeightFormat, ...]  # what a dense linear may be held in
     sensitivity: Sensitivity
     calibration_inputs: str
     notes: tuple[str, ...] = ()
@@ -85,7 +87,7 @@ class Search:
         Raises:
             InfeasibleError: nothing meets the goal on this backend.
         """
-        proposal = self._proposal(backend.name)
+        proposal = self._proposal(backend)
         scaled = replace(proposal, choices=tuple(_scaled(choice, error_scale) for choice in proposal.choices))
         plans: list[Plan] = []
         infeasible: list[InfeasibleError] = []
@@ -104,7 +106,7 @@ class Search:
 
     def frontier(self, backend: Backend, points: int) -> list[Plan]:
         """Plans along the memory-time Pareto front on one backend, least memory first."""
-        proposal = self._proposal(backend.name)
+        proposal = self._proposal(backend)
         goal = self._on_the_machine(proposal)
         problem = proposal.problem(goal)
         try:
@@ -130,16 +132,20 @@ class Search:
         seconds = estimate(self.program, self.machine.target, BASELINE).seconds
         return Totals(seconds=seconds, weight_bytes=self.program.weight_bytes(), peak_bytes=self.timeline().peak_bytes, error=0.0)
 
-    def _proposal(self, backend: str) -> Proposal:
-        if backend not in self._proposals:
-            context = Context(goal=self.goal, target=self.machine.target, backend=backend, sensitivity=self.sensitivity.errors)
+    def _proposal(self, backend: Backend) -> Proposal:
+        name = backend.name
+        if name not in self._proposals:
+            context = Context(
+                goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
+                formats=self.formats, lacks=backend.lacks,
+            )  # fmt: skip
             choices, declined = propose_all(self.passes, self.program, context)
-            rest = self._rest(backend, choices)
+            rest = self._rest(name, choices)
             provenance = total([o.cost for c in choices for o in c.options]).provenance
-            self._proposals[backend] = Proposal(
-                backend=backend, choices=tuple(choices), declined=tuple(declined), rest=rest, provenance=provenance
+            self._proposals[name] = Proposal(
+                backend=name, choices=tuple(choices), declined=tuple(declined), rest=rest, provenance=provenance
             )
-        return self._proposals[backend]
+        return self._proposals[name]
 
     def _rest(self, backend: str, choices: Sequence[Choice]) -> Cost:
         """Seconds of nodes that no choice covers, bytes of parameters that no choice stores, peak activations."""
@@ -304,6 +310,7 @@ def _decision(choice: Choice, option: Option) -> Decision:
         site=choice.site,
         kind=choice.kind,
         option=option.name,
+        form=option.form,
         baseline=choice.baseline,
         by=option.by,
         cost=option.cost,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,11 @@ from effcompile.compiler.verify import Reference, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
 from effcompile.core.units import format_error
+from effcompile.ir.formats import Form
 from effcompile.ir.plan import Check, Plan
 from effcompile.ir.program import Program
 from effcompile.passes import Pass
+from effcompile.passes.merge import MERGED, SEPARATE
 from effcompile.sites import parts as sites
 
 #: Solves at the most, the first one included.
@@ -159,13 +161,12 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
 
 def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
     """The plan with what each site became in the artifact; a site that is not as planned is told, never passed over."""
-    groups = sites.merges(program)
-    merged = {member.site: group.merged_site for group in groups for member in group.members}
-    made = {group.site: _merge_found(group, lowered.applied) for group in groups}
-    found = {
-        d.site: made.get(d.site) or lowered.applied.get(d.site) or lowered.applied.get(merged.get(d.site, ""), "") for d in plan.decisions
-    }
-    decisions = tuple(replace(d, applied=found[d.site]) for d in plan.decisions)
+    found = dict(lowered.applied)
+    for group in sites.merges(program):
+        inside = found.get(group.merged_site)
+        found[group.site] = Form(word=SEPARATE) if inside is None else Form(word=MERGED, weights=inside.weights)
+        found |= {member.site: inside for member in group.members if inside is not None}
+    decisions = tuple(replace(d, applied=_told(d.form, found[d.site]) if d.site in found else "") for d in plan.decisions)
     differing = Counter((d.kind, d.option, d.applied) for d in decisions if d.applied and d.applied != d.option)
     notes = [
         f"{count} × {kind}: planned {option}, the {plan.backend} artifact has {applied}"
@@ -174,10 +175,10 @@ def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
     return replace(plan, decisions=decisions, notes=(*plan.notes, *notes))
 
 
-def _merge_found(group: sites.MergeSite, applied: Mapping[str, str]) -> str:
-    """`merged@int8_dynamic` where the artifact has the merged linear at that precision, as passes.merge names its options."""
-    precision = applied.get(group.merged_site)
-    return "separate" if precision is None else "merged" if precision == "fp32" else f"merged@{precision}"
+def _told(planned: Form | None, found: Form) -> str:
+    """The name of what was found, with all that is known of it where the name alone would say that it is as planned."""
+    alike = planned is not None and planned.name == found.name and not planned.agrees(found)
+    return f"{found.name} ({found.weights or found.figures})" if alike else found.name
 
 
 def _failed(outcome: Outcome) -> VerificationError:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from effcompile.ir.formats import WeightFormat
+
 #: Range of a tensor: (least, greatest).
 Range = tuple[float, float]
 
@@ -70,3 +72,28 @@ def uint8(x: torch.Tensor, within: Range | None = None) -> torch.Tensor:
         return x
     zero = round(min(max(-low / scale, 0.0), 255.0))
     return torch.round(x / scale).add_(zero).clamp_(0, 255).sub_(zero).mul_(scale)
+
+
+def weight(w_nk: torch.Tensor, held: WeightFormat, peak: float | None = None) -> torch.Tensor:
+    """A linear's weight as the format stores it. `peak`: see `per_tensor`."""
+    if held.scale == "group":
+        return grouped(w_nk, held.bits, held.group)
+    if held.scale == "tensor":
+        return per_tensor(w_nk, peak)
+    if held.scale == "channel":
+        return per_channel(w_nk)
+    return bf16(w_nk) if held.bits == 16 else w_nk
+
+
+def activation(x: torch.Tensor, held: WeightFormat, within: Range | None) -> torch.Tensor:
+    """What a linear in this format multiplies. `within`: the range that a static one is fixed to."""
+    if held.activation == "bf16":
+        return bf16(x)
+    if held.activation == "int8 blocks":
+        return block_int8(x, held.group)
+    return x if held.activation == "as given" else uint8(x, within)
+
+
+def table_rows(rows: torch.Tensor, held: WeightFormat, within: Range) -> torch.Tensor:
+    """Rows of a table (…, width) in this format. `within`: the range of the whole table."""
+    return per_channel(rows.reshape(-1, rows.shape[-1])).view(rows.shape) if held.scale == "channel" else uint8(rows, within)

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
 from effcompile.estimate.perturb import MERGED, Record, Site, Weights, delta_of, find_sites, static_range
+from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import linears, merges
 
@@ -57,12 +58,11 @@ class Sensitivity:
 def measure(
     program: Program,
     inputs: Sequence[Inputs],
-    options: Mapping[str, tuple[str, ...]],
+    options: Mapping[str, tuple[Form, ...]],
     *,
     weights: Weights | None = None,
     probes: int = 8,
     budget_seconds: float = 20.0,
-    group_size: int = 32,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Sensitivity:
@@ -71,22 +71,22 @@ def measure(
     Args:
         program: the captured model, in fp32.
         inputs: calibration inputs as (args, kwargs); cut along the batch, then in number, to about MAX_ROWS rows.
-        options: kind ("linear", "embedding", "gelu", "attention") → options to price there.
+        options: kind ("linear", "embedding", "gelu", "attention") → options to price there, without the baseline. Linears whose K is
+            no multiple of a format's group are not priced for that.
         weights: options of single linears that are another weight in the place of theirs.
         probes: backward passes per input and output group (three quarters of it where there are several outputs).
         budget_seconds: half of it bounds the probing, of which one round is always done. Sites whose turn comes late
             are priced on one input instead of all; the method says so.
-        group_size: weights per scale of w8 and w4; linears whose K is no multiple of it are not priced for those.
         seed: of the random signs.
         progress: told what is done and the share done.
     """
     clock = _Clock(budget=budget_seconds, tell=progress or (lambda what, share: None))
-    sites = find_sites(program, options, group_size, weights)
+    sites = find_sites(program, options, weights)
     if not sites or not inputs:
         return Sensitivity(errors={}, method="nothing to measure: no site with an option that makes an error, or no inputs")
     clock.tell("forward passes", 0.0)
     records = [_forward(program, sites, given) for given in _capped(program, inputs)]
-    task = _Task(program=program, records=records, scales=_output_scales(records), group_size=group_size)
+    task = _Task(program=program, records=records, scales=_output_scales(records))
     rounds = _probe(task, probes, torch.Generator().manual_seed(seed), clock)
     errors, late = _price(task, sites, clock)
     _fold_merged(program, errors)
@@ -123,7 +123,6 @@ class _Task:
     program: Program
     records: list[Record]
     scales: list[list[float]]
-    group_size: int
 
 
 #: site's node → the nodes of its input and its bias
@@ -272,16 +271,17 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
         for option in site.options:
             deltas = _deltas(task, site, option, used)
             error = _from_gradients(task, site, deltas) if reached else _by_running(task, site, deltas)
-            errors[site.name, option] = errors.get((site.name, option), 0.0) + error
+            errors[site.name, option.name] = errors.get((site.name, option.name), 0.0) + error
         site.cache.clear()
     return errors, late
 
 
-def _deltas(task: _Task, site: Site, option: str, used: list[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+def _deltas(task: _Task, site: Site, option: Form, used: list[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
     """δ on each input, one at a time."""
-    limits = static_range(site, task.records) if option == "int8_static" else None
+    fixed = option.weights is not None and option.weights.activation == "static int8"
+    limits = static_range(site, task.records) if fixed else None
     for record in used:
-        yield record, delta_of(site, option, record, task.group_size, limits)
+        yield record, delta_of(site, option, record, limits)
 
 
 def _from_gradients(task: _Task, site: Site, deltas: Iterator[tuple[Record, torch.Tensor]]) -> float:
@@ -316,8 +316,8 @@ def _fold_merged(program: Program, errors: dict[tuple[str, str], float]) -> None
     for merge in merges(program):
         extra = 0.0
         for member in merge.members:
-            shared = errors.pop((member.site, MERGED), None)
+            shared = errors.pop((member.site, MERGED.name), None)
             if shared is not None:
-                extra += shared - errors[member.site, "int8_dynamic"]
+                extra += shared - errors[member.site, INT8_DYNAMIC.name]
         if extra > 0:
-            errors[merge.site, "merged@int8_dynamic"] = extra
+            errors[merge.site, MERGED.name] = extra

@@ -17,6 +17,7 @@ from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
 from effcompile.ir.footprint import excess
+from effcompile.ir.formats import Form
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,13 +39,17 @@ class Decision:
         site: unique name of the place, the module's qualified name where there is one.
         kind: what is decided there: "linear", "embedding", "attention", "merge", "norm", "gelu", "logits"; in training
             "checkpoint" (what a block keeps from forward to backward), "loss head", "gradient" (where it is accumulated).
-        option: the option taken. `baseline`: the option the unplanned model has.
+        option: the option taken, as it is printed. `baseline`: the option the unplanned model has.
+        form: what the option means; None where the site is decided by other means (a training step's).
         by: the pass that proposed it.
         cost, baseline_cost: predicted costs of the two.
         why: one line.
         note: what is known of the place ("sees causal ∧ window 512 ∧ padding"); "" for nothing.
         applied: what the backend found in the lowered artifact at this site ("" before lowering).
         settings: what the option stands for, where its name does not say it: enough to apply the plan again.
+
+    Raises:
+        UsageError: an option that is not what its form is printed as.
     """
 
     site: str
@@ -58,6 +63,11 @@ class Decision:
     note: str = ""
     applied: str = ""
     settings: Mapping[str, Setting] = field(default_factory=dict, hash=False)
+    form: Form | None = None
+
+    def __post_init__(self) -> None:
+        if self.form is not None and self.form.name != self.option:
+            raise UsageError(f"the option {self.option!r} at {self.site!r} has the form of {self.form.name!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +271,12 @@ class Plan:
         return over[0] if over else None
 
     def options(self) -> dict[str, str]:
-        """site → option taken."""
+        """site → option taken, as it is printed."""
         return {d.site: d.option for d in self.decisions}
+
+    def forms(self) -> dict[str, Form]:
+        """site → what the option taken there means."""
+        return {d.site: d.form for d in self.decisions if d.form is not None}
 
     def decision(self, site: str) -> Decision:
         """The decision at a site.

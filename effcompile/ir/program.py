@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.ir.formats import FP32, Form, WeightFormat
+
 Dim = int | str  # a fixed size, or the name of a dynamic axis
 
 
@@ -38,7 +40,7 @@ class Program:
         mends: known fixes applied at capture, in the user's words.
         fixed: axes that were asked to be dynamic and that the model's code made constant.
         left: attention → why it stands as the model writes it.
-        tags: site → option, set by passes for the backend to act on.
+        tags: site → form, set by passes for the backend to act on.
         history: names of the passes applied so far.
     """
 
@@ -52,7 +54,7 @@ class Program:
     mends: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
     left: Mapping[str, str] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, Form] = field(default_factory=dict)
     history: tuple[str, ...] = ()
     calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
 
@@ -86,9 +88,19 @@ class Program:
         module.meta = copy.copy(self.module.meta)
         return replace(self, module=module, history=(*self.history, pass_name))
 
-    def tagged(self, tags: Mapping[str, str], pass_name: str) -> Program:
+    def tagged(self, tags: Mapping[str, Form], pass_name: str) -> Program:
         """The same graph with more tags."""
         return replace(self, tags={**self.tags, **tags}, history=(*self.history, pass_name))
+
+    def format_at(self, site: str) -> WeightFormat:
+        """The format that a linear or table is tagged with; fp32 where nothing is said."""
+        form = self.tags.get(site)
+        return form.weights if form is not None and form.weights is not None else FP32
+
+    def word_at(self, site: str) -> str:
+        """What a site is tagged to become; "" where nothing is said."""
+        form = self.tags.get(site)
+        return form.word if form is not None else ""
 
     def flat_inputs(self, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
         """The tensor leaves of the given (default: example) inputs, in the order of `inputs`.

@@ -18,12 +18,13 @@ import msgspec
 
 from effcompile.core.errors import EffcompileError, FormatError, UsageError
 from effcompile.core.files import cache_folder, write_atomically
+from effcompile.ir.formats import USUAL_GROUP, W4, W8, W8_CHANNEL
 from effcompile.machine import native
 from effcompile.machine.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
 from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
 
 FORMAT = "effcompile-calibration"
-VERSION = 1
+VERSION = 2
 
 #: Times one kernel of one backend (seconds), or None where the backend has no such kernel.
 Measure = Callable[[KernelCall], float | None]
@@ -95,7 +96,8 @@ def grid(*, quick: bool = False) -> tuple[KernelCall, ...]:
     """The kernels that `calibrate` times, cheap ones first within each kernel. `quick`: one small shape each."""
     if quick:
         small: dict[str, Dims] = {
-            "M K N": (8, 64, 64), "M K N Z B": (8, 64, 64, 4, 16), "B M K N": (2, 8, 16, 8), "B H Sq Sk D": (1, 2, 16, 16, 16),
+            "M K N": (8, 64, 64), "M K N G": (8, 64, 64, 32),
+            "M K N Z B": (8, 64, 64, 4, 16), "B M K N": (2, 8, 16, 8), "B H Sq Sk D": (1, 2, 16, 16, 16),
             "B H Sq Sk D V": (1, 2, 16, 16, 16, 8), "B H Sq Sk D V T": (1, 2, 32, 32, 16, 16, 16),
             "B H Sq Sk D V P T R": (1, 2, 32, 32, 16, 16, 8, 16, 4), "rows cols": (16, 64), "elements": (1024,),
         }  # fmt: skip
@@ -103,6 +105,7 @@ def grid(*, quick: bool = False) -> tuple[KernelCall, ...]:
     layers = ((768, 768), (768, 3072), (3072, 768))  # the linears of a BERT-base block
     shapes: dict[str, tuple[Dims, ...]] = {
         "M K N": (*((m, k, n) for m in (1, 8, 32, 128, 1024) for k, n in layers), (1, 4096, 4096)),
+        "M K N G": (*((m, k, n, USUAL_GROUP) for m in (1, 8, 32, 128, 1024) for k, n in layers), (1, 4096, 4096, USUAL_GROUP)),
         "M K N Z B": tuple((m, k, n, k * n // 2560, 16) for m in (128, 1024) for k, n in layers),  # a tenth of the blocks kept
         "B M K N": ((12, 128, 64, 128), (12, 128, 128, 64), (96, 128, 64, 128)),
         "B H Sq Sk D": ((1, 12, 128, 128, 64), (8, 12, 128, 128, 64), (1, 12, 512, 512, 64)),
@@ -180,7 +183,8 @@ def _peaks(backends: Mapping[str, BackendPoints]) -> dict[str, float]:
     peaks = {"fp32": matmul_peak()}
     for points in backends.values():
         for kernel, timed in points.points.items():
-            if kernel.startswith("linear/") and kernel not in ("linear/w8", "linear/w4", "linear/2:4"):  # mixed dtypes, and FLOPs left out
+            held = KERNELS[kernel].format
+            if kernel.startswith("linear/") and held is not None and held.family not in (W8.family, W8_CHANNEL.family, W4.family):
                 best = max(KernelCall(kernel, dims).flops / seconds for dims, seconds in timed)
                 dtype = KERNELS[kernel].dtype
                 peaks[dtype] = max(best, peaks.get(dtype, 0.0))

@@ -12,27 +12,42 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from effcompile.core.cost import Provenance
+from effcompile.ir.formats import LINEAR_FORMATS, TABLE_FORMATS, WeightFormat
 
 Dims = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """The meaning of a kernel's dimensions, its FLOPs and the bytes it must at least move."""
+    """The meaning of a kernel's dimensions, its FLOPs, the bytes it must at least move, and the format of its weight or table."""
 
     dims: str
     dtype: str
     flops: Callable[[Dims], float]
     bytes: Callable[[Dims], float]
     gain: str = ""  # what in `Target.gains` makes its arithmetic faster than the dense one; "": nothing
+    format: WeightFormat | None = None
 
 
-def _linear(dtype: str, weight_bytes: float, activation_bytes: float = 4.0) -> KernelSpec:
+def _linear(held: WeightFormat) -> KernelSpec:
+    """Integer products where both sides are integers; 16 bits where weights are floating and have them; else fp32."""
+    whole = held.activation in ("dynamic int8", "static int8")
+    dtype = "int8" if whole else "bf16" if held.bits == 16 else "fp32"
+    activation_bytes = 2.0 if dtype == "bf16" else 4.0
+
     def size(d: Dims) -> float:
-        m, k, n = d
-        return k * n * weight_bytes + (m * k + m * n) * activation_bytes
+        m, k, n = d[:3]
+        return held.grouped_by(d[-1]).stored_bytes(n, k) + (m * k + m * n) * activation_bytes
 
-    return KernelSpec("M K N", dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size)
+    return KernelSpec("M K N G" if held.group else "M K N", dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size, format=held)
+
+
+def _lookup(held: WeightFormat) -> KernelSpec:
+    """Rows read as they are stored, written in fp32."""
+    width = 4 + held.bits // 8
+    return KernelSpec(
+        "rows cols", "fp32", lambda d: 2.0 * math.prod(d) * (held.bits < 32), lambda d: float(width * math.prod(d)), format=held
+    )
 
 
 def _sparse_linear() -> KernelSpec:
@@ -47,7 +62,7 @@ def _sparse_linear() -> KernelSpec:
 
 def _two_of_four() -> KernelSpec:
     """The dense product's FLOPs and bytes: what torch's kernels save of the bytes they lose to padding few rows (pytorch #111339)."""
-    dense = _linear("bf16", 2, 2)
+    dense = _linear(LINEAR_FORMATS["bf16"])
     return KernelSpec(dense.dims, dense.dtype, dense.flops, dense.bytes, gain="2:4")
 
 
@@ -96,13 +111,7 @@ def _pointwise(dims: str, flops_per_element: float, reads_and_writes: int) -> Ke
 
 #: Every kernel that a pass may ask the price of. One line per kernel.
 KERNELS: dict[str, KernelSpec] = {
-    "linear/fp32": _linear("fp32", 4),
-    "linear/bf16": _linear("bf16", 2, 2),
-    "linear/int8_dynamic": _linear("int8", 1),  # u8 activations per tensor at run time × s8 weights per tensor
-    "linear/int8_channel": _linear("int8", 1),  # the same with one weight scale per output channel
-    "linear/int8_static": _linear("int8", 1),  # activation scales fixed from calibration inputs, per-channel weights
-    "linear/w8": _linear("fp32", 1.125),  # 8-bit weights in groups of 32 along K, fp32 activations
-    "linear/w4": _linear("fp32", 0.625),  # 4-bit weights in groups of 32 along K, fp32 activations
+    **{f"linear/{family}": _linear(held) for family, held in LINEAR_FORMATS.items()},
     "linear/2:4": _two_of_four(),  # bf16 or fp16, two of every four weights of a row on sparse tensor cores
     "linear/sparse": _sparse_linear(),  # fp32, block-sparse weight with its pattern as constants
     "matmul/fp32": KernelSpec(
@@ -132,8 +141,7 @@ KERNELS: dict[str, KernelSpec] = {
     "rows/rotary": _pointwise("rows cols", 4, 2),
     "gelu/erf": _pointwise("elements", 20, 2),
     "gelu/tanh": _pointwise("elements", 12, 2),
-    "embedding/fp32": KernelSpec("rows cols", "fp32", lambda d: 0.0, lambda d: 8.0 * math.prod(d)),
-    "embedding/int8": KernelSpec("rows cols", "fp32", lambda d: 2.0 * math.prod(d), lambda d: 5.0 * math.prod(d)),
+    **{f"embedding/{family}": _lookup(held) for family, held in TABLE_FORMATS.items()},
     "pointwise/fp32": _pointwise("elements", 1, 2),  # any other elementwise op or copy, per tensor read or written
     "softmax/fp32": _pointwise("rows cols", 8, 2),
 }
@@ -151,6 +159,12 @@ class KernelCall:
         return KERNELS[self.kernel]
 
     @property
+    def format(self) -> WeightFormat | None:
+        """Of the dense linear's weight or the table, with the group that the dimensions say; None for any other kernel."""
+        held = self.spec.format
+        return held.grouped_by(self.dims[-1]) if held is not None else None
+
+    @property
     def flops(self) -> float:
         return self.spec.flops(self.dims)
 
@@ -160,6 +174,11 @@ class KernelCall:
 
     def __str__(self) -> str:
         return f"{self.kernel} {'×'.join(map(str, self.dims))}"
+
+
+def linear_call(held: WeightFormat, dims: Dims) -> KernelCall:
+    """The kernel of a dense linear (M, K, N) with its weight in this format."""
+    return KernelCall(f"linear/{held.family}", (*dims, held.group) if held.group else dims)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

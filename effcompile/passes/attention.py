@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from effcompile.core.cost import Cost, Provenance
+from effcompile.ir.formats import INT8_STATIC, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option
@@ -48,9 +49,9 @@ class Attention:
     name: ClassVar[str] = "attention"
     exact: ClassVar[bool] = True
 
-    def measured_options(self) -> dict[str, tuple[str, ...]]:
+    def measured_options(self) -> dict[str, tuple[Form, ...]]:
         """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
-        return {"attention": (INT8,)} if self.int8 else {}
+        return {"attention": (Form(word=INT8),)} if self.int8 else {}
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         for module, reason in program.left.items():
@@ -63,13 +64,14 @@ class Attention:
             yield from self._at(site, mask_of(program, site.node), names, context)
 
     def apply(self, program: Program, plan: Plan) -> Program:
-        chosen = plan.options()
+        chosen = plan.forms()
         tags = {s.site: chosen[s.site] for s in attentions(program) if s.site in chosen}
         edited = program.editable(self.name)
         by_option: dict[str, list[fx.Node]] = {}
         for site in attentions(edited):
-            if site.ours or tags.get(site.site) in ("causal", "tiled", "flex"):
-                by_option.setdefault(tags.get(site.site, ""), []).append(site.node)
+            word = tags[site.site].word if site.site in tags else ""
+            if site.ours or word in ("causal", "tiled", "flex"):
+                by_option.setdefault(word, []).append(site.node)
         if not by_option:
             return program.tagged(tags, self.name)
         expand(edited.graph, by_option.pop("math", []))
@@ -96,7 +98,7 @@ class Attention:
                 yield Declined(site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost)
             else:
                 note = _note(mask, site) if mask is not None and form in _SEEING else ""
-                options.append(Option(name=form, cost=cost, by=self.name, note=note))
+                options.append(Option(form=Form(word=form), cost=cost, by=self.name, note=note))
         if self.int8 and not context.goal.exact and options and not site.ours:
             option = self._int8(site, names, context, options[0])
             if isinstance(option, Option):
@@ -121,8 +123,8 @@ class Attention:
             reason = "" if error is not None else "its error at the output was not measured"
         if reason or cost is None or error is None:
             return Declined(site=site.site, kind="attention", option=INT8, by=self.name, reason=reason, cost=cost)
-        requires = {linear: ("int8_static",) for linear in made_by if linear is not None}
-        return Option(name=INT8, cost=replace(cost, error_squared=error), by=self.name, requires=requires)
+        requires = {linear: (INT8_STATIC.name,) for linear in made_by if linear is not None}
+        return Option(form=Form(word=INT8), cost=replace(cost, error_squared=error), by=self.name, requires=requires)
 
 
 #: Forms that know the mask in closed form.

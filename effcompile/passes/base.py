@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
+from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Declined, Plan
 from effcompile.ir.program import Program
-from effcompile.machine.target import Target
+from effcompile.machine.target import KernelCall, Target
 
 __all__ = ["Choice", "Context", "Declined", "Option", "Pass"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One alternative at a site.
+    """One alternative at a site. Its form says what it means; its name is what that is printed as, unique among a site's options.
 
-    `requires` maps other sites to the options they must take for this one to be possible; the solver enforces it.
+    `requires` maps other sites to the names of the options they must take for this one to be possible; the solver enforces it.
     """
 
-    name: str
+    form: Form
     cost: Cost
     by: str
     note: str = ""
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.form.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +54,16 @@ class Context:
     Attributes:
         sensitivity: (site, option) → squared relative error at the model's output that the option alone
             causes, measured on the calibration inputs. Absent for a site that no error-making option asked for.
+        formats: what a dense linear may be held in under this goal, fp32 first.
+        lacks: says why the backend has no such kernel on any machine; None where it may have.
     """
 
     goal: Goal
     target: Target
     backend: str
     sensitivity: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    formats: tuple[WeightFormat, ...] = (FP32,)
+    lacks: Callable[[KernelCall], str | None] = lambda call: None
 
 
 @runtime_checkable

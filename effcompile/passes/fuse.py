@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option
@@ -27,9 +28,9 @@ class Fuse:
     name: ClassVar[str] = "fuse"
     exact: ClassVar[bool] = True
 
-    def measured_options(self) -> dict[str, tuple[str, ...]]:
+    def measured_options(self) -> dict[str, tuple[Form, ...]]:
         """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
-        return {"gelu": ("tanh",)} if self.gelu else {}
+        return {"gelu": (Form(word="tanh"),)} if self.gelu else {}
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         if self.norms:
@@ -45,13 +46,13 @@ class Fuse:
             yield from self._pair(context, gelu.site, "gelu", "gelu", forms, (gelu.elements,))
 
     def apply(self, program: Program, plan: Plan) -> Program:
-        chosen = plan.options()
+        chosen = plan.forms()
         edited = program.editable(self.name)
         tags = {site.site: chosen[site.site] for site in add_norms(edited) if site.site in chosen}
         for gelu in gelus(edited):
             if gelu.site in chosen:
                 tags[gelu.site] = chosen[gelu.site]
-                if chosen[gelu.site] == "tanh":
+                if chosen[gelu.site].word == "tanh":
                     gelu.node.kwargs = {**gelu.node.kwargs, "approximate": "tanh"}
         edited.module.recompile()
         return replace(edited, tags={**program.tags, **tags})
@@ -75,6 +76,6 @@ class Fuse:
             if reason or cost is None:
                 yield Declined(site=site, kind=kind, option=name, by=self.name, reason=reason, cost=cost)
             else:
-                options.append(Option(name=name, cost=cost, by=self.name))
+                options.append(Option(form=Form(word=name), cost=cost, by=self.name))
         if options:
             yield Choice(site=site, kind=kind, baseline=options[0].name, options=tuple(options))

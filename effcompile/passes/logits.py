@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,21 +12,23 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.cost import Cost
+from effcompile.ir.formats import Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, TensorSpec, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option
-from effcompile.passes.pricing import base_option, no_gain, no_kernel, price
-from effcompile.passes.quantize import LINEAR_OPTIONS
+from effcompile.passes.pricing import no_gain, no_linear, price_linear
 from effcompile.sites.parts import LinearSite, logits
 
 aten = torch.ops.aten
+
+ALL, LAST = "all", "last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
     """Offered only where `goal.reads == "last"`; exact in what is read. The output becomes (B, 1, V).
 
-    What is saved depends on the head's precision, which another pass chooses; so there is one option per precision,
+    What is saved depends on the head's format, which another pass chooses; so there is one option per format,
     `last` (fp32), `last@int8_dynamic`, ..., each requiring it of the head.
     """
 
@@ -37,37 +39,33 @@ class Logits:
         head = logits(program) if context.goal.reads == "last" else None
         if head is None or shape_of(head.node)[1] == 1:
             return
-        options = [Option(name="all", cost=Cost(), by=self.name)]
-        for option in self._last(head, context):
+        options = [Option(form=Form(word=ALL), cost=Cost(), by=self.name)]
+        for option in (self._last(head, held, context) for held in context.formats):
             if isinstance(option, Declined):
                 yield option
             else:
                 options.append(option)
-        yield Choice(site=rows_site(head), kind="logits", baseline="all", options=tuple(options))
+        yield Choice(site=rows_site(head), kind="logits", baseline=ALL, options=tuple(options))
 
-    def _last(self, head: LinearSite, context: Context) -> Iterator[Option | Declined]:
-        batch = shape_of(head.node)[0]
-        for precision in LINEAR_OPTIONS if not context.goal.exact else LINEAR_OPTIONS[:1]:
-            kernel = f"linear/{precision}"
-            name = "last" if precision == "fp32" else f"last@{precision}"
-            full, last = price(context, kernel, *head.dims), price(context, kernel, batch, head.k, head.n)
-            if full is None or last is None:
-                reason, cost = no_kernel(context, kernel), None
-            else:
-                reason = no_gain(last, full, "all") if last.seconds > full.seconds else ""
-                cost = replace(last, seconds=last.seconds - full.seconds)
-            if reason or cost is None:
-                yield Declined(site=rows_site(head), kind="logits", option=name, by=self.name, reason=reason, cost=cost)
-            else:
-                yield Option(name=name, cost=cost, by=self.name, requires={head.site: (precision,)})
+    def _last(self, head: LinearSite, held: WeightFormat, context: Context) -> Option | Declined:
+        form = Form(word=LAST, weights=held)
+        full, last = (price_linear(context, held, (rows, head.k, head.n)) for rows in (head.m, shape_of(head.node)[0]))
+        if full is None or last is None:
+            reason, cost = no_linear(context, held, head.dims), None
+        else:
+            reason = no_gain(last, full, ALL) if last.seconds > full.seconds else ""
+            cost = replace(last, seconds=last.seconds - full.seconds)
+        if reason or cost is None:
+            return Declined(site=rows_site(head), kind="logits", option=form.name, by=self.name, reason=reason, cost=cost)
+        return Option(form=form, cost=cost, by=self.name, requires={head.site: (held.name,)})
 
     def apply(self, program: Program, plan: Plan) -> Program:
         found = logits(program)
-        chosen = base_option(plan.options().get(rows_site(found), "")) if found else ""
-        if not found or not chosen:
+        chosen = plan.forms().get(rows_site(found)) if found else None
+        if not found or chosen is None:
             return program.tagged({}, self.name)
         site = rows_site(found)
-        if chosen == "all":
+        if chosen.word == ALL:
             return program.tagged({site: chosen}, self.name)
         edited = program.editable(self.name)
         head = logits(edited)

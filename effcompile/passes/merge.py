@@ -11,15 +11,16 @@ import torch
 from torch import fx, nn
 
 from effcompile.core.cost import Cost, total
+from effcompile.ir.formats import Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option
-from effcompile.passes.pricing import base_option, no_kernel, price
-from effcompile.passes.quantize import LINEAR_OPTIONS
+from effcompile.passes.pricing import no_linear, price, price_linear
 from effcompile.sites.parts import LinearSite, MergeSite, merges
 
 aten = torch.ops.aten
 
+SEPARATE, MERGED = "separate", "merged"
 #: Backends whose split of the merged result is a view; on the others it is a copy and is priced as one.
 VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
 
@@ -28,7 +29,7 @@ VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
 class Merge:
     """What a merge saves depends on the precision of its members, which another pass chooses.
 
-    So there is one option per precision, `merged` (fp32), `merged@int8_dynamic`, ..., each requiring it of all members; its
+    So there is one option per format, `merged` (fp32), `merged@int8_dynamic`, ..., each requiring it of all members; its
     seconds are t(M, K, ΣN) − Σ t(M, K, Nᵢ) + the split, usually negative.
     """
 
@@ -37,32 +38,33 @@ class Merge:
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         for site in merges(program):
-            options = [Option(name="separate", cost=Cost(), by=self.name)]
-            for precision in LINEAR_OPTIONS[:1] if context.goal.exact else LINEAR_OPTIONS:
-                name = "merged" if precision == "fp32" else f"merged@{precision}"
+            options = [Option(form=Form(word=SEPARATE), cost=Cost(), by=self.name)]
+            for held in context.formats:
+                form = Form(word=MERGED, weights=held)
                 reason = _why_not(program, site)
-                cost = merge_cost(site, precision, context, name)
+                cost = merge_cost(site, held, context)
                 if cost is None:
-                    reason = reason or no_kernel(context, f"linear/{precision}")
+                    reason = reason or no_linear(context, held, site.members[0].dims)
                 if reason or cost is None:
-                    yield Declined(site=site.site, kind="merge", option=name, by=self.name, reason=reason, cost=cost)
+                    yield Declined(site=site.site, kind="merge", option=form.name, by=self.name, reason=reason, cost=cost)
                 else:
-                    requires = {member.site: (precision,) for member in site.members}
-                    options.append(Option(name=name, cost=cost, by=self.name, requires=requires))
-            yield Choice(site=site.site, kind="merge", baseline="separate", options=tuple(options))
+                    requires = {member.site: (held.name,) for member in site.members}
+                    options.append(Option(form=form, cost=cost, by=self.name, requires=requires))
+            yield Choice(site=site.site, kind="merge", baseline=SEPARATE, options=tuple(options))
 
     def apply(self, program: Program, plan: Plan) -> Program:
-        chosen = plan.options()
+        chosen = plan.forms()
         edited = program.editable(self.name)
         tags = dict(program.tags)
         for site in merges(edited):
-            option = base_option(chosen.get(site.site, ""))
-            if option:
-                tags[site.site] = option
-            if option == "merged":
+            form = chosen.get(site.site)
+            if form is None:
+                continue
+            tags[site.site] = form
+            if form.word == MERGED:
                 _merge(edited, site)
                 common = {chosen[m.site] for m in site.members if m.site in chosen}
-                assert len(common) <= 1, f"the plan gives the members of {site.site} several precisions: {sorted(common)}"
+                assert len(common) <= 1, f"the plan gives the members of {site.site} several formats: {sorted(f.name for f in common)}"
                 if common:
                     tags[site.merged_site] = common.pop()
         edited.graph.lint()
@@ -80,13 +82,12 @@ def _why_not(program: Program, site: MergeSite) -> str:
     return ""
 
 
-def merge_cost(site: MergeSite, precision: str, context: Context, option: str) -> Cost | None:
+def merge_cost(site: MergeSite, held: WeightFormat, context: Context) -> Cost | None:
     """What merging adds to the members' own costs; None where there is no such kernel."""
     m, k = site.members[0].m, site.members[0].k
     n = sum(member.n for member in site.members)
-    kernel = f"linear/{precision}"
-    merged = price(context, kernel, m, k, n)
-    members = [price(context, kernel, *member.dims) for member in site.members]
+    merged = price_linear(context, held, (m, k, n))
+    members = [price_linear(context, held, member.dims) for member in site.members]
     split = Cost() if context.backend in VIEW_SPLITS else price(context, "pointwise/fp32", m * n)
     priced = [cost for cost in members if cost is not None]
     if merged is None or split is None or len(priced) < len(members):
@@ -95,7 +96,7 @@ def merge_cost(site: MergeSite, precision: str, context: Context, option: str) -
         merged + split,
         seconds=merged.seconds + split.seconds - total(priced).seconds,
         weight_bytes=_zero_bias_bytes(site),
-        error_squared=max(context.sensitivity.get((site.site, option), 0.0), 0.0),
+        error_squared=max(context.sensitivity.get((site.site, Form(word=MERGED, weights=held).name), 0.0), 0.0),
     )
 
 

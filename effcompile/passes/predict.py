@@ -95,16 +95,16 @@ class Predict:
                 yield from self._at(program, site, trial, exact[site.site], context)
 
     def apply(self, program: Program, plan: Plan) -> Program:
-        chosen = plan.options()
+        chosen = plan.forms()
         tags = {s.site: chosen[s.site] for s in attentions(program) if s.site in chosen}
-        by_predictor = {p: [site for site, option in tags.items() if option == p.method] for p in self.predictors}
-        wanted = [site for sites in by_predictor.values() for site in sites]
-        if not wanted:
+        planned = {site: Predictor.of(form) for site, form in tags.items() if Predictor.known(form)}
+        if not planned:
             return program.tagged(tags, self.name)
+        wanted = list(planned)
         edited, nodes = told(program, wanted)
-        for predictor, sites in by_predictor.items():
-            part = {site: nodes[site] for site in sites}
-            constants = calibrate(edited, part, [predictor]) if part else {}
+        for predictor in dict.fromkeys(planned.values()):
+            part = {site: nodes[site] for site in wanted if planned[site] == predictor}
+            constants = calibrate(edited, part, [predictor])
             for site, node in part.items():
                 held = _constants(edited, node, f"{predictor.method}_{wanted.index(site)}", constants.get((site, predictor.method), ()))
                 predictor.insert(Emitter(edited.graph), node, held)
@@ -139,7 +139,7 @@ class Predict:
             if reason or cost is None or error is None:
                 yield self._declined(site, predictor.method, reason, cost)
             else:
-                options.append(Option(name=predictor.method, cost=replace(cost, error_squared=error), by=self.name, note=figure.text))
+                options.append(Option(form=predictor.as_option(), cost=replace(cost, error_squared=error), by=self.name, note=figure.text))
         if options:
             yield replace(exact, options=(exact.option(exact.baseline), *options))
 

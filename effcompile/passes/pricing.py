@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from effcompile.core.cost import Cost
 from effcompile.core.units import format_seconds
+from effcompile.ir.formats import WeightFormat
 from effcompile.ir.plan import Declined
-from effcompile.machine.target import KernelCall
+from effcompile.machine.target import Dims, KernelCall, linear_call
 from effcompile.passes.base import Context
 
 #: What a `site` of one refusal for all sites of a kind is called.
@@ -17,13 +18,31 @@ STOCK = "torch"
 
 def price(context: Context, kernel: str, *dims: int, backend: str | None = None) -> Cost | None:
     """Seconds of one kernel on the context's backend, or another; None where it has no such kernel."""
-    found = context.target.price(backend or context.backend, KernelCall(kernel, dims))
+    return price_call(context, KernelCall(kernel, dims), backend)
+
+
+def price_linear(context: Context, held: WeightFormat, dims: Dims) -> Cost | None:
+    """Seconds of a dense linear (M, K, N) with its weight in this format; None where the backend has no such kernel."""
+    return price_call(context, linear_call(held, dims))
+
+
+def price_call(context: Context, call: KernelCall, backend: str | None = None) -> Cost | None:
+    """Seconds of one kernel on the context's backend, or another; None where it has no such kernel."""
+    if backend is None and context.lacks(call) is not None:
+        return None
+    found = context.target.price(backend or context.backend, call)
     return None if found is None else Cost(seconds=found[0], provenance=found[1])
 
 
 def no_kernel(context: Context, kernel: str) -> str:
     """Why an option that the backend cannot run is not offered."""
     return f"{context.backend} has no {kernel} kernel here"
+
+
+def no_linear(context: Context, held: WeightFormat, dims: Dims) -> str:
+    """Why a linear is not offered in a format that the backend cannot run it in."""
+    call = linear_call(held, dims)
+    return context.lacks(call) or no_kernel(context, call.kernel)
 
 
 def no_gain(cost: Cost, other: Cost, name: str) -> str:
@@ -34,8 +53,3 @@ def no_gain(cost: Cost, other: Cost, name: str) -> str:
 def no_error_allowed(kind: str, option: str, by: str) -> Declined:
     """One refusal for a kind of site where the goal is exact."""
     return Declined(site=EVERYWHERE, kind=kind, option=option, by=by, reason="goal allows no error (max_error = 0)")
-
-
-def base_option(option: str) -> str:
-    """`merged` of `merged@int8_dynamic`: what the graph becomes, without the precision it was priced at."""
-    return option.partition("@")[0]

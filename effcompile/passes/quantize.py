@@ -9,31 +9,29 @@ from typing import ClassVar
 
 import torch
 
+from effcompile.core.cost import Cost
 from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.ir.formats import FP32, GROUPS, LINEAR_FORMATS, TABLE_FORMATS, USUAL_GROUP, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.machine.target import KernelCall, linear_call
 from effcompile.passes.base import Choice, Context, Declined, Option
-from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
+from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price_call
 from effcompile.sites.parts import EmbeddingSite, LinearSite, embeddings, linears
 
-#: Every precision a linear can have, the baseline first.
-LINEAR_OPTIONS = ("fp32", "bf16", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4")
-EMBEDDING_OPTIONS = ("fp32", "int8")
-BASELINE = "fp32"
-
-_GROUPED = {"w8": 8, "w4": 4}  # option → bits of a weight in groups along K
+BASELINE = FP32.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantize:
-    """`options`: precisions to consider; `group_size`: weights per scale of w8 and w4; `embeddings`: tables too.
+    """`options`: formats to consider, by name; `group_size`: weights per scale of w8 and w4; `embeddings`: tables too.
 
     Each option of a site costs its kernel's time, its weight's bytes as stored, and the output error that
     `Context.sensitivity` holds. Several readers of one table (tied embeddings) are counted once; see `_Tables`.
     """
 
-    options: tuple[str, ...] = LINEAR_OPTIONS[1:]
-    group_size: int = 32
+    options: tuple[str, ...] = tuple(LINEAR_FORMATS)[1:]
+    group_size: int = USUAL_GROUP
     embeddings: bool = True
 
     name: ClassVar[str] = "quantize"
@@ -41,99 +39,96 @@ class Quantize:
 
     def __post_init__(self) -> None:
         for option in self.options:
-            if option not in LINEAR_OPTIONS:
-                raise UnknownNameError("precision", option, LINEAR_OPTIONS)
-        if self.group_size not in (16, 32, 64, 128, 256):
-            raise UsageError(f"quantize.group_size = {self.group_size} is not allowed. Choose one of: 16, 32, 64, 128, 256.")
+            if option not in LINEAR_FORMATS:
+                raise UnknownNameError("precision", option, LINEAR_FORMATS)
+        if self.group_size not in GROUPS:
+            raise UsageError(f"quantize.group_size = {self.group_size} is not allowed. Choose one of: {', '.join(map(str, GROUPS))}.")
 
     @property
-    def precisions(self) -> tuple[str, ...]:
-        """The options without the baseline."""
-        return tuple(o for o in self.options if o != BASELINE)
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """Those of a linear without the baseline, in groups of the size that is asked for."""
+        return tuple(LINEAR_FORMATS[o].grouped_by(self.group_size) for o in self.options if o != BASELINE)
 
-    def measured_options(self) -> dict[str, tuple[str, ...]]:
+    @property
+    def tables(self) -> tuple[WeightFormat, ...]:
+        """Those of an embedding without the baseline."""
+        return tuple(TABLE_FORMATS.values())[1:] if self.embeddings else ()
+
+    def measured_options(self) -> dict[str, tuple[Form, ...]]:
         """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
-        return {"linear": self.precisions, "embedding": EMBEDDING_OPTIONS[1:] if self.embeddings else ()}
+        return {
+            kind: tuple(Form(weights=held) for held in formats) for kind, formats in (("linear", self.formats), ("embedding", self.tables))
+        }
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         tables = _Tables(program, with_embeddings=self.embeddings)
         if context.goal.exact:
-            for precision in self.precisions if tables.linears else ():
-                yield no_error_allowed("linear", precision, self.name)
-            if self.embeddings and tables.embeddings:
-                yield no_error_allowed("embedding", "int8", self.name)
+            for held in self.formats if tables.linears else ():
+                yield no_error_allowed("linear", held.name, self.name)
+            for held in self.tables if tables.embeddings else ():
+                yield no_error_allowed("embedding", held.name, self.name)
         for site in tables.linears:
-            names = () if context.goal.exact else self.precisions
-            yield from self._choose(context, tables, site, "linear", site.dims, names)
+            yield from self._choose(context, tables, site, "linear", () if context.goal.exact else self.formats)
         for table in tables.embeddings if self.embeddings else ():
-            names = () if context.goal.exact else EMBEDDING_OPTIONS[1:]
-            yield from self._choose(context, tables, table, "embedding", (table.rows, table.width), names)
+            yield from self._choose(context, tables, table, "embedding", () if context.goal.exact else self.tables)
 
     def apply(self, program: Program, plan: Plan) -> Program:
         """Tags; linears that a merge made carry their members' precision already."""
-        chosen = plan.options()
+        chosen = plan.forms()
         found: list[LinearSite | EmbeddingSite] = [*linears(program), *(embeddings(program) if self.embeddings else ())]
         return program.tagged({s.site: chosen[s.site] for s in found if s.site in chosen}, self.name)
 
     def _choose(
-        self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, kind: str, dims: tuple[int, ...], names: tuple[str, ...]
+        self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, kind: str, formats: tuple[WeightFormat, ...]
     ) -> Iterator[Choice | Declined]:
-        kernel = f"{kind}/{BASELINE}"
-        seconds = price(context, kernel, *dims)
+        call = _call(site, FP32)
+        seconds = price_call(context, call)
         if seconds is None:
-            yield Declined(site=site.site, kind=kind, option=BASELINE, by=self.name, reason=no_kernel(context, kernel))
+            yield Declined(site=site.site, kind=kind, option=BASELINE, by=self.name, reason=no_kernel(context, call.kernel))
             return
         base = Option(
-            name=BASELINE,
+            form=Form(weights=FP32),
             cost=replace(seconds, weight_bytes=tables.baseline_bytes(site)),
             by=self.name,
             requires=tables.baseline_requires(site),
         )
         options = [base]
-        for name in names:
-            option = self._option(context, tables, site, f"{kind}/{name}", dims, base)
-            if isinstance(option, Option):
-                options.append(option)
+        for held in formats:
+            cost, reason = self._price(context, tables, site, held, base)
+            if reason or cost is None:
+                yield Declined(site=site.site, kind=kind, option=held.name, by=self.name, reason=reason, cost=cost)
             else:
-                yield option
+                options.append(Option(form=Form(weights=held), cost=cost, by=self.name))
         yield Choice(site=site.site, kind=kind, baseline=BASELINE, options=tuple(options))
 
-    def _option(
-        self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, kernel: str, dims: tuple[int, ...], base: Option
-    ) -> Option | Declined:
-        kind, _, name = kernel.partition("/")
-        cost, reason = price(context, kernel, *dims), ""
-        error = context.sensitivity.get((site.site, name))
-        if isinstance(site, LinearSite) and name in _GROUPED and site.k % self.group_size:
-            reason = f"K = {site.k} is not a multiple of group_size = {self.group_size}"
-        elif cost is None:
-            reason = no_kernel(context, kernel)
-        elif error is None:
-            reason = "its error at the output was not measured"
-        if cost is not None:
-            size = stored_bytes(site, name, self.group_size) + tables.kept_bytes(site)
-            cost = replace(cost, weight_bytes=size, error_squared=error or 0.0)
-            saves = size < base.cost.weight_bytes
-            if not reason and not saves and cost.seconds >= base.cost.seconds:
-                reason = no_gain(cost, base.cost, BASELINE)
-        if reason or cost is None:
-            return Declined(site=site.site, kind=kind, option=name, by=self.name, reason=reason, cost=cost)
-        return Option(name=name, cost=cost, by=self.name)
+    def _price(
+        self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, held: WeightFormat, base: Option
+    ) -> tuple[Cost | None, str]:
+        """What a format costs, None where there is no kernel; and why it is not offered, "" if it is."""
+        if held.group and isinstance(site, LinearSite) and site.k % held.group:
+            return None, f"K = {site.k} is not a multiple of group_size = {held.group}"
+        call = _call(site, held)
+        seconds = price_call(context, call)
+        if seconds is None:
+            return None, context.lacks(call) or no_kernel(context, call.kernel)
+        error = context.sensitivity.get((site.site, held.name))
+        size = stored_bytes(site, held) + tables.kept_bytes(site)
+        cost = replace(seconds, weight_bytes=size, error_squared=error or 0.0)
+        if error is None:
+            return cost, "its error at the output was not measured"
+        saves = size < base.cost.weight_bytes or cost.seconds < base.cost.seconds
+        return cost, "" if saves else no_gain(cost, base.cost, BASELINE)
 
 
-def stored_bytes(site: LinearSite | EmbeddingSite, option: str, group_size: int = 32) -> int:
-    """Bytes of a site's weight as stored, with scales (4 B) and zero points (1 B): biases stay fp32 in every option."""
-    n, k = (site.n, site.k) if isinstance(site, LinearSite) else (site.count, site.width)
-    if option in _GROUPED:
-        return n * k * _GROUPED[option] // 8 + 4 * n * -(-k // group_size)
-    return {
-        "fp32": 4 * n * k,
-        "bf16": 2 * n * k,
-        "int8": n * k + 5,
-        "int8_dynamic": n * k + 5,
-        "int8_channel": n * k + 5 * n,
-        "int8_static": n * k + 5 * n + 5,
-    }[option]
+def _call(site: LinearSite | EmbeddingSite, held: WeightFormat) -> KernelCall:
+    if isinstance(site, LinearSite):
+        return linear_call(held, site.dims)
+    return KernelCall(f"embedding/{held.family}", (site.rows, site.width))
+
+
+def stored_bytes(site: LinearSite | EmbeddingSite, held: WeightFormat) -> int:
+    """Bytes of a site's weight as stored: biases stay fp32 in every format."""
+    return held.stored_bytes(site.n, site.k) if isinstance(site, LinearSite) else held.stored_bytes(site.count, site.width)
 
 
 class _Tables:

@@ -12,6 +12,7 @@ from torch import fx
 
 from effcompile.core.cost import Cost
 from effcompile.estimate.nodes import kernel_calls
+from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, dtype_of
 from effcompile.machine.target import KernelCall
@@ -52,14 +53,14 @@ class Rows:
 
     def apply(self, program: Program, plan: Plan) -> Program:
         """One operator in the place of each chain that the plan has fused."""
-        chosen = plan.options()
-        if FUSED not in {chosen.get(site.site) for site in row_sites(program)}:
+        chosen = plan.forms()
+        if not any(site.site in chosen and chosen[site.site].word == FUSED for site in row_sites(program)):
             return program.tagged({}, self.name)
         edited = program.editable(self.name)
         mine = [site for site in row_sites(edited) if site.site in chosen]
         made: dict[fx.Node, fx.Node] = {}
         for site in mine:
-            if chosen[site.site] == FUSED:
+            if chosen[site.site].word == FUSED:
                 made |= _emit(edited, replace(site, inputs=tuple(made.get(node, node) for node in site.inputs)))
         edited.graph.eliminate_dead_code()
         edited.module.recompile()
@@ -70,7 +71,7 @@ class Rows:
         if separate is None:
             yield self._declined(site, no_kernel(context, "pointwise/fp32"), None)
             return
-        options = [Option(name=SEPARATE, cost=separate, by=self.name)]
+        options = [Option(form=Form(word=SEPARATE), cost=separate, by=self.name)]
         rounding = 0.0 if site.exact else _ROUNDING.get(dtype_of(site.node) or torch.float32, 0.0)
         if fused is None:
             yield self._declined(site, no_kernel(context, str(_kernel(site)[0])), None)
@@ -80,7 +81,7 @@ class Rows:
             yield self._declined(site, no_gain(fused, separate, SEPARATE), fused)
         else:
             note = f"one kernel for {len(site.nodes)} operators" + (", the residual sum among them" if site.total else "")
-            options.append(Option(name=FUSED, cost=replace(fused, error_squared=rounding), by=self.name, note=note))
+            options.append(Option(form=Form(word=FUSED), cost=replace(fused, error_squared=rounding), by=self.name, note=note))
         yield Choice(site=site.site, kind=KIND, baseline=SEPARATE, options=tuple(options))
 
     def _declined(self, site: RowSite, reason: str, cost: Cost | None) -> Declined:

@@ -15,12 +15,13 @@ from torch import Tensor
 from effcompile.core import torch_compat
 from effcompile.core.cost import Cost, total
 from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option
-from effcompile.passes.merge import merge_cost
-from effcompile.passes.pricing import EVERYWHERE, no_error_allowed, no_kernel, price
-from effcompile.passes.quantize import LINEAR_OPTIONS, stored_bytes
+from effcompile.passes.merge import MERGED, SEPARATE, merge_cost
+from effcompile.passes.pricing import EVERYWHERE, no_error_allowed, no_kernel, price_linear
+from effcompile.passes.quantize import stored_bytes
 from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_masks, weight_of
 from effcompile.passes.structures import Structure, cut, structures
 from effcompile.sites.parts import LinearSite, MergeSite, linears, merges
@@ -28,18 +29,20 @@ from effcompile.sites.parts import LinearSite, MergeSite, linears, merges
 BASELINE = "all"
 #: Neurons are kept in multiples of this, for vector units, and as w4 and w8 have groups along them; of few neurons in an eighth of them.
 _STEP = 32
-#: The largest group of weights with one scale that quantize offers.
-_LARGEST_GROUP = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """One way to shrink a structure: `kept` of its units; `given`: the others change no result, as nothing reads them."""
 
-    option: str
+    share: float  # of the units, that goes
     kept: int
     given: bool
     keep: Callable[[], Tensor]
+
+    @property
+    def option(self) -> str:
+        return Form(pruned=self.share).name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +85,16 @@ class Shrink:
         asked = [(kind, share) for kind, shares in (("neurons", self.neurons), ("heads", self.heads)) for share in shares if share]
         for kind, share in asked:
             if context.goal.exact:
-                yield no_error_allowed(kind, _percent(share), self.name)
+                yield no_error_allowed(kind, Form(pruned=share).name, self.name)
             elif not any(structure.kind == kind for structure, _ in found):
-                yield Declined(site=EVERYWHERE, kind=kind, option=_percent(share), by=self.name, reason=_NOTHING[kind])
+                yield Declined(site=EVERYWHERE, kind=kind, option=Form(pruned=share).name, by=self.name, reason=_NOTHING[kind])
         merged = merges(program)
         for structure, cuts in found:
             possible = [each for each in cuts if each.given or not context.goal.exact]
             if structure.refused:
                 yield from (_declined(structure, each.option, structure.refused) for each in possible)
                 continue
-            options = [Option(name=BASELINE, cost=Cost(), by=self.name)]
+            options = [Option(form=Form(word=BASELINE), cost=Cost(), by=self.name)]
             for each in possible:
                 for item in self._options(context, structure, each, _inside(structure, merged)):
                     if isinstance(item, Option):
@@ -118,20 +121,20 @@ class Shrink:
         Raises:
             LoweringError: a structure that this model does not have, or cannot be cut so with these settings.
         """
-        chosen = {d.site: d.option for d in plan.decisions if d.kind in _NOTHING and d.option != BASELINE}
+        chosen = {site: form for site, form in plan.forms().items() if form.pruned}
         if not chosen:
             return program.tagged({}, self.name)
         edited = program.editable(self.name)
         left = dict(chosen)
         for structure, cuts in self._cuts(edited):
-            option = left.pop(structure.site, None)
-            each = next((each for each in cuts if option is not None and each.option == option.partition(" ")[0]), None)
-            if option is not None and (each is None or structure.refused):
-                raise _not_there(structure.site, option)
+            wanted = left.pop(structure.site, None)
+            each = next((each for each in cuts if wanted is not None and each.share == wanted.pruned), None)
+            if wanted is not None and (each is None or structure.refused):
+                raise _not_there(structure.site, wanted.name)
             if each is not None:
                 cut(edited, structure, each.keep())
-        for site, option in left.items():
-            raise _not_there(site, option)
+        for site, wanted in left.items():
+            raise _not_there(site, wanted.name)
         edited.graph.lint()
         edited.module.recompile()
         return replace(edited, tags={**program.tags, **chosen})
@@ -184,7 +187,7 @@ class Shrink:
                 mask[worth(structure, scores).topk(kept).indices] = True
                 return mask
 
-            yield Cut(option=_name(structure, kept), kept=kept, given=False, keep=keep)
+            yield Cut(share=_share(structure, kept), kept=kept, given=False, keep=keep)
 
     # ------------------------------------------------------------------ what it costs
 
@@ -195,26 +198,26 @@ class Shrink:
         if len(known) < len(errors):
             yield _declined(structure, each.option, "its error at the output was not measured")
             return
-        for precision in LINEAR_OPTIONS[:1] if context.goal.exact else LINEAR_OPTIONS:
-            if precision != "fp32" and any(context.sensitivity.get((site.site, precision)) is None for site in structure.members):
+        for held in context.formats:
+            if held != FP32 and any(context.sensitivity.get((site.site, held.name)) is None for site in structure.members):
                 continue  # nobody offers it
             for groups in ((), merged) if merged else ((),):
-                name = " ".join([each.option, *_form(precision, bool(groups))])
-                cost = _cost(context, structure, each.kept, precision, groups)
+                form = Form(word=MERGED if groups else "", weights=held, pruned=each.share)
+                cost = _cost(context, structure, each.kept, held, groups)
                 if cost is None:
-                    if precision == "fp32":
-                        yield _declined(structure, name, no_kernel(context, "linear/fp32"))
+                    if held == FP32:
+                        yield _declined(structure, form.name, no_kernel(context, "linear/fp32"))
                     continue
                 cost = replace(cost, error_squared=sum(known))
                 wanted = context.goal.minimize == "memory" or context.goal.memory is not None
                 if cost.seconds >= 0 and not wanted:
-                    yield _declined(structure, name, "no gain here: the smaller layers are not faster", cost)
+                    yield _declined(structure, form.name, "no gain here: the smaller layers are not faster", cost)
                 else:
-                    requires = {site.site: (precision,) for site in structure.members} | {
-                        group.site: (_merged(precision) if groups else "separate",) for group in merged
-                    }
+                    together = Form(word=MERGED, weights=held) if groups else Form(word=SEPARATE)
+                    requires = {site.site: (held.name,) for site in structure.members}
+                    requires |= {group.site: (together.name,) for group in merged}
                     note = f"{each.kept} of {structure.count} stay"
-                    yield Option(name=name, cost=cost, by=self.name, note=note, requires=requires)
+                    yield Option(form=form, cost=cost, by=self.name, note=note, requires=requires)
 
 
 #: kind → what is said where there is none.
@@ -237,23 +240,22 @@ def worth(structure: Structure, scores: Scores) -> Tensor:
     return found
 
 
-def _cost(context: Context, structure: Structure, kept: int, precision: str, groups: Sequence[MergeSite]) -> Cost | None:
+def _cost(context: Context, structure: Structure, kept: int, held: WeightFormat, groups: Sequence[MergeSite]) -> Cost | None:
     """What shrinking adds to the linears' own costs, negative; None where there is no such kernel, or the rest cannot be grouped."""
     before, after = structure.members, structure.shrunk(kept)
-    if precision in ("w8", "w4") and any(new.k % math.gcd(old.k, _LARGEST_GROUP) for old, new in zip(before, after, strict=True)):
+    if held.group and any(new.k % held.group for new in after):
         return None
     smaller = {site.site: site for site in after}
     costs: list[Cost | None] = []
     for old, new in zip(before, after, strict=True):
-        costs += [price(context, f"linear/{precision}", *new.dims), _negative(price(context, f"linear/{precision}", *old.dims))]
+        costs += [price_linear(context, held, new.dims), _negative(price_linear(context, held, old.dims))]
     for group in groups:
         shrunk = replace(group, members=tuple(smaller[member.site] for member in group.members))
-        name = _merged(precision)
-        costs += [merge_cost(shrunk, precision, context, name), _negative(merge_cost(group, precision, context, name))]
+        costs += [merge_cost(shrunk, held, context), _negative(merge_cost(group, held, context))]
     known = [cost for cost in costs if cost is not None]
     if len(known) < len(costs):
         return None
-    size = sum(_bytes(new, precision) - _bytes(old, precision) for old, new in zip(before, after, strict=True))
+    size = sum(_bytes(new, held) - _bytes(old, held) for old, new in zip(before, after, strict=True))
     return replace(total(known), weight_bytes=size, error_squared=0.0)
 
 
@@ -261,18 +263,9 @@ def _negative(cost: Cost | None) -> Cost | None:
     return None if cost is None else replace(cost, seconds=-cost.seconds)
 
 
-def _bytes(site: LinearSite, precision: str) -> int:
+def _bytes(site: LinearSite, held: WeightFormat) -> int:
     """Of the weight as stored and the bias."""
-    return stored_bytes(site, precision) + (4 * site.n if site.bias is not None else 0)
-
-
-def _form(precision: str, merged: bool) -> list[str]:
-    return [_merged(precision)] if merged else [precision] if precision != "fp32" else []
-
-
-def _merged(precision: str) -> str:
-    """As passes.merge names its options."""
-    return "merged" if precision == "fp32" else f"merged@{precision}"
+    return stored_bytes(site, held) + (4 * site.n if site.bias is not None else 0)
 
 
 def _inside(structure: Structure, groups: Sequence[MergeSite]) -> list[MergeSite]:
@@ -285,12 +278,8 @@ def _inside(structure: Structure, groups: Sequence[MergeSite]) -> list[MergeSite
 # ---------------------------------------------------------------- which units stay
 
 
-def _name(structure: Structure, kept: int) -> str:
-    return _percent(1 - kept / structure.count)
-
-
-def _percent(share: float) -> str:
-    return f"-{100 * share:.3g}%"
+def _share(structure: Structure, kept: int) -> float:
+    return 1 - kept / structure.count
 
 
 def _measured(structure: Structure, each: Cut) -> str:
@@ -315,7 +304,7 @@ def _given(program: Program, structure: Structure) -> list[Cut]:
         read[units[(weight_of(program, site) != 0).any(0)]] = True
     if not read.any():
         read[0] = True
-    return [Cut(option=_name(structure, int(read.sum())), kept=int(read.sum()), given=True, keep=lambda: read)]
+    return [Cut(share=_share(structure, int(read.sum())), kept=int(read.sum()), given=True, keep=lambda: read)]
 
 
 def _masked(structure: Structure, mask: Tensor) -> Cut:
@@ -325,7 +314,7 @@ def _masked(structure: Structure, mask: Tensor) -> Cut:
             f"{structure.kind}: it must be ({structure.count},) and keep one at least. A mask for another model?"
         )
     kept = int(mask.count_nonzero())
-    return Cut(option=_name(structure, kept), kept=kept, given=False, keep=lambda: mask != 0)
+    return Cut(share=_share(structure, kept), kept=kept, given=False, keep=lambda: mask != 0)
 
 
 def _without(program: Program, site: LinearSite, units: Tensor, each: Cut) -> Callable[[], Tensor]:

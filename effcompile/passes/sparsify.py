@@ -19,6 +19,7 @@ from torch import Tensor
 from effcompile.core import torch_compat
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.ir.formats import FP32, TWO_OF_FOUR, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -27,15 +28,15 @@ from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
 from effcompile.passes.rewire import readers, replace_constant, storage_of
 from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_masks, weight_of
-from effcompile.passes.sparse_forms import Form, fitting, given_forms, keep, masked_forms, pruned_forms
+from effcompile.passes.sparse_forms import SparseForm, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.passes.two_of_four import offered as offered_on_cores
 from effcompile.passes.two_of_four import on_cores
 from effcompile.sites.parts import LinearSite, linears
 from effcompile.sparse import BLOCKS
-from effcompile.sparse.forms import TWO_OF_FOUR, block_of, stored_bytes
+from effcompile.sparse.forms import stored_bytes
 from effcompile.sparse.pattern import check_block
 
-BASELINE = "fp32"
+BASELINE = FP32.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,7 @@ class Sparsify:
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         forms = self._forms(program)
         if context.goal.exact:
-            for option in sorted({f.option for _, found in forms for f in found if not f.given}):
+            for option in sorted({f.format.name for _, found in forms for f in found if not f.given}):
                 yield no_error_allowed("linear", option, self.name)
         yield from self._misfits(program)
         tied = readers(program)
@@ -88,18 +89,18 @@ class Sparsify:
             base = price(context, "linear/bf16" if half else f"linear/{BASELINE}", *site.dims)
             possible = [form for form in found if form.given or not context.goal.exact]
             reason = no_kernel(context, f"linear/{BASELINE}") if base is None and not half else _tied(weight, tied)
-            items = [self._declined(site.site, form.option, reason) if reason else self._item(context, site, weight, form, base)
+            items = [self._declined(site.site, form.format.name, reason) if reason else self._item(context, site, weight, form, base)
                      for form in possible]  # fmt: skip
             yield from (item for item in items if isinstance(item, Declined))
             if base is not None and (options := [item for item in items if isinstance(item, Option)]):
-                dense = Option(name=BASELINE, cost=replace(base, weight_bytes=weight.nbytes), by=self.name)
+                dense = Option(form=Form(weights=FP32), cost=replace(base, weight_bytes=weight.nbytes), by=self.name)
                 yield Choice(site=site.site, kind="linear", baseline=BASELINE, options=(dense, *options))
 
     def replaced_weights(self, program: Program) -> dict[tuple[str, str], Callable[[], Tensor]]:
         """(site, option) → the pruned weight (N, K), for those whose error has to be measured."""
         tied = readers(program)
         return {
-            (site.site, form.option): functools.partial(keep, weight_of(program, site), form)
+            (site.site, form.format.name): functools.partial(keep, weight_of(program, site), form)
             for site, found in self._forms(program)
             if not _tied(weight_of(program, site), tied)
             for form in found
@@ -112,26 +113,26 @@ class Sparsify:
         Raises:
             LoweringError: a form that this model's weights do not have, and these settings do not make.
         """
-        chosen = {site: option for site, option in plan.options().items() if block_of(option) is not None}
+        chosen = {site: form for site, form in plan.forms().items() if form.weights is not None and form.weights.block}
         if not chosen:
             return program.tagged({}, self.name)
         edited = program.editable(self.name)
         left = dict(chosen)
         for site, found in self._forms(edited):
-            option = left.pop(site.site, None)
-            form = next((form for form in found if form.option == option), None)
-            if option is not None and form is None:
-                raise _not_there(site.site, option)
+            wanted = left.pop(site.site, None)
+            form = next((form for form in found if wanted is not None and form.format.name == wanted.name), None)
+            if wanted is not None and form is None:
+                raise _not_there(site.site, wanted.name)
             if form is not None and not form.given:
                 _replace(edited, site, keep(weight_of(edited, site), form))
-        for name, option in left.items():
-            raise _not_there(name, option)
+        for name, wanted in left.items():
+            raise _not_there(name, wanted.name)
         edited.module.recompile()
         return replace(edited, tags={**program.tags, **chosen})
 
     # ------------------------------------------------------------------ what is possible
 
-    def _forms(self, program: Program) -> list[tuple[LinearSite, list[Form]]]:
+    def _forms(self, program: Program) -> list[tuple[LinearSite, list[SparseForm]]]:
         """Every linear with sparse forms; forms that change no result come first and hide others of their name."""
         known = linears(program)
         pruned = {site.site for site in self._pruned(known)}
@@ -146,7 +147,7 @@ class Sparsify:
                 found += masked_forms(weight, _checked(masks[site.site], site), blocks)
             elif self.sparsity and site.site in pruned:
                 found += pruned_forms(weight, self.sparsity, blocks, functools.partial(scores.of, site))
-            unique = {form.option: form for form in reversed(found)}
+            unique = {form.format.name: form for form in reversed(found)}
             if unique:
                 result.append((site, list(reversed(unique.values()))))
         return result
@@ -180,23 +181,25 @@ class Sparsify:
 
     # ------------------------------------------------------------------ what it costs
 
-    def _item(self, context: Context, site: LinearSite, weight: Tensor, form: Form, base: Cost | None) -> Option | Declined:
+    def _item(self, context: Context, site: LinearSite, weight: Tensor, form: SparseForm, base: Cost | None) -> Option | Declined:
         """A form as an option, or why it is none here."""
-        if form.option == TWO_OF_FOUR and on_cores(context, weight):
+        if form.format == TWO_OF_FOUR and on_cores(context, weight):
             found = offered_on_cores(context, site, weight, form, self.name)
-            return found if isinstance(found, Option) else self._declined(site.site, form.option, *found)
+            return found if isinstance(found, Option) else self._declined(site.site, form.format.name, *found)
         reason = _refusal(weight)
         if reason or base is None:
-            return self._declined(site.site, form.option, reason or no_kernel(context, f"linear/{BASELINE}"))
+            return self._declined(site.site, form.format.name, reason or no_kernel(context, f"linear/{BASELINE}"))
         return self._option(context, site, form, base)
 
-    def _option(self, context: Context, site: LinearSite, form: Form, base: Cost) -> Option | Declined:
+    def _option(self, context: Context, site: LinearSite, form: SparseForm, base: Cost) -> Option | Declined:
         timed = min(form.blocks, int(float(f"{form.kept:.1e}")))  # two digits: layers that differ by a few blocks share a measurement
         cost = price(context, "linear/sparse", *site.dims, timed, form.block)
         if cost is None:
-            return self._declined(site.site, form.option, _no_kernel(context, KernelCall("linear/sparse", (*site.dims, timed, form.block))))
+            return self._declined(
+                site.site, form.format.name, _no_kernel(context, KernelCall("linear/sparse", (*site.dims, timed, form.block)))
+            )
         size = stored_bytes(form.kept, form.block, site.n, site.k)
-        error = 0.0 if form.given else context.sensitivity.get((site.site, form.option))
+        error = 0.0 if form.given else context.sensitivity.get((site.site, form.format.name))
         cost = replace(cost, weight_bytes=size, error_squared=error or 0.0)
         wanted = context.goal.minimize == "memory" or context.goal.memory is not None
         eps = cost.seconds / (timed / form.blocks) / base.seconds
@@ -211,8 +214,8 @@ class Sparsify:
         elif error is None:
             reason = "its error at the output was not measured"
         else:
-            return Option(name=form.option, cost=cost, by=self.name, note=text)
-        return self._declined(site.site, form.option, reason, cost)
+            return Option(form=Form(weights=form.format), cost=cost, by=self.name, note=text)
+        return self._declined(site.site, form.format.name, reason, cost)
 
     def _declined(self, site: str, option: str, reason: str, cost: Cost | None = None) -> Declined:
         return Declined(site=site, kind="linear", option=option, by=self.name, reason=reason, cost=cost)

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from effcompile.core.cost import Cost, Provenance
+from effcompile.ir.formats import BF16, TWO_OF_FOUR, Form
 from effcompile.ops import two_of_four
 from effcompile.passes.base import Context, Option
 from effcompile.passes.pricing import no_error_allowed, no_kernel, price
-from effcompile.passes.sparse_forms import Form
+from effcompile.passes.sparse_forms import SparseForm
 from effcompile.sites.parts import LinearSite
 
 __all__ = ["offered", "on_cores"]
@@ -25,19 +26,19 @@ def on_cores(context: Context, weight: Tensor) -> bool:
     return weight.device.type == "cuda" or (context.target.device == "cuda" and weight.device.type in ("cpu", "meta"))
 
 
-def offered(context: Context, site: LinearSite, weight: Tensor, form: Form, by: str) -> Option | tuple[str, Cost | None]:
+def offered(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, by: str) -> Option | tuple[str, Cost | None]:
     """2:4 as an option of a linear, or why it is none, with what it would cost.
 
     It is priced by the target's law, which gives it the published gain where arithmetic binds and nothing where bytes do, or as measured
     where the GPU is. A weight in fp32 is multiplied in bf16: that error is added.
     """
     half = weight.dtype in two_of_four.DTYPES
-    cost, dense = (price(context, f"linear/{kernel}", *site.dims) for kernel in (form.option, "bf16"))
+    cost, dense = (price(context, f"linear/{held.family}", *site.dims) for held in (TWO_OF_FOUR, BF16))
     error = _error(context, site, form, half)
     if reason := _refusal(context, site, weight, form, half):
         return reason, cost
     if cost is None or dense is None:
-        return _no_cores(context, form.option if cost is None else "bf16"), cost
+        return _no_cores(context, TWO_OF_FOUR.name if cost is None else BF16.name), cost
     cost = replace(cost, weight_bytes=two_of_four.stored_bytes(site.n, site.k), error_squared=error or 0.0)
     eps = cost.seconds / form.density / dense.seconds
     text = f"eps = time per sparse FLOP / time per dense FLOP in 16 bits = {eps:.1f}, break-even {1 / form.density:.1f}"
@@ -48,23 +49,23 @@ def offered(context: Context, site: LinearSite, weight: Tensor, form: Form, by: 
         return f"its error at the output was not measured{'' if half else ', or that of bf16, in which it multiplies'}", cost
     if cost.provenance is Provenance.PUBLISHED:
         source = context.target.sources.get("gains", "its source is not given")
-        text += f"; ×{context.target.gains[form.option]:.2f} where arithmetic binds: {source}"
-    return Option(name=form.option, cost=cost, by=by, note=text)
+        text += f"; ×{context.target.gains[TWO_OF_FOUR.family]:.2f} where arithmetic binds: {source}"
+    return Option(form=Form(weights=replace(TWO_OF_FOUR, bits=16)), cost=cost, by=by, note=text)
 
 
-def _refusal(context: Context, site: LinearSite, weight: Tensor, form: Form, half: bool) -> str:
+def _refusal(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, half: bool) -> str:
     """Why a linear has no such form, whatever it would cost; "" if it has."""
     if context.backend not in BACKENDS:
-        return f"{no_kernel(context, f'linear/{form.option}')}; {', '.join(BACKENDS)} have"
+        return f"{no_kernel(context, f'linear/{TWO_OF_FOUR.family}')}; {', '.join(BACKENDS)} have"
     if context.goal.exact and not half:
-        return f"it multiplies in bf16, and the {no_error_allowed('linear', form.option, '').reason}"
+        return f"it multiplies in bf16, and the {no_error_allowed('linear', TWO_OF_FOUR.name, '').reason}"
     return two_of_four.misfit(weight.dtype if half else torch.bfloat16, site.n, site.k) or ""
 
 
-def _error(context: Context, site: LinearSite, form: Form, half: bool) -> float | None:
+def _error(context: Context, site: LinearSite, form: SparseForm, half: bool) -> float | None:
     """Squared, at the output: of what is pruned, and of bf16 where the model is in fp32. None where one of them was not measured."""
-    pruned = 0.0 if form.given else context.sensitivity.get((site.site, form.option))
-    rounded = 0.0 if half else context.sensitivity.get((site.site, "bf16"))
+    pruned = 0.0 if form.given else context.sensitivity.get((site.site, form.format.name))
+    rounded = 0.0 if half else context.sensitivity.get((site.site, BF16.name))
     return None if pruned is None or rounded is None else pruned + rounded
 
 

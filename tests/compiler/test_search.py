@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from form_names import form
 from torch import nn, randn
 
 from effcompile.capture import capture
@@ -16,7 +17,7 @@ from effcompile.planner import solve
 
 
 def option(name, seconds, error=0.0, **requires):
-    return Option(name=name, cost=Cost(seconds=seconds, error_squared=error**2), by="quantize", requires=requires)
+    return Option(form=form(name), cost=Cost(seconds=seconds, error_squared=error**2), by="quantize", requires=requires)
 
 
 def linear(site, *options):
@@ -57,8 +58,11 @@ def test_options_of_several_passes_at_one_kind_are_all_measured(monkeypatch: pyt
     result = SimpleNamespace(method="none")
     monkeypatch.setattr(compiling.sensitivity, "measure", lambda program, inputs, options, **_: wanted.update(options) or result)
     monkeypatch.setattr(compiling.sensitivity, "generate_inputs", lambda program, count: [])
-    passes = [SimpleNamespace(measured_options=lambda given=given: given) for given in (
-        {"linear": ("bf16", "w8"), "gelu": ("tanh",)}, {"linear": ("w8", "mine")}, {"attention": ("sdpa_int8",)},
-    )]  # fmt: skip
-    compiling._sensitivity(capture(nn.Linear(2, 2).eval(), (randn(1, 2),)), Goal(max_error=0.1), tuple(passes), None, QUIET)
-    assert wanted == {"linear": ("bf16", "w8", "mine"), "gelu": ("tanh",), "attention": ("sdpa_int8",)}
+    bf16, w8, tanh, mine, int8 = map(form, ("bf16", "w8g64", "tanh", "mine", "sdpa_int8"))
+    passes = tuple(SimpleNamespace(measured_options=lambda given=given: given) for given in (
+        {"linear": (bf16, w8), "gelu": (tanh,)}, {"linear": (w8, mine)}, {"attention": (int8,)},
+    ))  # fmt: skip
+    program = capture(nn.Linear(2, 2).eval(), (randn(1, 2),))
+    search = compiling._search(program, Goal(max_error=0.1), SimpleNamespace(notes=()), passes, None, QUIET)
+    assert wanted == {"linear": (bf16, w8, mine), "gelu": (tanh,), "attention": (int8,)}
+    assert [held.name for held in search.formats] == ["fp32", "bf16", "w8g64"]

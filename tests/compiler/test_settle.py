@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from form_names import form
 from torch import nn
 
 from effcompile.capture import capture
@@ -15,11 +16,12 @@ from effcompile.compiler.verify import references
 from effcompile.core.errors import InfeasibleError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.formats import LINEAR_FORMATS
 from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
 from effcompile.sites.parts import linears
 
-OPTIONS = ("bf16", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4")
+OPTIONS = tuple(LINEAR_FORMATS)[1:]
 
 
 @dataclass
@@ -32,9 +34,12 @@ class Noisy:
     name: ClassVar[str] = "noisy"
     conflicts: ClassVar[tuple] = ()
 
+    def lacks(self, call):
+        return None
+
     def lower(self, program, plan, calibration):
         self.lowerings.append(plan)
-        count = sum(option != "fp32" for site, option in program.tags.items() if site in {s.site for s in linears(program)})
+        count = sum(option != form("fp32") for site, option in program.tags.items() if site in {s.site for s in linears(program)})
         return Result(program, self.error_each * count**0.5, {} if self.liar else dict(program.tags), self.liar)
 
 
@@ -44,7 +49,7 @@ class Result:
 
     def __init__(self, program, error, applied, liar):
         self.program, self.error = program, error
-        self.applied = dict.fromkeys([s.site for s in linears(program)], "fp32") if liar else applied
+        self.applied = dict.fromkeys([s.site for s in linears(program)], form("fp32")) if liar else applied
 
     def __call__(self, *inputs):
         with torch.no_grad():
@@ -72,7 +77,7 @@ def bench(max_error, predicted_each, passes=("quantize",), layers=8):
     chosen = load_passes(passes)
     search = Search(
         program=program, goal=goal, machine=Machine(target=flat_target()), passes=chosen,
-        sensitivity=Sensitivity(errors=errors, method="given"), calibration_inputs="none",
+        sensitivity=Sensitivity(errors=errors, method="given"), formats=tuple(LINEAR_FORMATS.values()), calibration_inputs="none",
     )  # fmt: skip
     cases = references(program, model, goal)
     return search, Workshop(program=program, passes=chosen, goal=goal, cases=cases, calibration=[program.flat_inputs()])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from form_names import form
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -20,12 +21,18 @@ from effcompile.estimate.sensitivity import Sensitivity, describe_generated, gen
 from effcompile.ir.program import Program
 from effcompile.sites.parts import attentions, embeddings, gelus, linears, merges
 
-OPTIONS = {"linear": ("bf16", "int8_dynamic", "int8_channel", "w8", "w4"), "embedding": ("int8",), "gelu": ("tanh",)}
+OPTIONS = {
+    "linear": ("bf16", "int8_dynamic", "int8_channel", "w8", "w8_channel", "w4"),
+    "embedding": ("int8", "int8_rows"),
+    "gelu": ("tanh",),
+}
+FORMS = {kind: tuple(map(form, names)) for kind, names in OPTIONS.items()}
 WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bf16": fake_quant.bf16,
     "int8_dynamic": fake_quant.per_tensor,
     "int8_channel": fake_quant.per_channel,
     "w8": lambda w: fake_quant.grouped(w, 8, 32),
+    "w8_channel": fake_quant.per_channel,
     "w4": lambda w: fake_quant.grouped(w, 4, 32),
 }
 
@@ -54,12 +61,13 @@ class Quantised(fx.Interpreter):
         w = WEIGHTS[option](w.T.contiguous() if site.transposed else w)
         if option.startswith("int8"):
             x = fake_quant.uint8(x)
-        elif option != "bf16":
+        elif option in ("w8", "w4"):
             x = fake_quant.block_int8(x, 32)
         else:
             x = fake_quant.bf16(x)
-        y = F.linear(x, w, self.env[site.bias] if site.bias is not None else None)
-        return fake_quant.bf16(y) if option == "bf16" else y
+        y = F.linear(x, w)
+        y = fake_quant.bf16(y) if option in ("bf16", "w8_channel") else y
+        return y + self.env[site.bias] if site.bias is not None else y
 
 
 def true_error(program: Program, inputs: list[Any], chosen: dict[str, str]) -> float:
@@ -102,7 +110,7 @@ def tiny(name: str, batch: int = 2) -> Program:
 def measured(request: pytest.FixtureRequest, one_thread: None) -> tuple[Program, list[Any], Sensitivity]:
     program = tiny(request.param)
     inputs = generate_inputs(program)
-    return program, inputs, measure(program, inputs, OPTIONS, budget_seconds=600)
+    return program, inputs, measure(program, inputs, FORMS, budget_seconds=600)
 
 
 def test_single_sites_are_within_a_factor_of_three(measured: tuple[Program, list[Any], Sensitivity]) -> None:
@@ -123,7 +131,7 @@ def test_sites_add_up_to_the_error_of_all_together(measured: tuple[Program, list
 def test_every_site_and_option_has_a_finite_error(measured: tuple[Program, list[Any], Sensitivity]) -> None:
     program, _, found = measured
     wanted = {(s.site, o) for s in linears(program) for o in OPTIONS["linear"]}
-    wanted |= {(s.site, "int8") for s in embeddings(program)} | {(s.site, "tanh") for s in gelus(program)}
+    wanted |= {(s.site, o) for s in embeddings(program) for o in OPTIONS["embedding"]} | {(s.site, "tanh") for s in gelus(program)}
     extra = {(m.site, "merged@int8_dynamic") for m in merges(program)}
     assert wanted <= set(found.errors) <= wanted | extra
     assert all(math.isfinite(e) and e >= 0 for e in found.errors.values())
@@ -145,7 +153,7 @@ def test_a_merge_adds_what_the_common_weight_scale_adds() -> None:
 
     program = capture(Pair().eval(), (torch.randn(4, 6, 32),))
     inputs = generate_inputs(program)
-    found = measure(program, inputs, {"linear": ("int8_dynamic",)})
+    found = measure(program, inputs, {"linear": (form("int8_dynamic"),)})
     peak = fake_quant.peak_of(next(s for s in [program.tensor(linears(program)[1].weight)] if s is not None))
     w = program.tensor(linears(program)[0].weight)
     assert w is not None
@@ -168,7 +176,7 @@ class _RoundedHeads(fx.Interpreter):
 def test_an_attentions_q_and_k_are_one_site() -> None:
     program = tiny("bert")
     inputs = [(program.args, program.kwargs), *generate_inputs(program, 2)]
-    found = measure(program, inputs, {"attention": ("sdpa_int8",)}, budget_seconds=30.0)
+    found = measure(program, inputs, {"attention": (form("sdpa_int8"),)}, budget_seconds=30.0)
     wanted = program.module(*program.args, **program.kwargs)[0]
     for site in attentions(program):
         moved = _RoundedHeads(program, site.node).run(*program.flat_inputs())[0]

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from form_names import form
 from torch import nn
 
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
+from effcompile.ir.formats import LINEAR_FORMATS, Form
 from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
@@ -50,7 +52,11 @@ def by_work(call: KernelCall) -> float:
 def context(
     price: Callable[[KernelCall], float | None] = by_work, *, goal: Goal = LOOSE, backend: str = "onnxruntime", sensitivity: Any = None
 ) -> Context:
-    return Context(goal=goal, target=machine(price), backend=backend, sensitivity=Everything() if sensitivity is None else sensitivity)
+    formats = tuple(LINEAR_FORMATS.values())
+    known = Everything() if sensitivity is None else sensitivity
+    return Context(
+        goal=goal, target=machine(price), backend=backend, sensitivity=known, formats=formats[:1] if goal.exact else formats
+    )  # fmt: skip
 
 
 class Everything(dict[tuple[str, str], float]):
@@ -65,9 +71,10 @@ def split(items: Any) -> tuple[dict[str, Choice], list[Declined]]:
     return {i.site: i for i in items if isinstance(i, Choice)}, [i for i in items if isinstance(i, Declined)]
 
 
-def plan_with(options: Mapping[str, str]) -> Plan:
+def plan_with(options: Mapping[str, str | Form]) -> Plan:
     blank = Decision(site="", kind="", option="", baseline="", by="", cost=Cost(), baseline_cost=Cost())
-    decisions = tuple(replace(blank, site=site, option=option) for site, option in options.items())
+    chosen = {site: form(option) if isinstance(option, str) else option for site, option in options.items()}
+    decisions = tuple(replace(blank, site=site, option=each.name, form=each) for site, each in chosen.items())
     certificate = Certificate(status="", objective=0, bound=0, gap=0, sites=0, alternatives=0, seconds=0, solver="")
     return Plan(
         model="m", fingerprint="", parameters=0, goal=LOOSE, target="", target_line="", backend="onnxruntime", decisions=decisions,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from form_names import form, names
 from pass_helpers import by_work, context, outputs, plan_with, split
 
 from effcompile.core.goal import Goal
@@ -29,7 +30,7 @@ def test_attention_offers_the_forms_that_exist_and_pay(bert: Program) -> None:
     assert all([o.name for o in c.options] == ["sdpa", "packed"] for c in choices.values())
     assert {d.reason for d in declined} == {f"onnxruntime has no attention/{form} kernel here" for form in ("tiled", "math")}
     site = next(iter(choices))
-    assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: "packed"}
+    assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: form("packed")}
 
 
 def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: Program) -> None:
@@ -97,7 +98,7 @@ def test_tanh_rewrites_the_graph_of_a_copy(bert: Program) -> None:
     first, second = [g.site for g in gelus(bert)]
     after = Fuse().apply(bert, plan_with({first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"}))
     assert [g.site for g in gelus(after)] == [second] and len(gelus(bert)) == 2
-    assert after.tags == {first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"}
+    assert names(after.tags) == {first: "tanh", second: "erf", "encoder.layer.0.output.LayerNorm:add_norm": "fused"}
     moved = (outputs(after)[0] - outputs(bert)[0]).norm() / outputs(bert)[0].norm()
     assert 0 < moved < 1e-3
 
@@ -125,7 +126,7 @@ def test_last_computes_the_last_row_only(gpt2: Program) -> None:
     torch.testing.assert_close(last, full[:, -1:], rtol=1e-6, atol=1e-6)
     assert after.outputs[0].shape[1:] == (1, 100) and gpt2.outputs[0].shape[1] != 1
     assert next(s for s in linears(after) if s.site == "lm_head").m == 2
-    assert after.tags == {"lm_head:rows": "last"}
+    assert names(after.tags) == {"lm_head:rows": "last@w8"}
     ids = torch.randint(0, 100, (3, 9))
     other = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     again = torch.utils._pytree.tree_leaves(reexport(after).module()(**other))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from form_names import form, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pass_helpers import Block, by_work, context, outputs, plan_with, split
@@ -33,11 +34,11 @@ def test_a_merge_changes_nothing_but_the_graph(name: str, request: pytest.Fixtur
     after.graph.lint()
     for y, z in zip(before, outputs(after), strict=True):
         torch.testing.assert_close(z, y, rtol=1e-6, atol=1e-6)
-    names = {site.site for site in linears(after)}
+    there = {site.site for site in linears(after)}
     for site in found:
-        assert site.merged_site in names
-        assert after.tags[site.merged_site] == "int8_dynamic" and after.tags[site.site] == "merged"
-        assert not names & {m.site for m in site.members}
+        assert site.merged_site in there
+        assert after.tags[site.merged_site] == form("int8_dynamic") and after.tags[site.site] == form("merged@int8_dynamic")
+        assert not there & {m.site for m in site.members}
         assert not any(key.startswith(m.site + ".") for m in site.members for key in dict(after.module.named_parameters()))
     assert sorted(dict(program.module.named_parameters())) == keys
     assert all(torch.equal(a, b) for a, b in zip(before, outputs(program), strict=True))
@@ -81,7 +82,7 @@ def test_separate_leaves_the_graph(block: Program) -> None:
     site = merges(block)[0]
     after = Merge().apply(block, plan_with({site.site: "separate"}))
     assert [s.site for s in linears(after)] == [s.site for s in linears(block)]
-    assert after.tags[site.site] == "separate" and after.history == ("merge",)
+    assert names(after.tags)[site.site] == "separate" and after.history == ("merge",)
 
 
 def test_each_precision_is_priced_and_required_of_all_members(block: Program) -> None:

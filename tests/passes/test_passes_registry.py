@@ -11,6 +11,7 @@ import effcompile.passes as registry
 from effcompile.core.cost import Cost
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
 from effcompile.passes import OPTIONAL, PASSES, Choice, Declined, Option, load_passes, propose_all
 from effcompile.passes.base import Pass
@@ -116,7 +117,7 @@ def test_choices_of_one_site_are_joined_and_refusals_cascade(bert: Program) -> N
             return program
 
     def option(name: str, **requires: tuple[str, ...]) -> Option:
-        return Option(name=name, cost=Cost(), by="one", requires=requires)
+        return Option(form=Form(word=name), cost=Cost(), by="one", requires=requires)
 
     x = option("x")
     passes = [One(options=(x, option("y"))), One(options=(x, option("z", b=("w",)))), One(site="b", options=(x, option("w", a=("gone",))))]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from effcompile.capture import capture
 from effcompile.compiler import optimize
 from effcompile.core.goal import Goal
+from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.passes.attention import Attention
@@ -87,7 +88,7 @@ def test_concentrated_attention_is_offered_with_its_recall_and_measured_error(sh
     assert 0 < option.cost.error < 0.05
     assert option.cost.seconds < choice.option("causal").cost.seconds
 
-    edited = Predict(method=(method,), **FORM).apply(sharp, plan_with({site: method}))
+    edited = Predict(method=(method,), **FORM).apply(sharp, plan_with({site: option.form}))
     (want,), (found,) = (outputs(p) for p in (sharp, edited))
     moved = float((found - want).norm() / want.norm())
     assert moved == pytest.approx(option.cost.error, rel=0.6), "the error of the example is about that of all calibration inputs"
@@ -100,7 +101,7 @@ def test_concentrated_attention_is_offered_with_its_recall_and_measured_error(sh
 def test_the_error_is_that_of_the_model_over_its_calibration_inputs(sharp: Program) -> None:
     choices, _ = split(Predict(**FORM).propose(sharp, context(by_keys)))
     ((site, choice),) = choices.items()
-    edited = Predict(**FORM).apply(sharp, plan_with({site: "sanger"}))
+    edited = Predict(**FORM).apply(sharp, plan_with({site: choices[site].option("sanger").form}))
     pairs = [(outputs(edited, *args), outputs(sharp, *args)) for args, _ in sharp.calibration]
     moved = sum(float((a - b).double().square().sum()) for (a,), (b,) in pairs)
     assert choice.option("sanger").cost.error_squared == pytest.approx(
@@ -149,7 +150,7 @@ def test_calibrated_tiles_are_for_one_length() -> None:
     choices, (refused,) = split(Predict(method=("vitcod", "sanger"), **FORM).propose(program, context(by_keys)))
     assert refused.option == "vitcod" and "its length is dynamic" in refused.reason
     (site,) = choices
-    edited = Predict(**FORM).apply(program, plan_with({site: "sanger"}))
+    edited = Predict(**FORM).apply(program, plan_with({site: choices[site].option("sanger").form}))
     x = tokens(180, batch=3)
     (want,), (found,) = outputs(program, x), outputs(edited, x)
     assert 0 < float((found - want).norm() / want.norm()) < 0.05
@@ -189,7 +190,7 @@ def test_padding_is_respected_whatever_was_seen_in_calibration(method: str) -> N
     predict = Predict(method=(method,), **FORM)
     choices, declined = split(predict.propose(program, context(by_keys)))
     assert method in [o.name for o in choices[site].options], declined
-    edited = predict.apply(program, plan_with({site: method}))
+    edited = predict.apply(program, plan_with({site: choices[site].option(method).form}))
     short = whole.clone()
     short[0, 160:] = 0
     changed = tokens()
@@ -225,4 +226,4 @@ def test_other_decisions_are_left_to_the_attention_pass(sharp: Program) -> None:
     (site,) = (s.site for s in attentions(sharp))
     plan = plan_with({site: "causal"})
     edited = Predict(**FORM).apply(Attention().apply(sharp, plan), plan)
-    assert edited.tags == {site: "causal"} and not list(edited.calls(OURS.attention.default))
+    assert edited.tags == {site: Form(word="causal")} and not list(edited.calls(OURS.attention.default))

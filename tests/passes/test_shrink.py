@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from form_names import names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pass_helpers import by_work, context, outputs, plan_with, split
@@ -234,7 +235,7 @@ def test_shrinking_equals_zeroing_what_reads_and_leaves_smaller_weights(name: st
         keep[worth(structure, scores).topk(structure.count // 2).indices] = True
         for found, expected in zip(outputs(after), zeroed(program, structure, keep), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        assert after.tags == {structure.site: option}
+        assert names(after.tags) == {structure.site: option}
         sizes = {site.site: (site.n, site.k) for site in structure.shrunk(structure.count // 2)}
         for old, new in zip(linears(program), linears(after), strict=True):
             assert (new.n, new.k) == sizes.get(old.site, (old.n, old.k)) and shape_of(new.node)[-1] == new.n

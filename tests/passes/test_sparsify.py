@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from form_names import form, forms, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pass_helpers import LOOSE, context, outputs, plan_with, split
@@ -21,6 +22,7 @@ from effcompile.core.errors import FormatError, LoweringError, UnknownNameError,
 from effcompile.core.goal import Goal
 from effcompile.estimate import sensitivity
 from effcompile.estimate.nodes import kernel_calls
+from effcompile.ir.formats import sparse_format
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
 from effcompile.ops.block_sparse import fallback_reason
@@ -32,7 +34,7 @@ from effcompile.passes.sparse_forms import given_forms
 from effcompile.passes.sparsify import Sparsify
 from effcompile.sites.parts import linears
 from effcompile.sparse import BlockPattern, BlockSparseLinear
-from effcompile.sparse.forms import block_of, form_name, name_of_count, stored_bytes
+from effcompile.sparse.forms import pattern_format, stored_bytes
 
 UP, DOWN, HEAD = "layers.0.up", "layers.0.down", "head"
 
@@ -113,7 +115,7 @@ def test_a_dense_model_gets_nothing_unless_asked_for(dense: Program) -> None:
 
 def test_two_of_four_is_known_by_its_pattern() -> None:
     mask = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]]).repeat(32, 8)
-    assert [form.option for form in given_forms(model({UP: mask}).get_parameter(f"{UP}.weight").detach())] == ["2:4"]
+    assert [form.format.name for form in given_forms(model({UP: mask}).get_parameter(f"{UP}.weight").detach())] == ["2:4"]
 
 
 @settings(max_examples=40, deadline=None)
@@ -123,19 +125,18 @@ def test_a_given_form_keeps_every_entry_and_is_named_as_it_is_found(data: st.Dat
     grid = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * cols * 16, max_size=rows * cols * 16))).view(4 * rows, 4 * cols)
     weight = torch.rand(4 * rows * block, 4 * cols * block) + 0.5
     weight *= grid.repeat_interleave(block, 0).repeat_interleave(block, 1)
-    for form in given_forms(weight):
-        pattern, values = BlockPattern.from_dense(weight, form.block)
-        assert torch.equal(pattern.to_dense(values), weight) and torch.equal(form.mask(), pattern.blocks())
-        assert form.option == form_name(pattern.blocks(), form.block) and block_of(form.option) == form.block
-        assert form.kept == pattern.nnz and stored_bytes(form.kept, form.block, *weight.shape) == sum(
+    for each in given_forms(weight):
+        pattern, values = BlockPattern.from_dense(weight, each.block)
+        assert torch.equal(pattern.to_dense(values), weight) and torch.equal(each.mask(), pattern.blocks())
+        assert each.format == pattern_format(pattern.blocks(), each.block) and each.format.block == each.block
+        assert each.kept == pattern.nnz and stored_bytes(each.kept, each.block, *weight.shape) == sum(
             tensor.nbytes for tensor in (values, *pattern.indices)
         )
 
 
 def test_names() -> None:
-    assert [name_of_count(1, 10, b) for b in (1, 16)] == ["unstructured@0.90", "sparse16@0.90"]
-    assert name_of_count(1, 1000, 4) == "sparse4@0.9990"
-    assert [block_of(o) for o in ("fp32", "w4", "merged", "sparse32@0.50", "unstructured@0.90", "2:4")] == [None, None, None, 32, 1, 1]
+    assert [sparse_format(1, 10, b).name for b in (1, 16)] == ["unstructured@0.90", "sparse16@0.90"]
+    assert sparse_format(1, 1000, 4).name == "sparse4@0.9990"
 
 
 # ---------------------------------------------------------------- pruning
@@ -292,7 +293,7 @@ def test_empty_rows_are_served(masks: dict[str, torch.Tensor]) -> None:
     mask = masks[UP].clone()
     mask[16:40] = 0
     made = model({UP: mask})
-    (option,) = (form.option for form in given_forms(made.get_parameter(f"{UP}.weight").detach()) if form.block == 8)
+    (option,) = (form.format.name for form in given_forms(made.get_parameter(f"{UP}.weight").detach()) if form.block == 8)
     x = torch.randn(3, 5, 32)
     with torch.no_grad():
         torch.testing.assert_close(_lowered(made, {UP: option})(x)[0], made(x), rtol=1e-4, atol=1e-5)
@@ -332,7 +333,7 @@ def test_a_plan_for_other_weights_is_not_applied(dense: Program) -> None:
 def test_apply_changes_exactly_the_planned_weights(dense: Program) -> None:
     before = {name: value.clone() for name, value in dense.module.state_dict().items()}
     after = Sparsify(sparsity=(0.5,), block=8).apply(dense, plan_with({UP: "sparse8@0.50", DOWN: "fp32"}))
-    assert after.tags == {UP: "sparse8@0.50"} and [s.site for s in linears(after)] == [s.site for s in linears(dense)]
+    assert names(after.tags) == {UP: "sparse8@0.50"} and [s.site for s in linears(after)] == [s.site for s in linears(dense)]
     for old, new in zip(linears(dense), linears(after), strict=True):
         a, b = dense.tensor(old.weight), after.tensor(new.weight)
         assert a is not None and b is not None
@@ -348,7 +349,7 @@ def _lowered(made: nn.Module, tags: dict[str, str]) -> Lowered:
 def test_the_artifact_has_the_blocks_runs_and_runs_again_from_disk(masks: dict[str, torch.Tensor], tmp_path: Path) -> None:
     made, tags = model(masks), {UP: "sparse8@0.75", DOWN: "sparse4@0.75"}
     lowered = _lowered(made, tags)
-    assert {site: lowered.applied[site] for site in tags} == tags and lowered.applied[HEAD] == "fp32"
+    assert {site: lowered.applied[site] for site in tags} == forms(tags) and lowered.applied[HEAD] == form("fp32")
     dense_bytes = sum(p.nbytes for p in made.parameters())
     saved = sum(4 * 64 * 32 - stored_bytes(kept, block, *shape) for kept, block, shape in ((8, 8, (64, 32)), (32, 4, (32, 64))))
     assert lowered.weight_bytes == dense_bytes - saved
@@ -364,9 +365,9 @@ def test_the_artifact_has_the_blocks_runs_and_runs_again_from_disk(masks: dict[s
 def test_what_is_found_is_read_from_the_artifact(masks: dict[str, torch.Tensor]) -> None:
     """The tag says 4, the pass says 8: what stands in the graph is what is reported."""
     program = program_of(model(masks)).tagged({UP: "sparse4@0.75"}, "test")
-    assert TorchEager().lower(program, plan_with({}), []).applied[UP] == "sparse4@0.75"
+    assert TorchEager().lower(program, plan_with({}), []).applied[UP] == form("sparse4@0.75")
     wrong = program_of(model(masks)).tagged({UP: "sparse8@0.10"}, "test")
-    assert TorchEager().lower(wrong, plan_with({}), []).applied[UP] == "sparse8@0.75"
+    assert TorchEager().lower(wrong, plan_with({}), []).applied[UP] == form("sparse8@0.75")
 
 
 def test_transposed_weights_are_pruned_and_lowered() -> None:
@@ -384,7 +385,7 @@ def test_transposed_weights_are_pruned_and_lowered() -> None:
     program = capture(Turned().eval(), (torch.randn(2, 4, 16),))
     after = Sparsify(sparsity=(0.5,), block=8, sites=("c",)).apply(program, plan_with({"c": "sparse8@0.50"}))
     lowered = TorchEager().lower(after, plan_with({}), [])
-    assert lowered.applied["c"] == "sparse8@0.50"
+    assert lowered.applied["c"] == form("sparse8@0.50")
     torch.testing.assert_close(lowered(*program.args)[0], outputs(after)[0], rtol=1e-4, atol=1e-5)
 
 
@@ -399,7 +400,7 @@ def test_a_sparse_product_is_timed_where_there_are_kernels() -> None:
 def test_inductor_keeps_the_blocks_and_its_artifact_opens(masks: dict[str, torch.Tensor], tmp_path: Path) -> None:
     made, tags = model(masks), {UP: "sparse8@0.75", DOWN: "sparse4@0.75"}
     lowered = TorchInductor().lower(Sparsify().apply(program_of(made), plan_with(tags)), plan_with(tags), [])
-    assert {site: lowered.applied[site] for site in tags} == tags
+    assert {site: lowered.applied[site] for site in tags} == forms(tags)
     lowered.save(tmp_path)
     x = torch.randn(3, 5, 32)
     with torch.no_grad():

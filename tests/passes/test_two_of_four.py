@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from form_names import form
 from pass_helpers import context, outputs, plan_with, split
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -207,7 +208,7 @@ def lowered(program: Program) -> tuple[Lowered, Program]:
 def test_lowered_found_run_and_run_again_from_disk(cores: None, dtype: torch.dtype, tmp_path: Any) -> None:
     program = program_of(dtype)
     made, pruned = lowered(program)
-    assert {made.applied[UP], made.applied[DOWN]} == {"2:4"} and made.applied[HEAD] != "2:4"
+    assert {made.applied[UP].name, made.applied[DOWN].name} == {"2:4"} and made.applied[HEAD].name != "2:4"
     dense_bytes = sum(p.nbytes for p in program.module.parameters())
     wide = sum(p.nbytes for name, p in program.module.named_parameters() if "layers" in name and "weight" in name)
     assert made.weight_bytes == dense_bytes - wide + 2 * two_of_four.stored_bytes(128, 64)
@@ -222,14 +223,14 @@ def test_lowered_found_run_and_run_again_from_disk(cores: None, dtype: torch.dty
 
 def test_without_sparse_tensor_cores_a_plan_with_it_runs_as_single_weights() -> None:
     made, pruned = lowered(program_of())
-    assert made.applied[UP] == "2:4"
+    assert made.applied[UP].name == "2:4"
     torch.testing.assert_close(made(*pruned.args)[0], outputs(pruned)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bf16_away_from_a_cpu_is_a_plain_product_and_nothing_in_a_model_of_16_bits(dtype: torch.dtype) -> None:
     """On the meta device in the place of a GPU: what is emitted there, and its dtypes."""
-    program = program_of(dtype, device="meta").tagged({UP: "bf16"}, "test")
+    program = program_of(dtype, device="meta").tagged({UP: form("bf16")}, "test")
     edited = edit(program, [])
     (node,) = (node for node in edited.graph.nodes if node.meta.get(SITE) == UP)
     assert node.target is torch.ops.aten.linear.default
@@ -237,7 +238,7 @@ def test_bf16_away_from_a_cpu_is_a_plain_product_and_nothing_in_a_model_of_16_bi
     assert weight is not None and weight.dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
     assert outputs(edited)[0].dtype == dtype
     with pytest.raises(LoweringError, match="implemented for CPU"):
-        edit(program.tagged({UP: "w8"}, "test"), [])
+        edit(program.tagged({UP: form("w8")}, "test"), [])
 
 
 def test_a_shape_that_is_not_taken_is_refused_by_name(cores: None) -> None:
@@ -316,7 +317,7 @@ def test_no_cores_names_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None
 def test_on_a_gpu() -> None:
     program = program_of(torch.bfloat16, device="cuda")
     made, pruned = lowered(program)
-    assert made.applied[UP] == "2:4"
+    assert made.applied[UP].name == "2:4"
     torch.testing.assert_close(made(*program.args)[0], outputs(pruned)[0], rtol=3e-2, atol=3e-2)
     with torch.device("cuda"):
-        assert triton_linears.half_body("2:4", (64, 64, 64)) is not None
+        assert triton_linears.half_body(KernelCall("linear/2:4", (64, 64, 64))) is not None

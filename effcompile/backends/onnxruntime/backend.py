@@ -21,6 +21,7 @@ from effcompile.backends.onnxruntime.session import Settings
 from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_seconds
+from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -46,6 +47,9 @@ class OnnxRuntime:
         if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:
             return "onnxruntime.quantization handles models below 2 GiB of fp32 weights"
         return None
+
+    def lacks(self, call: KernelCall) -> str | None:
+        return kernels.lacks(call) if self.unavailable() is None else None
 
     def measure(self, call: KernelCall) -> float | None:
         return None if self.unavailable() else kernels.measure(call)
@@ -81,7 +85,7 @@ class OnnxModel:
     """A lowered model in a temporary folder of its own (removed with the object), and a session on it."""
 
     def __init__(
-        self, path: Path, names: list[str], applied: Mapping[str, str], settings: Mapping[str, Any], weight_bytes: int, chosen: Settings
+        self, path: Path, names: list[str], applied: Mapping[str, Form], settings: Mapping[str, Any], weight_bytes: int, chosen: Settings
     ) -> None:
         self.applied, self.settings, self.weight_bytes = dict(applied), dict(settings), weight_bytes
         self._path, self._names, self._chosen = path, names, chosen

@@ -6,28 +6,30 @@ backend reports as applied is what was done.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
 
 from effcompile.backends.onnxruntime.export import Exported
+from effcompile.ir.formats import Form
+from effcompile.ir.program import Program
 
 
-def apply_forms(exported: Exported, tags: Mapping[str, str]) -> dict[str, str]:
+def apply_forms(exported: Exported, program: Program) -> dict[str, Form]:
     """Rewrite attentions and norms as tagged; returns site → the form each now has."""
     nodes = {str(node.name): node for node in exported.model.graph}
-    applied: dict[str, str] = {}
+    applied: dict[str, Form] = {}
     for site, name in exported.attentions.items():
-        packed = tags.get(site) == "packed" and pack_attention(exported.model.graph, nodes[name])
+        packed = program.word_at(site) == "packed" and pack_attention(exported.model.graph, nodes[name])
         causal = nodes[name].attributes.get("is_causal")
-        applied[site] = "packed" if packed else "causal" if causal is not None and causal.as_int() else "sdpa"
+        applied[site] = Form(word="packed" if packed else "causal" if causal is not None and causal.as_int() else "sdpa")
     for site, name in exported.norms.items():
-        kept_apart = tags.get(site, "split") == "split" and keep_norm_apart(exported.model.graph, nodes[name])
-        applied[site] = "split" if kept_apart else "fused"
+        kept_apart = program.word_at(site) in ("", "split") and keep_norm_apart(exported.model.graph, nodes[name])
+        applied[site] = Form(word="split" if kept_apart else "fused")
     for site, name in exported.gelus.items():
         approximate = nodes[name].attributes.get("approximate")
-        applied[site] = "tanh" if approximate is not None and approximate.as_string() == "tanh" else "erf"
+        applied[site] = Form(word="tanh" if approximate is not None and approximate.as_string() == "tanh" else "erf")
     ir.passes.common.RemoveUnusedNodesPass()(exported.model)
     return applied
 

@@ -19,6 +19,7 @@ from effcompile.backends.onnxruntime.quantise import quantise
 from effcompile.backends.onnxruntime.session import default_settings, open_session, run
 from effcompile.core.errors import LoweringError
 from effcompile.core.timing import median_seconds
+from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, LINEAR_FORMATS, TABLE_INT8, W4, W8, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.sparse.pattern import BlockPattern
 
@@ -47,20 +48,28 @@ def measure(call: KernelCall) -> float | None:
         return None
 
 
-def _linear(option: str) -> Callable[[Dims], _Built]:
+def lacks(call: KernelCall) -> str | None:
+    """See `backends.base.Backend.lacks`."""
+    held = call.format
+    if held is None or call.kernel in _BUILDERS:
+        return None
+    return f"ONNX Runtime on CPU has no {call.kernel.replace('/', ' in ')}"
+
+
+def _linear(family: str) -> Callable[[Dims], _Built]:
     def build(dims: Dims) -> _Built:
-        m, k, n = dims
-        width = {"fp32": 4.0, "w8": 1.125, "w4": 0.625}.get(option, 1.0)
-        copies = max(1, min(_MOST_COPIES, int(_CACHE_BYTES / (k * n * width))))
+        m, k, n = dims[:3]
+        held = LINEAR_FORMATS[family].grouped_by(dims[-1])
+        copies = max(1, min(_MOST_COPIES, _CACHE_BYTES // held.stored_bytes(n, k)))
         x = _noise(m, k)
         one = _model([helper.make_node("MatMul", ["x", "w"], ["p"], name="product"), helper.make_node("Add", ["p", "b"], ["y"])])
         one.graph.initializer.extend([numpy_helper.from_array(_noise(k, n) * 0.02, "w"), numpy_helper.from_array(_noise(n), "b")])
         _boundary(one, {"x": (m, k)}, {"y": (m, n)})
         one.graph.value_info.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, (m, n)))
-        if option != "fp32":
-            if option in ("w8", "w4") and k % 32:
-                raise LoweringError(f"K = {k} is not a multiple of the group size 32")
-            one = quantise(one, {"product": option}, {"product": (float(x.min()), float(x.max()))})
+        if held != FP32:
+            if held.group and k % held.group:
+                raise LoweringError(f"K = {k} is not a multiple of the group size {held.group}")
+            one = quantise(one, {"product": held}, {"product": (float(x.min()), float(x.max()))})
         return _repeated(one, copies), {"x": x}, copies
 
     return build
@@ -183,27 +192,22 @@ def _matmul(dims: Dims) -> _Built:
     return model, {"x": _noise(b, m, k), "w": _noise(b, k, n)}, 1
 
 
-def _embedding(option: str) -> Callable[[Dims], _Built]:
+def _embedding(held: WeightFormat) -> Callable[[Dims], _Built]:
     def build(dims: Dims) -> _Built:
         rows, cols = dims
         ids = np.random.default_rng(0).integers(0, 4096, rows)
         model = _model([helper.make_node("Gather", ["table", "ids"], ["y"], name="lookup")])
         model.graph.initializer.append(numpy_helper.from_array(_noise(4096, cols), "table"))
         _boundary(model, {"ids": (rows,)}, {"y": (rows, cols)}, {"ids": TensorProto.INT64})
-        if option == "int8":
-            model = quantise(model, {"lookup": "int8"}, {})
+        if held != FP32:
+            model = quantise(model, {"lookup": held}, {})
         return model, {"ids": ids}, 1
 
     return build
 
 
 _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
-    "linear/fp32": _linear("fp32"),
-    "linear/int8_dynamic": _linear("int8_dynamic"),
-    "linear/int8_channel": _linear("int8_channel"),
-    "linear/int8_static": _linear("int8_static"),
-    "linear/w8": _linear("w8"),
-    "linear/w4": _linear("w4"),
+    **{f"linear/{held.family}": _linear(held.family) for held in (FP32, INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC, W8, W4)},
     "linear/sparse": _sparse,
     "matmul/fp32": _matmul,
     "attention/sdpa": _attention(),
@@ -215,8 +219,8 @@ _BUILDERS: dict[str, Callable[[Dims], _Built]] = {
     "add_norm/fused": _norm("LayerNormalization", residual="Add"),  # ORT turns this into its SkipLayerNormalization
     "gelu/erf": _unary("Gelu"),
     "gelu/tanh": _unary("Gelu", approximate="tanh"),
-    "embedding/fp32": _embedding("fp32"),
-    "embedding/int8": _embedding("int8"),
+    "embedding/fp32": _embedding(FP32),
+    "embedding/int8": _embedding(TABLE_INT8),
     "pointwise/fp32": _pointwise,
     "softmax/fp32": _unary("Softmax", axis=-1),
 }

@@ -13,22 +13,22 @@ import torch
 
 from effcompile.backends.onnxruntime.export import OPSETS, Exported, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul
-from effcompile.backends.onnxruntime.quantise import found_precision, quantise
+from effcompile.backends.onnxruntime.quantise import found_formats, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
 from effcompile.backends.onnxruntime.session import PROTOBUF_LIMIT, numpy_feeds, open_session, run
 from effcompile.backends.onnxruntime.sparse import found_forms, make_sparse
 from effcompile.core.errors import LoweringError
+from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.program import Program
-from effcompile.sparse.forms import block_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model file, the opset it loads with, and site → option found in it."""
+    """A model file, the opset it loads with, and site → form found in it."""
 
     path: Path
     opset: int
-    applied: Mapping[str, str]
+    applied: Mapping[str, Form]
     weight_bytes: int
 
 
@@ -49,21 +49,21 @@ def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folde
 
 def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, opset: int) -> Built:
     exported = export(program, opset=opset)
-    applied = apply_forms(exported, program.tags)
-    sparse = {node: block for site, node in exported.linears.items() if (block := block_of(program.tags.get(site, ""))) is not None}
+    applied = apply_forms(exported, program)
+    sparse = {node: block for site, node in exported.linears.items() if (block := program.format_at(site).block)}
     make_sparse(exported, sparse)
-    precision, ranges = _planned(program, exported, calibration)
-    if precision:
-        linears_as_matmul(exported, precision)
+    formats, ranges = _planned(program, exported, calibration)
+    if formats:
+        linears_as_matmul(exported, formats)
     path = folder / "model.onnx"
-    model = _serialised(exported.model, path, quantising=bool(precision))
+    model = _serialised(exported.model, path, quantising=bool(formats))
     if model is not None:
-        model = quantise(model, precision, ranges)
+        model = quantise(model, formats, ranges)
         onnx.save_model(model, str(path))
     found = _found(model, exported)
     written = ir.load(str(path))
     forms = found_forms(written, exported.linears.values())
-    found |= {site: forms[node] for site, node in exported.linears.items() if node in forms}
+    found |= {site: Form(weights=forms[node]) for site, node in exported.linears.items() if node in forms}
     # what cannot be loaded and run is a failure here, and the next opset is tried
     opened = open_session(path)
     given = dict(zip([spec.name for spec in program.inputs], program.flat_inputs(), strict=True))
@@ -74,22 +74,20 @@ def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], f
 
 def _planned(
     program: Program, exported: Exported, calibration: Sequence[Sequence[torch.Tensor]]
-) -> tuple[dict[str, str], dict[str, tuple[float, float]]]:
-    """(node → option, node → input range) for everything that is to be quantised."""
+) -> tuple[dict[str, WeightFormat], dict[str, tuple[float, float]]]:
+    """(node → format, node → input range) for everything that is to be quantised."""
     nodes = {**exported.linears, **exported.embeddings}
-    precision = {
-        nodes[site]: option for site, option in program.tags.items() if site in nodes and option != "fp32" and block_of(option) is None
-    }
+    formats = {node: held for site, node in nodes.items() if (held := program.format_at(site)) != FP32 and not held.block}
     ranges = {nodes[site]: bounds for site, bounds in input_ranges(program, calibration).items() if site in nodes}
-    return precision, ranges
+    return formats, ranges
 
 
-def _found(model: onnx.ModelProto | None, exported: Exported) -> dict[str, str]:
-    """Site → precision read from the written model; fp32 everywhere when nothing was quantised."""
+def _found(model: onnx.ModelProto | None, exported: Exported) -> dict[str, Form]:
+    """Site → form read from the written model; fp32 everywhere when nothing was quantised."""
     nodes = {**exported.linears, **exported.embeddings}
     if model is None:
-        return dict.fromkeys(nodes, "fp32")
-    by_node = found_precision(model, list(nodes.values()))
+        return dict.fromkeys(nodes, Form(weights=FP32))
+    by_node = found_formats(model, list(nodes.values()))
     return {site: by_node[node] for site, node in nodes.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,45 +12,38 @@ import onnx
 from onnx import numpy_helper
 
 from effcompile.core.errors import LoweringError
+from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, NOT_FOUND, TABLE_INT8, W4, W8, Form, WeightFormat
 
 Ranges = Mapping[str, tuple[float, float]]  # node name → (lowest, highest) of its input on the calibration inputs
 
-_BITS = {"w8": 8, "w4": 4}
+#: int8 accumulation in MatMulNBits; leaving it out costs 2x (facts: inference, 6).
+_ACCURACY_LEVEL = 4
+#: Families of formats, in the order in which their quantisers run.
+FAMILIES = tuple(held.family for held in (INT8_DYNAMIC, INT8_CHANNEL, TABLE_INT8, INT8_STATIC, W8, W4))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Settings of the quantisers that a plan does not choose."""
-
-    group_size: int = 32
-    accuracy_level: int = 4  # int8 accumulation in MatMulNBits; leaving it out costs 2x (facts: inference, 6)
-
-
-def quantise(model: onnx.ModelProto, precision: Mapping[str, str], ranges: Ranges, options: Options | None = None) -> onnx.ModelProto:
-    """Quantise MatMul and Gather nodes by name: node → option of `passes.quantize`; fp32 nodes are left alone.
+def quantise(model: onnx.ModelProto, formats: Mapping[str, WeightFormat], ranges: Ranges) -> onnx.ModelProto:
+    """Quantise MatMul and Gather nodes by name: node → format of its weight; fp32 nodes are left alone.
 
     Args:
         model: fp32 model below 2 GiB; consumed (the quantisers edit in place).
-        precision: node name → "int8_dynamic", "int8_channel", "int8_static", "w8", "w4" (MatMul) or "int8" (Gather).
+        formats: node name → format of a linear (MatMul) or table (Gather), of one of FAMILIES.
         ranges: input ranges of the int8_static nodes.
-        options: group size and accumulation of the weight-only kernels.
 
     Raises:
         LoweringError: a quantiser failed; says which.
     """
-    options = options or Options()
-    for option in ("int8_dynamic", "int8_channel", "int8", "int8_static", "w8", "w4"):
-        nodes = [node for node, chosen in precision.items() if chosen == option]
-        if not nodes:
-            continue
+    order = {family: rank for rank, family in enumerate(FAMILIES)}
+    for held in sorted({held for held in formats.values() if held.family in order}, key=lambda held: (order[held.family], held.group)):
+        nodes = [node for node, chosen in formats.items() if chosen == held]
         before = _tensor_names(model)
         try:
-            model = _quantise_group(model, option, nodes, ranges, options)
+            model = _quantise_group(model, held, nodes, ranges)
         except Exception as error:
             raise LoweringError(
-                f"onnxruntime.quantization failed at {option} ({len(nodes)} nodes): {type(error).__name__}: {error}"
+                f"onnxruntime.quantization failed at {held.name} ({len(nodes)} nodes): {type(error).__name__}: {error}"
             ) from error
-        _suffix_new_tensors(model, before, option)
+        _suffix_new_tensors(model, before, held.name)
     _make_node_names_unique(model)
     return model
 
@@ -81,8 +74,8 @@ def _make_node_names_unique(model: onnx.ModelProto) -> None:
         taken.add(node.name)
 
 
-def found_precision(model: onnx.ModelProto, nodes: Sequence[str]) -> dict[str, str]:
-    """What each node became, read from the quantised model itself: node name → option ("fp32" where untouched)."""
+def found_formats(model: onnx.ModelProto, nodes: Sequence[str]) -> dict[str, Form]:
+    """What each node became, read from the quantised model itself: node name → form (fp32 where untouched)."""
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     producers = {output: node for node in model.graph.node for output in node.output}
     by_base: dict[str, list[onnx.NodeProto]] = {}
@@ -91,15 +84,15 @@ def found_precision(model: onnx.ModelProto, nodes: Sequence[str]) -> dict[str, s
         base = _base_name(node.name)
         if base in wanted:
             by_base.setdefault(base, []).append(node)
-    return {name: _read_option(by_base.get(name, []), weights, producers) for name in nodes}
+    return {name: _read_form(by_base.get(name, []), weights, producers) for name in nodes}
 
 
-def _quantise_group(model: onnx.ModelProto, option: str, nodes: list[str], ranges: Ranges, options: Options) -> onnx.ModelProto:
-    if option in _BITS:
-        return _weight_only(model, nodes, _BITS[option], options)
-    if option == "int8_static":
+def _quantise_group(model: onnx.ModelProto, held: WeightFormat, nodes: list[str], ranges: Ranges) -> onnx.ModelProto:
+    if held.group:
+        return _weight_only(model, nodes, held)
+    if held == INT8_STATIC:
         return _static(model, nodes, ranges)
-    return _dynamic(model, nodes, per_channel=option == "int8_channel", op_type="Gather" if option == "int8" else "MatMul")
+    return _dynamic(model, nodes, per_channel=held.scale == "channel", op_type="Gather" if held == TABLE_INT8 else "MatMul")
 
 
 def _dynamic(model: onnx.ModelProto, nodes: list[str], *, per_channel: bool, op_type: str) -> onnx.ModelProto:
@@ -185,11 +178,11 @@ def _keep_bias_apart(model: onnx.ModelProto, nodes: list[str]) -> onnx.ModelProt
     return model
 
 
-def _weight_only(model: onnx.ModelProto, nodes: list[str], bits: int, options: Options) -> onnx.ModelProto:
+def _weight_only(model: onnx.ModelProto, nodes: list[str], held: WeightFormat) -> onnx.ModelProto:
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
 
     config = DefaultWeightOnlyQuantConfig(
-        block_size=options.group_size, is_symmetric=True, accuracy_level=options.accuracy_level, bits=bits
+        block_size=held.group, is_symmetric=held.symmetric, accuracy_level=_ACCURACY_LEVEL, bits=held.bits
     )
     # `nodes_to_include` is ignored with an algo_config: every other product is excluded by name instead
     others = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gather") and node.name not in set(nodes)]
@@ -233,25 +226,33 @@ def _base_name(name: str) -> str:
     return name
 
 
-def _read_option(found: list[onnx.NodeProto], weights: Mapping[str, onnx.TensorProto], producers: Mapping[str, onnx.NodeProto]) -> str:
+def _read_form(found: list[onnx.NodeProto], weights: Mapping[str, onnx.TensorProto], producers: Mapping[str, onnx.NodeProto]) -> Form:
     for node in found:
-        if node.op_type == "MatMulInteger":
-            return _dynamic_option(node, weights)
-        if node.op_type == "MatMulNBits":
-            bits = next(a.i for a in node.attribute if a.name == "bits")
-            return {8: "w8", 4: "w4"}.get(bits, f"w{bits}")
-        if node.op_type == "Gather" and node.input[0] in weights:
-            is_float = weights[node.input[0]].data_type == onnx.TensorProto.FLOAT
-            return "fp32" if is_float else "int8"
-        if node.op_type == "MatMul":
-            sources = [producers.get(name) for name in node.input[:2]]
-            quantised = all(s is not None and s.op_type == "DequantizeLinear" for s in sources)
-            return "int8_static" if quantised else "fp32"
-    return "fp32" if found else "absent"
+        if (held := _read_format(node, weights, producers)) is not None:
+            return Form(weights=held)
+    return Form(weights=FP32) if found else NOT_FOUND
 
 
-def _dynamic_option(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> str:
+def _read_format(
+    node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto], producers: Mapping[str, onnx.NodeProto]
+) -> WeightFormat | None:
+    """What one product or lookup holds; None for any other node."""
+    if node.op_type == "MatMulInteger":
+        return _dynamic_format(node, weights)
+    if node.op_type == "MatMulNBits":
+        figures = {a.name: int(a.i) for a in node.attribute}
+        zeros = len(node.input) > 3 and bool(node.input[3])
+        return replace(W4 if figures["bits"] == 4 else W8, bits=figures["bits"], group=figures["block_size"], symmetric=not zeros)
+    if node.op_type == "Gather" and node.input[0] in weights:
+        return FP32 if weights[node.input[0]].data_type == onnx.TensorProto.FLOAT else TABLE_INT8
+    if node.op_type == "MatMul":
+        sources = [producers.get(name) for name in node.input[:2]]
+        return INT8_STATIC if all(s is not None and s.op_type == "DequantizeLinear" for s in sources) else FP32
+    return None
+
+
+def _dynamic_format(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto]) -> WeightFormat:
     """Per tensor or per channel, by the number of the weight's zero points."""
     zero_point = weights.get(node.input[3]) if len(node.input) > 3 else None
     count = int(np.prod(numpy_helper.to_array(zero_point).shape)) if zero_point is not None else 1
-    return "int8_channel" if count > 1 else "int8_dynamic"
+    return INT8_CHANNEL if count > 1 else INT8_DYNAMIC

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from effcompile.ir.formats import INT8_STATIC
 from effcompile.ir.program import Program
 from effcompile.sites import parts as sites
 
 
 def input_ranges(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> dict[str, tuple[float, float]]:
     """Site → (lowest, highest) input of each linear over the calibration inputs, for static quantisation."""
-    planned = [site for site in sites.linears(program) if program.tags.get(site.site) == "int8_static"]
+    planned = [site for site in sites.linears(program) if program.format_at(site.site) == INT8_STATIC]
     if not planned:
         return {}
     recorder = _RangeRecorder(program.module, {site.x.name for site in planned})

@@ -16,7 +16,8 @@ from effcompile.backends.onnxruntime.custom_ops import BLOCK_SPARSE, DOMAIN, VER
 from effcompile.backends.onnxruntime.export import Exported
 from effcompile.backends.onnxruntime.forms import behind_transpose, is_plain_gemm, replace
 from effcompile.core.errors import UsageError
-from effcompile.sparse.forms import form_name
+from effcompile.ir.formats import WeightFormat
+from effcompile.sparse.forms import pattern_format
 from effcompile.sparse.pattern import BlockPattern
 
 
@@ -37,13 +38,13 @@ def make_sparse(exported: Exported, blocks: Mapping[str, int]) -> None:
         exported.model.opset_imports[DOMAIN] = VERSION
 
 
-def found_forms(model: ir.Model, nodes: Iterable[str]) -> dict[str, str]:
-    """Node → its sparse form, read from the pattern that it carries, for those that are block-sparse."""
+def found_forms(model: ir.Model, nodes: Iterable[str]) -> dict[str, WeightFormat]:
+    """Node → its sparse format, read from the pattern that it carries, for those that are block-sparse."""
     wanted = set(nodes)
     return {str(node.name): form for node in model.graph if node.name in wanted and (form := _form(node)) is not None}
 
 
-def _form(node: ir.Node) -> str | None:
+def _form(node: ir.Node) -> WeightFormat | None:
     if (node.domain, node.op_type) != (DOMAIN, BLOCK_SPARSE):
         return None
     rows, cols, block = (node.attributes[name].as_int() for name in ("rows", "cols", "block"))
@@ -54,7 +55,7 @@ def _form(node: ir.Node) -> str | None:
         pattern = BlockPattern.from_indices(rows, cols, block, torch.from_numpy(crow.copy()), torch.from_numpy(col.copy()))
     except UsageError:
         return None
-    return form_name(pattern.blocks(), block)
+    return pattern_format(pattern.blocks(), block)
 
 
 def _weight(node: ir.Node) -> np.ndarray | None:

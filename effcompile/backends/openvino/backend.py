@@ -14,10 +14,11 @@ import torch
 from effcompile.backends import resident
 from effcompile.backends.base import Run
 from effcompile.backends.openvino import model as models
-from effcompile.backends.openvino.measure import measure
+from effcompile.backends.openvino.measure import KERNELS, measure
 from effcompile.backends.openvino.shapes import Shaped
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.ir.formats import BF16, FP32, INT8_STATIC, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -25,7 +26,7 @@ from effcompile.sites.parts import add_norms, attentions, embeddings, gelus, lin
 
 ARTIFACT = "model.xml"
 INSTALL = "pip install 'effcompile[openvino]'"
-_LINEAR_OPTIONS = ("fp32", "bf16", "int8_static")
+_LINEAR_FORMATS = (FP32, BF16, INT8_STATIC)
 #: A compiled nothing loads the CPU plugin, so that it is not taken for a part of the model.
 _MEASURE_PEAK = """
 import openvino
@@ -59,6 +60,12 @@ class OpenVino:
             return "OpenVINO runs forward calls only"
         return _why_not(program)
 
+    def lacks(self, call: KernelCall) -> str | None:
+        held = call.format
+        if held is None or call.kernel in KERNELS:
+            return None
+        return f"OpenVINO has no {call.kernel.replace('/', ' in ')} here"
+
     def measure(self, call: KernelCall) -> float | None:
         return None if self.unavailable() else measure(call)
 
@@ -73,7 +80,7 @@ class OpenVino:
         converted = models.convert(program)
         names = models.names_of_sites(program, converted) | models.names_of_attentions(program, converted)
         quantized = models.quantize(program, converted, names, calibration)
-        precision = "bf16" if _linear_options(program) & {"bf16"} else "f32"
+        precision = "bf16" if BF16 in _linear_formats(program) else "f32"
         quantized.set_rt_info(precision, ["runtime_options", "INFERENCE_PRECISION_HINT"])
         return _compile(program, quantized, names, precision)
 
@@ -88,7 +95,7 @@ class OpenVinoLowered:
 
     model: Any
     shaped: Shaped
-    applied: Mapping[str, str]
+    applied: Mapping[str, Form]
     settings: Mapping[str, Any]
     weight_bytes: int
 
@@ -162,25 +169,25 @@ def _precision(model: Any) -> str:
     return str(model.get_rt_info(hint).astype(str)) if model.has_rt_info(hint) else "f32"
 
 
-def _linear_options(program: Program) -> set[str]:
-    return {program.tags.get(site.site, "fp32") for site in linears(program)}
+def _linear_formats(program: Program) -> set[WeightFormat]:
+    return {program.format_at(site.site) for site in linears(program)}
 
 
 def _why_not(program: Program) -> str | None:
     if not program.tags:
         return None
-    options = _linear_options(program)
-    if other := sorted(options - set(_LINEAR_OPTIONS)):
-        return f"OpenVINO has no linear {other[0]!r} here; it has {', '.join(_LINEAR_OPTIONS)}"
-    if {"bf16", "fp32"} <= options:
+    formats = _linear_formats(program)
+    if other := sorted(held.name for held in formats - set(_LINEAR_FORMATS)):
+        return f"OpenVINO has no linear {other[0]!r} here; it has {', '.join(held.name for held in _LINEAR_FORMATS)}"
+    if {BF16, FP32} <= formats:
         return "OpenVINO's bf16 is one switch for the whole model: no linear may stay fp32 beside bf16 ones"
     return None
 
 
-def _unchanged(program: Program) -> dict[str, str]:
+def _unchanged(program: Program) -> dict[str, Form]:
     """Sites that OpenVINO takes as the graph has them."""
-    found = {site.site: "folded" for site in embeddings(program)}  # lookups of constant ids became constants
-    found.update({site.site: "causal" if site.causal else "sdpa" for site in attentions(program)})
-    found.update({site.site: "split" for site in add_norms(program)})
-    found.update({site.site: "erf" for site in gelus(program)})
+    found = {site.site: Form(word="folded") for site in embeddings(program)}  # lookups of constant ids became constants
+    found.update({site.site: Form(word="causal" if site.causal else "sdpa") for site in attentions(program)})
+    found.update({site.site: Form(word="split") for site in add_norms(program)})
+    found.update({site.site: Form(word="erf") for site in gelus(program)})
     return found

@@ -36,7 +36,7 @@ def measure(call: KernelCall) -> float | None:
     """Seconds of one kernel within a warm call, or None where OpenVINO has no such kernel."""
     import openvino
 
-    make = _KERNELS.get(call.kernel)
+    make = KERNELS.get(call.kernel)
     if make is None:
         return None
     copies = max(1, min(_MOST_COPIES, int(_COPIES_BYTES / call.bytes)))
@@ -189,7 +189,7 @@ def _lookup(dims: Dims, table: Any) -> Made:
     return ops.gather(table, parameter, ops.constant(np.int64(0))), [parameter], [ids]
 
 
-_KERNELS: dict[str, Callable[[Dims], Made]] = {
+KERNELS: dict[str, Callable[[Dims], Made]] = {
     "linear/fp32": _linear,
     "linear/bf16": _linear,
     "linear/int8_static": _linear_int8,
@@ -202,7 +202,7 @@ _KERNELS: dict[str, Callable[[Dims], Made]] = {
     "gelu/erf": _unary("gelu", "erf"),
     "gelu/tanh": _unary("gelu", "tanh"),
     "embedding/fp32": _embedding,
-    "embedding/int8": _embedding_int8,
+    "embedding/int8_rows": _embedding_int8,
     "pointwise/fp32": _pointwise,
     "softmax/fp32": _unary("softmax", -1),
 }

@@ -14,6 +14,7 @@ import torch
 
 from effcompile.core.errors import LoweringError
 from effcompile.ir.export import reexport
+from effcompile.ir.formats import BF16, FP16, FP32, INT8_STATIC, NOT_FOUND, TABLE_INT8_ROWS, Form
 from effcompile.ir.program import Program
 from effcompile.sites.attention.expand import without_ours
 from effcompile.sites.parts import attentions, embeddings, linears
@@ -21,8 +22,8 @@ from effcompile.sites.parts import attentions, embeddings, linears
 #: Operators between a constant and the product or lookup that reads it.
 _PASSED_THROUGH = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize")
 _ATTENTION = "ScaledDotProductAttention"
-#: Where `runtimePrecision` of a compiled layer stands in the plan's words.
-_PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8_static", "i8": "int8_static"}
+#: `runtimePrecision` of a compiled layer → its format.
+_FORMATS = {"f32": FP32, "bf16": BF16, "f16": FP16, "u8": INT8_STATIC, "i8": INT8_STATIC}
 
 
 def convert(program: Program) -> Any:
@@ -73,9 +74,11 @@ def quantize(program: Program, model: Any, names: Mapping[str, str], calibration
     Raises:
         LoweringError: no calibration inputs, a site that conversion lost, or NNCF failed.
     """
-    products = {site.site for site in linears(program) if program.tags.get(site.site) == "int8_static"}
-    tables = {site.site for site in embeddings(program) if program.tags.get(site.site) == "int8"} & set(names)  # others were folded
-    heads = {site.site for site in attentions(program) if program.tags.get(site.site) == "sdpa_int8"}
+    products = {site.site for site in linears(program) if program.format_at(site.site) == INT8_STATIC}
+    tables = {site.site for site in embeddings(program) if program.format_at(site.site) == TABLE_INT8_ROWS} & set(
+        names
+    )  # others were folded
+    heads = {site.site for site in attentions(program) if program.word_at(site.site) == "sdpa_int8"}
     if not products | tables | heads:
         return model
     if lost := sorted(heads - set(names)):
@@ -120,25 +123,25 @@ def _silent_nncf() -> Iterator[Any]:
             logger.setLevel(level)
 
 
-def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, str]:
-    """site → precision found: int8 by the quantised model's constants, the rest by what the compiled layers report.
+def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, Form]:
+    """site → form found: int8 by the quantised model's constants, the rest by what the compiled layers report.
 
     A compiled layer that contradicts the model (an int8 product run in fp32) is believed.
     """
-    layers = _layer_precisions(compiled)
+    layers = _layer_forms(compiled)
     ops = {op.get_friendly_name(): op for op in model.get_ordered_ops() if op.get_type_name() in ("Gather", "MatMul", _ATTENTION)}
     found = {}
     for site, name in names.items():
         if name in ops and ops[name].get_type_name() == _ATTENTION:
-            found[site] = "sdpa_int8" if all(_quantised_on_the_way(ops[name].input_value(port)) for port in (0, 1)) else "sdpa"
+            found[site] = Form(word="sdpa_int8" if all(_quantised_on_the_way(ops[name].input_value(port)) for port in (0, 1)) else "sdpa")
             continue
         op, constant = ops.get(name), _constant_of(ops[name]) if name in ops else None
         narrow = constant is not None and constant.get_element_type().get_type_name() in ("i8", "u8")
         if op is None or op.get_type_name() == "Gather":
-            found[site] = "int8" if narrow else "fp32" if op is not None else "not found"
+            found[site] = Form(weights=TABLE_INT8_ROWS if narrow else FP32) if op is not None else NOT_FOUND
             continue
         fed_by = op.input_value(0).get_node().get_type_name()
-        in_model = "int8_static" if narrow and fed_by == "FakeQuantize" else "not found"  # some fused int8 layers lose their name
+        in_model = Form(weights=INT8_STATIC) if narrow and fed_by == "FakeQuantize" else NOT_FOUND  # some fused int8 layers lose their name
         found[site] = layers.get(_stem(name), in_model)
     return found
 
@@ -151,16 +154,16 @@ def _quantised_on_the_way(value: Any) -> bool:
     return bool(node.get_type_name() == "FakeQuantize")
 
 
-def _layer_precisions(compiled: Any) -> dict[str, str]:
-    """Stem of each product that a compiled layer was made from → the layer's precision in the plan's words."""
-    layers: dict[str, str] = {}
+def _layer_forms(compiled: Any) -> dict[str, Form]:
+    """Stem of each product that a compiled layer was made from → the layer's form."""
+    layers: dict[str, Form] = {}
     for op in compiled.get_runtime_model().get_ordered_ops():
         info = op.get_rt_info()
         if "layerType" not in info or info["layerType"].astype(str) not in ("FullyConnected", "MatMul"):
             continue
         precision = info["runtimePrecision"].astype(str)
         for original in info["originalLayersNames"].astype(str).split(","):
-            layers.setdefault(_stem(original), _PRECISIONS.get(precision, precision))
+            layers.setdefault(_stem(original), Form(weights=_FORMATS[precision]) if precision in _FORMATS else Form(word=precision))
     return layers
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Run
+from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load, lower_eager, lower_inductor
 from effcompile.backends.torch.measure import measure
@@ -34,6 +35,9 @@ class TorchEager:
 
     def refuses(self, program: Program, goal: Goal) -> str | None:
         return _not_inference(goal)
+
+    def lacks(self, call: KernelCall) -> str | None:
+        return numerics.lacks(call)
 
     def measure(self, call: KernelCall) -> float | None:
         return measure(call, "eager")
@@ -63,6 +67,9 @@ class TorchInductor:
 
     def refuses(self, program: Program, goal: Goal) -> str | None:
         return _not_inference(goal)
+
+    def lacks(self, call: KernelCall) -> str | None:
+        return numerics.lacks(call)
 
     def measure(self, call: KernelCall) -> float | None:
         return None if self.unavailable() else measure(call, "inductor")

@@ -18,11 +18,11 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
+from effcompile.ir.formats import INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import two_of_four
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
 from effcompile.sites.parts import AttentionSite, LinearSite, argument, attentions, embeddings, linears
-from effcompile.sparse.forms import TWO_OF_FOUR, block_of
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
@@ -49,10 +49,10 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     edited = program.editable("torch")
     tidy(edited.module)
     sites = linears(edited)
-    static = {s.x for s in sites if program.tags.get(s.site) == "int8_static"}
+    static = {s.x for s in sites if program.format_at(s.site) == INT8_STATIC}
     editor = _Editor(edited, activation_ranges(edited, static, calibration))
     for site in sites:
-        editor.linear(site, program.tags.get(site.site, "fp32"))
+        editor.linear(site, program.format_at(site.site))
     _edit_embeddings(edited, editor)
     _edit_attentions(edited)
     edited.graph.eliminate_dead_code()
@@ -84,22 +84,22 @@ class _Editor:
     def __init__(self, program: Program, ranges: Mapping[fx.Node, Range]) -> None:
         self.program, self.graph, self.ranges = program, program.graph, ranges
         self._quantized: dict[tuple[fx.Node, str], tuple[object, ...]] = {}
+        self._zeros: dict[int, fx.Node] = {}
         self._count = 0
 
-    def linear(self, site: LinearSite, option: str) -> None:
+    def linear(self, site: LinearSite, held: WeightFormat) -> None:
         stored = self.program.tensor(site.weight)
         assert stored is not None
-        refusal = _refusal(site, stored, option)
+        refusal = _refusal(site, stored, held)
         if refusal is not None:
-            raise LoweringError(f"Cannot run {site.site} as {option}: {refusal}. Plan again with another backend.")
+            raise LoweringError(f"Cannot run {site.site} as {held.name}: {refusal}. Plan again with another backend.")
         weight = (stored.t() if site.transposed else stored).detach()  # (N, K)
-        cores = option == TWO_OF_FOUR and two_of_four.no_cores(stored.device) is None
-        block = block_of(option)
+        cores = held.family == TWO_OF_FOUR.family and two_of_four.no_cores(stored.device) is None
         with self.graph.inserting_before(site.node):
             if cores:
                 result = _two_of_four(self, site, weight)
             else:
-                result = _EMITTERS[option](self, site, weight) if block is None else _sparse(self, site, weight, block)
+                result = _sparse(self, site, weight, held) if held.block else _EMITTERS[held.family](self, site, weight, held)
         if result is not site.node:
             result.meta = {**site.node.meta, **result.meta}
             site.node.replace_all_uses_with(result)
@@ -111,6 +111,12 @@ class _Editor:
         self._count += 1
         self.program.module.register_buffer(name, value)
         return self.graph.get_attr(name)
+
+    def zeros(self, count: int) -> fx.Node:
+        """So many zero points, held once."""
+        if count not in self._zeros:
+            self._zeros[count] = self.constant(torch.zeros(count, dtype=torch.int32))
+        return self.graph.get_attr(str(self._zeros[count].target))
 
     def call(self, site: LinearSite | None, target: Callable[..., object], *args: object) -> fx.Node:
         node = self.graph.call_function(target, args)  # type: ignore[arg-type]
@@ -125,7 +131,7 @@ class _Editor:
     def quantized(self, x: fx.Node, kind: str) -> tuple[object, ...]:
         """(u8 node, scale, zero) of an activation, shared by all its readers."""
         if (x, kind) not in self._quantized:
-            if kind == "static":
+            if kind == INT8_STATIC.activation:
                 scale, zero = self.ranges[x]
                 q = self.inline(lambda value: numerics.quantize_static(value, scale, zero), x)
                 self._quantized[x, kind] = (*q, scale, zero)
@@ -141,14 +147,14 @@ class _Editor:
         return node
 
 
-def _refusal(site: LinearSite, weight: torch.Tensor, option: str) -> str | None:
+def _refusal(site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> str | None:
     """None, or why a linear cannot be carried out so, where its weight lies."""
-    cores = two_of_four.no_cores(weight.device) if option == TWO_OF_FOUR else ""
+    cores = two_of_four.no_cores(weight.device) if held.family == TWO_OF_FOUR.family else ""
     if cores is None:
         return two_of_four.misfit(_half(weight), site.n, site.k)
     if weight.device.type == "cpu":
-        return numerics.why_not(option, *site.dims) if block_of(option) is None else None
-    if option not in ("fp32", "bf16"):
+        return None if held.block else numerics.why_not(held, *site.dims)
+    if held.bits < 16 or held.block:
         return cores or f"the weight is on {weight.device}, and this form is implemented for CPU"
     return None
 
@@ -171,7 +177,7 @@ def _heads_last(heads: torch.Tensor) -> torch.Tensor:
     return aten.transpose.int(rows, 1, 2)
 
 
-def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
+def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     site.node.meta[SITE] = site.site
     fits = weight.dtype == torch.float32 == dtype_of(site.x) and weight.device.type == "cpu"
     if not fits or site.m < PACK_ROWS or not torch_compat.has_onednn():
@@ -180,7 +186,7 @@ def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
     return _packed_float(editor, site, site.x, plain, site.bias)
 
 
-def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
+def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     on_cpu = weight.device.type == "cpu"
     if not on_cpu and weight.dtype in two_of_four.DTYPES:  # a model in 16 bits is there already; its graph wants results in its own
         site.node.meta[SITE] = site.site
@@ -217,46 +223,35 @@ def _on_rows(editor: _Editor, site: LinearSite, x: fx.Node, product: Callable[[f
     return editor.call(None, aten.reshape.default, product(rows), [*leading, site.n])
 
 
-def _int8_static(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
-    return _qlinear(editor, site, weight, editor.quantized(site.x, "static"), per_channel=True)
-
-
-def _int8_channel(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
-    return _qlinear(editor, site, weight, editor.quantized(site.x, "dynamic"), per_channel=True)
-
-
-def _int8_dynamic(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
-    return _qlinear(editor, site, weight, editor.quantized(site.x, "dynamic"), per_channel=False)
-
-
-def _qlinear(editor: _Editor, site: LinearSite, weight: torch.Tensor, x: tuple[object, ...], *, per_channel: bool) -> fx.Node:
-    q, scale = numerics.quantize_weight(weight, per_channel=per_channel)
+def _int8(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
+    x = editor.quantized(site.x, held.activation)
+    q, scale = numerics.quantize_weight(weight, per_channel=held.scale == "channel")
     packed = editor.call(None, torch.ops.onednn.qlinear_prepack.default, editor.constant(q), None)
-    zeros = editor.constant(torch.zeros(scale.numel(), dtype=torch.int32))
+    zeros = editor.zeros(scale.numel())
     qlinear = torch.ops.onednn.qlinear_pointwise
     target = qlinear.default if isinstance(x[1], float) else qlinear.tensor
     tail: tuple[object, ...] = (site.bias, 1.0, 0, torch.float32, *_NO_POST_OP)
     return editor.call(site, target, *x, packed, editor.constant(scale), zeros, *tail)
 
 
-def _w8(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
-    q, scale = numerics.quantize_weight(weight, per_channel=True)
-    operands = (editor.constant(q), editor.constant(scale.to(torch.bfloat16)))
+def _w8_channel(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
+    q, scale = numerics.quantize_w8(weight)
+    operands = (editor.constant(q), editor.constant(scale))
     y = _on_rows(editor, site, editor.bf16(site.x), lambda x: editor.call(site, aten._weight_int8pack_mm.default, x, *operands))
     return _in_fp32(editor, y, site.bias)
 
 
-def _w4(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.Node:
-    nibbles, scales = numerics.quantize_w4(weight)
+def _w4(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
+    nibbles, scales = numerics.quantize_w4(weight, held.group)
     packed, int4 = editor.constant(nibbles), aten._weight_int4pack_mm_for_cpu.default
     scales_node = editor.constant(scales)
-    y = _on_rows(editor, site, editor.bf16(site.x), lambda x: editor.call(site, int4, x, packed, numerics.W4_GROUP, scales_node))
+    y = _on_rows(editor, site, editor.bf16(site.x), lambda x: editor.call(site, int4, x, packed, held.group, scales_node))
     return _in_fp32(editor, y, site.bias)
 
 
-def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, block: int) -> fx.Node:
+def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """The blocks of the weight that are not all 0, and where they are, as constants."""
-    pattern, values = BlockPattern.from_dense(weight, block)
+    pattern, values = BlockPattern.from_dense(weight, held.block)
     constants = [editor.constant(tensor) for tensor in (values, *pattern.indices)]
     whole = site.bias is None or shape_of(site.bias) == (site.n,)
     y = editor.call(site, torch.ops.effcompile.block_sparse_linear.default, site.x, *constants, site.bias if whole else None)
@@ -275,13 +270,13 @@ def _two_of_four(editor: _Editor, site: LinearSite, weight: torch.Tensor) -> fx.
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
 
 
-_EMITTERS: dict[str, Callable[[_Editor, LinearSite, torch.Tensor], fx.Node]] = {
+_EMITTERS: dict[str, Callable[[_Editor, LinearSite, torch.Tensor, WeightFormat], fx.Node]] = {
     "fp32": _fp32,
     "bf16": _bf16,
-    "int8_dynamic": _int8_dynamic,
-    "int8_channel": _int8_channel,
-    "int8_static": _int8_static,
-    "w8": _w8,
+    "int8_dynamic": _int8,
+    "int8_channel": _int8,
+    "int8_static": _int8,
+    "w8_channel": _w8_channel,
     "w4": _w4,
 }
 
@@ -290,7 +285,7 @@ def _edit_embeddings(program: Program, editor: _Editor) -> None:
     for site in embeddings(program):
         site.node.meta[SITE] = site.site
         table = program.tensor(site.weight)
-        if program.tags.get(site.site) != "int8" or table is None:
+        if program.format_at(site.site) != TABLE_INT8_ROWS or table is None:
             continue
         weight, scale = numerics.quantize_rows(table.detach())
         with program.graph.inserting_before(site.node):
@@ -310,7 +305,7 @@ def _edit_attentions(program: Program) -> None:
     added: dict[fx.Node, fx.Node] = {}
     for site in attentions(program):
         site.node.meta[SITE] = site.site
-        if program.tags.get(site.site) != "math" or site.ours:
+        if program.word_at(site.site) != "math" or site.ours:
             continue
         args = [argument(site.node, name) for name in names]
         if site.mask is not None and dtype_of(site.mask) is torch.bool:

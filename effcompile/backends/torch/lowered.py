@@ -19,6 +19,7 @@ from effcompile.backends.torch.pack import flatten, pack
 from effcompile.core import torch_compat
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.ir.export import reexport
+from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
 
 ARTIFACT = "model.pt2"
@@ -32,7 +33,7 @@ class TorchLowered:
     program: Program
     engine: str
     run: Callable[..., Any]
-    applied: Mapping[str, str]
+    applied: Mapping[str, Form]
     settings: Mapping[str, Any]
     weight_bytes: int
 

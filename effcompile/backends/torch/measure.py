@@ -14,6 +14,7 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
 from effcompile.core import torch_compat
 from effcompile.core.timing import median_seconds
+from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, W8_CHANNEL, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.tiles import TileList
@@ -34,15 +35,14 @@ def measure(call: KernelCall, engine: str, *, device: str = "cpu") -> float | No
 
     `engine`: "eager" and "inductor" as lowered by us, "stock" for the original model's own operators.
     """
-    kind, _, option = call.kernel.partition("/")
+    held, make = call.format, _KERNELS.get(call.kernel)
     with torch.no_grad(), torch.device(device):
         if call.kernel == "linear/sparse":
             body = in_turn([_sparse(call.dims) for _ in range(copies(call))])
-        elif kind == "linear":
-            body = in_turn([_linear(option, call.dims, engine) for _ in range(copies(call))])
-        else:
-            make = _KERNELS.get(call.kernel)
-            body = None if make is None else make(call.dims, engine)
+        elif make is not None:
+            body = make(call.dims, engine)
+        else:  # what is neither there nor a linear is nowhere
+            body = in_turn([_linear(held, call.dims[:3], engine) for _ in range(copies(call))]) if held and is_linear(call) else None
         return None if body is None else median_seconds(body if device == "cpu" else awaited(body))
 
 
@@ -61,9 +61,9 @@ def copies(call: KernelCall) -> int:
     if call.kernel == "linear/sparse":
         kept, block = call.dims[3:]
         return max(1, min(_MOST_COPIES, _CACHE_BYTES // (4 * kept * block**2)))
-    _, k, n = call.dims
-    width = {"fp32": 4, "bf16": 2, "2:4": 2}.get(call.kernel.partition("/")[2], 1)
-    return max(1, min(_MOST_COPIES, _CACHE_BYTES // (k * n * width)))
+    _, k, n = call.dims[:3]
+    stored = call.format.stored_bytes(n, k) if call.format is not None else 2 * n * k
+    return max(1, min(_MOST_COPIES, _CACHE_BYTES // stored))
 
 
 def in_turn(bodies: list[Body | None]) -> Body | None:
@@ -73,14 +73,19 @@ def in_turn(bodies: list[Body | None]) -> Body | None:
     return (lambda: next(following)()) if present else None
 
 
-def _linear(option: str, dims: Dims, engine: str) -> Body | None:
+def is_linear(call: KernelCall) -> bool:
+    """Whether it is a product with a dense weight."""
+    return call.kernel.startswith("linear/") and call.format is not None
+
+
+def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
     m, k, n = dims
-    if numerics.why_not(option, m, k, n) is not None or (engine == "stock" and option != "fp32"):
+    if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
         return None
     x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
-    if option in ("fp32", "bf16"):
-        return _float(option, x, weight, bias, engine)
-    return _int8(option, x, weight, bias, engine) if option.startswith("int8") else _weight_only(option, x, weight, bias, engine)
+    if held.bits > 8:
+        return _float(held, x, weight, bias, engine)
+    return (_int8 if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) else _weight_only)(held, x, weight, bias, engine)
 
 
 def _sparse(dims: Dims) -> Body | None:
@@ -95,38 +100,37 @@ def _sparse(dims: Dims) -> Body | None:
     return lambda: block_sparse_linear(x, values, *pattern.indices, bias)
 
 
-def _float(option: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    if option == "fp32" and (engine == "stock" or len(x) < PACK_ROWS or not torch_compat.has_onednn()):
+def _float(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+    if held == FP32 and (engine == "stock" or len(x) < PACK_ROWS or not torch_compat.has_onednn()):
         return lambda: F.linear(x, weight, bias)
-    dtype = torch.float32 if option == "fp32" else torch.bfloat16
+    dtype = torch.float32 if held == FP32 else torch.bfloat16
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), len(x))
     product = torch.ops.mkldnn._linear_pointwise.default
-    if option == "fp32":
+    if held == FP32:
         return lambda: product(x, packed, bias, "none", [], "")
     narrow, widen = _engine(_to_bf16, engine), _engine(_widen_and_add, engine)
     return lambda: widen(product(narrow(x), packed, None, "none", [], ""), bias)
 
 
-def _int8(option: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    q, scale = numerics.quantize_weight(weight, per_channel=option != "int8_dynamic")
+def _int8(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+    q, scale = numerics.quantize_weight(weight, per_channel=held.scale == "channel")
     packed = torch.ops.onednn.qlinear_prepack(q, None)
     tail: tuple[Any, ...] = (packed, scale, torch.zeros(len(scale), dtype=torch.int32), bias, 1.0, 0, torch.float32, "none", [], "")
     qlinear = torch.ops.onednn.qlinear_pointwise
-    if option == "int8_static":
+    if held == INT8_STATIC:
         quantize = _engine(_static_at_unit_range, engine)
         return lambda: qlinear.default(quantize(x), 8.0 / 255.0, 128, *tail)
     dynamic = _engine(numerics.quantize_dynamic, engine)
     return lambda: qlinear.tensor(*dynamic(x), *tail)
 
 
-def _weight_only(option: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
+def _weight_only(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
     narrow, widen = _engine(_to_bf16, engine), _engine(_widen_and_add, engine)
-    if option == "w8":
-        q, scale = numerics.quantize_weight(weight, per_channel=True)
-        scale = scale.to(torch.bfloat16)
+    if held == W8_CHANNEL:
+        q, scale = numerics.quantize_w8(weight)
         return lambda: widen(aten._weight_int8pack_mm(narrow(x), q, scale), bias)
-    packed, scales = numerics.quantize_w4(weight)
-    return lambda: widen(aten._weight_int4pack_mm_for_cpu(narrow(x), packed, numerics.W4_GROUP, scales), bias)
+    packed, scales = numerics.quantize_w4(weight, held.group)
+    return lambda: widen(aten._weight_int4pack_mm_for_cpu(narrow(x), packed, held.group, scales), bias)
 
 
 def _to_bf16(x: torch.Tensor) -> torch.Tensor:
@@ -299,7 +303,7 @@ _KERNELS: dict[str, Callable[[Dims, str], Body]] = {
     "gelu/erf": _on_random(F.gelu, lambda d: [d]),
     "gelu/tanh": _on_random(_gelu_tanh, lambda d: [d]),
     "embedding/fp32": _embedding,
-    "embedding/int8": _embedding_int8,
+    "embedding/int8_rows": _embedding_int8,
     "pointwise/fp32": _on_random(_pointwise, lambda d: [d]),
     "softmax/fp32": _on_random(_softmax, lambda d: [d]),
 }

@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 
 from effcompile.core import torch_compat
+from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
+from effcompile.machine.target import KernelCall
 
 aten = torch.ops.aten
 
-#: Columns of K that share a scale in w4. `_weight_int4pack_mm_for_cpu` takes 32, 64, 128 or 256.
-W4_GROUP = 32
+#: Columns of K that may share a scale in `_weight_int4pack_mm_for_cpu`.
+_W4_GROUPS = (32, 64, 128, 256)
 #: N must be a multiple of this for int4 packing (16 columns per tile, two values per byte).
 W4_COLUMNS = 32
 
@@ -46,18 +48,28 @@ def quantize_weight(weight: torch.Tensor, *, per_channel: bool) -> tuple[torch.T
     return q.contiguous(), scale
 
 
-def quantize_w4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed 4-bit weight, (K/32, N, 2) bf16 of scale and zero), where w ≈ (q − 8) · scale + zero, q in 0…15."""
+def quantize_w8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(s8 (N, K), bf16 scales (N,)); the codes are those of the rounded scales."""
+    _, exact = quantize_weight(weight, per_channel=True)
+    scale = exact.to(torch.bfloat16)
+    q = torch.clamp(torch.round(weight / scale.float()[:, None]), -128, 127).to(torch.int8)
+    return q.contiguous(), scale
+
+
+def quantize_w4(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed 4-bit weight, (K/group, N, 2) bf16 of scale and zero), where w ≈ (q − 8) · scale + zero, q in 0…15.
+
+    Symmetric, as every backend has it: zero is 0, and the scale makes the value of largest magnitude −8.
+    """
     n, k = weight.shape
-    groups = weight.reshape(n, k // W4_GROUP, W4_GROUP)
+    groups = weight.reshape(n, k // group, group)
     low, high = groups.amin(2), groups.amax(2)
-    scale = ((high - low) / 15.0).clamp(min=1e-9)
-    zero = low + 8.0 * scale
-    scale, zero = scale.to(torch.bfloat16), zero.to(torch.bfloat16)
-    q = torch.round((groups - zero.float()[..., None]) / scale.float()[..., None]) + 8.0
+    scale = torch.where(high > -low, high, low).div(-8.0).to(torch.bfloat16)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    q = torch.round(groups / scale.float()[..., None]) + 8.0
     q = q.clamp(0, 15).to(torch.int32).reshape(n, k)
     packed = aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    return packed, torch.stack([scale, zero], dim=2).transpose(0, 1).contiguous()
+    return packed, torch.stack([scale, torch.zeros_like(scale)], dim=2).transpose(0, 1).contiguous()
 
 
 def quantize_rows(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,24 +84,34 @@ def lookup_int8(table: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> 
     return aten.mul.Tensor(rows, aten.embedding.default(scale, ids))
 
 
-def why_not(option: str, m: int, k: int, n: int) -> str | None:
-    """None, or why this machine's torch has no such linear."""
-    if option == "fp32":
+def why_not(held: WeightFormat, m: int, k: int, n: int) -> str | None:
+    """None, or why torch has no such linear; on this machine, where the lack is this machine's."""
+    if held.family not in LINEAR_FORMATS or held.family == W8.family:
+        return f"torch has no linear {held.name!r}" + (
+            "; its 8-bit weights have a scale per output channel: w8_channel" if held.bits == 8 else ""
+        )
+    if held.family == "fp32":
         return None
+    if held.group and held.group not in _W4_GROUPS:
+        return f"torch's 4-bit weights come in groups of {', '.join(map(str, _W4_GROUPS))}, not of {held.group}"
+    if held.family == "w4" and (k % held.group or n % W4_COLUMNS):
+        return f"4-bit weights need K a multiple of {held.group} and N of {W4_COLUMNS}; here K = {k}, N = {n}"
+    if held.family == "w8_channel" and k % 16:
+        return f"torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {k}"
     if not torch_compat.has_onednn():
         return "this torch was built without oneDNN"
-    if option.startswith("int8") and not torch_compat.has_onednn_int8():
+    if "int8" in held.activation and not held.group and not torch_compat.has_onednn_int8():
         return "this torch has no oneDNN int8 linear"
-    if option == "w8" and not hasattr(aten, "_weight_int8pack_mm"):
-        return "this torch has no 8-bit weight-only linear"
-    if option == "w8" and k % 16:
-        return f"torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {k}"
-    if option == "w4" and not hasattr(aten, "_weight_int4pack_mm_for_cpu"):
-        return "this torch has no 4-bit weight-only linear on CPU"
-    if option == "w4" and (k % W4_GROUP or n % W4_COLUMNS):
-        return f"4-bit weights need K a multiple of {W4_GROUP} and N of {W4_COLUMNS}; here K = {k}, N = {n}"
-    return None if option in OPTIONS else f"torch has no linear {option!r}"
+    operator = {"w8_channel": "_weight_int8pack_mm", "w4": "_weight_int4pack_mm_for_cpu"}.get(held.family)
+    return None if operator is None or hasattr(aten, operator) else f"this torch has no linear with weights in {held.bits} bits on CPU"
 
 
-#: The options of a linear, in the words of the plan.
-OPTIONS = ("fp32", "bf16", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4")
+def lacks(call: KernelCall) -> str | None:
+    """See `backends.base.Backend.lacks`."""
+    held = call.format
+    if held is None:
+        return None
+    if call.kernel.startswith("embedding/"):
+        return "torch's tables of 8 bits have a scale per row: int8_rows" if held == TABLE_INT8 else None
+    m, k, n = call.dims[:3]
+    return why_not(held, m, k, n)

@@ -14,7 +14,7 @@ from effcompile.backends.base import Run
 from effcompile.backends.torch import TorchEager, TorchLowered
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import lower_eager
-from effcompile.backends.torch.measure import awaited, copies, in_turn, measure
+from effcompile.backends.torch.measure import Body, awaited, copies, in_turn, measure
 from effcompile.backends.triton import graphs, linears, rows_bodies
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
@@ -44,24 +44,19 @@ class Triton:
         wanted = kernels.device()
         return None if found == {wanted} else f"its kernels are for tensors on {wanted}; the model's are on {' and '.join(sorted(found))}"
 
+    def lacks(self, call: KernelCall) -> str | None:
+        return linears.lacks(call)
+
     def measure(self, call: KernelCall) -> float | None:
         """On the GPU, with the tiled kernels; None for what only a CPU has."""
         device = kernels.device()
         if kernels.register(device) is not None:
             return None
-        kind, _, option = call.kernel.partition("/")
-        halves = option in linears.HALVES and device == "cuda"
-        if kind == "rows":
-            with torch.no_grad(), torch.device(device):
-                body = rows_bodies.body(option, call.dims)
-                return median_seconds(body if device == "cpu" else awaited(body))
-        if kind != "linear" or not (halves or option in linears.OPTIONS):
-            return measure(call, "stock" if kind == "linear" else "eager", device=device)
-        if not halves and linears.why_not(option, call.dims[1]) is not None:
-            return None
-        make = linears.half_body if halves else linears.body
         with torch.no_grad(), torch.device(device):
-            run = in_turn([make(option, call.dims) for _ in range(copies(call))])
+            made = _bodies(call, device)
+            if made is None:
+                return measure(call, "stock" if call.kernel.startswith("linear/") else "eager", device=device)
+            run = in_turn(made)
             return None if run is None else median_seconds(run if device == "cpu" else awaited(run))
 
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
@@ -92,6 +87,17 @@ class OnDevice(TorchLowered):
         with torch_compat.watched_memory("cuda") as peak:
             self(*inputs)
         return self.weight_bytes + peak()
+
+
+def _bodies(call: KernelCall, device: str) -> list[Body | None] | None:
+    """What to run in turn for a kernel of ours, or for a product in 16 bits; None for what torch alone has."""
+    if call.kernel.startswith("rows/"):
+        return [rows_bodies.body(call)]
+    if call.kernel in linears.HALVES and device == "cuda":
+        return [linears.half_body(call) for _ in range(copies(call))]
+    if call.format is not None and call.format.family in linears.FAMILIES:
+        return [linears.body(call.format, call.dims) for _ in range(copies(call))] if linears.lacks(call) is None else []
+    return None
 
 
 def device_types(program: Program) -> set[str]:

@@ -1,6 +1,6 @@
 """Linears with weights in 4 and 8 bits on a GPU: tagged sites become `effcompile::quantized_linear`, whose product takes codes as they are.
 
-`w4`, `w8`: codes in groups of 32 along K, x in the model's dtype. `int8_channel`: int8 with a scale per output channel, times rows of x
+`w4`, `w8`: codes in groups along K, x in the model's dtype. `int8_channel`: int8 with a scale per output channel, times rows of x
 that are made int8 with a scale each. Codes are symmetric.
 """
 
@@ -15,51 +15,69 @@ from torch import Tensor, fx
 
 from effcompile.backends.torch.edit import SITE
 from effcompile.core.errors import LoweringError
+from effcompile.ir.formats import BF16, FP32, INT8_CHANNEL, TABLE_INT8, TWO_OF_FOUR, W4, W8, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
-from effcompile.machine.target import Dims
+from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import two_of_four
 from effcompile.ops.group_quant import pack_int4, quantize_by_torch, quantize_groups, quantized_linear
 from effcompile.sites.parts import LinearSite, linears
 
-__all__ = ["HALVES", "OPTIONS", "body", "emit", "half_body", "stored", "why_not"]
+__all__ = ["FAMILIES", "HALVES", "body", "emit", "half_body", "lacks", "stored", "why_not"]
 
-#: Options of a linear that are carried out here.
-OPTIONS = ("w8", "w4", "int8_channel")
-GROUP = 32
-#: Those in 16 bits on a GPU, which torch's own products carry out (see backends/torch/edit.py).
-HALVES = ("bf16", "2:4")
-
-
-def why_not(option: str, k: int) -> str | None:
-    """None, or why a linear of K columns has no such form."""
-    return None if option in OPTIONS and k % GROUP == 0 else f"its K, {k}, is no multiple of {GROUP}"
+#: Families of formats of a linear that are carried out here.
+FAMILIES = (W8.family, W4.family, INT8_CHANNEL.family)
+#: Codes that tensor cores multiply at once.
+_TOGETHER = 32
+#: Kernels in 16 bits on a GPU, which torch's own products carry out (see backends/torch/edit.py).
+HALVES = (f"linear/{BF16.family}", f"linear/{TWO_OF_FOUR.family}")
 
 
-def stored(option: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of an (N, K) weight."""
-    if option == "w4":
-        groups = weight.float().unflatten(1, (-1, GROUP))
-        scales = groups.abs().amax(2) / 7
-        scales = torch.where(scales > 0, scales, 1.0)
+def why_not(held: WeightFormat, k: int) -> str | None:
+    """None, or why a linear of K columns is not carried out so here."""
+    if held.family not in FAMILIES:
+        return f"there is no kernel for a linear in {held.name} on a GPU"
+    if held.group % _TOGETHER:
+        return f"tensor cores multiply {_TOGETHER} codes at once: groups of {held.group} are not offered"
+    wanted = held.group or _TOGETHER
+    return f"its K, {k}, is no multiple of {wanted}" if k % wanted else None
+
+
+def lacks(call: KernelCall) -> str | None:
+    """See `backends.base.Backend.lacks`."""
+    held = call.format
+    if held is None or held.family in (FP32.family, BF16.family):
+        return None
+    if call.kernel.startswith("embedding/"):
+        return "tables of 8 bits have a scale per row here: int8_rows" if held == TABLE_INT8 else None
+    return why_not(held, call.dims[1])
+
+
+def stored(held: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of an (N, K) weight; of 4 bits the value of largest magnitude is −8."""
+    if held.family == W4.family:
+        groups = weight.float().unflatten(1, (-1, held.group))
+        low, high = groups.amin(2), groups.amax(2)
+        scales = torch.where(high > -low, high, low) / -8
+        scales = torch.where(scales == 0, 1.0, scales)
         return pack_int4((groups / scales.unsqueeze(2)).round().clamp(-8, 7).to(torch.int8).flatten(1)), scales
-    return quantize_by_torch(weight, GROUP if option == "w8" else weight.shape[1], torch.int8)
+    return quantize_by_torch(weight, held.group or weight.shape[1], torch.int8)
 
 
-def body(option: str, dims: Dims) -> Callable[[], Tensor]:
+def body(held: WeightFormat, dims: Dims) -> Callable[[], Tensor]:
     """One call on made-up values, on torch's default device."""
-    m, k, n = dims
+    m, k, n = dims[:3]
     x, bias = torch.randn(m, k), torch.randn(n)
-    codes, scales = stored(option, torch.randn(n, k))
-    if option == "int8_channel":
+    codes, scales = stored(held, torch.randn(n, k))
+    if held == INT8_CHANNEL:
         return lambda: quantized_linear(*_swapped(quantize_groups(x, k, torch.int8), codes, scales), bias, None, "none", x.dtype)
     return lambda: quantized_linear(x, codes, scales, None, bias, None, "none", x.dtype)
 
 
-def half_body(option: str, dims: Dims) -> Callable[[], Tensor] | None:
+def half_body(call: KernelCall) -> Callable[[], Tensor] | None:
     """One call in bf16 on made-up values, around it the casts of a model in fp32; None where this GPU has no such product."""
-    m, k, n = dims
+    m, k, n = call.dims
     x, weight, bias = torch.randn(m, k), torch.randn(n, k, dtype=torch.bfloat16), torch.randn(n)
-    if option == "bf16":
+    if call.format == BF16:
         return lambda: torch.nn.functional.linear(x.bfloat16(), weight).float() + bias
     if two_of_four.no_cores(weight.device) is not None or two_of_four.misfit(weight.dtype, n, k) is not None:
         return None
@@ -81,23 +99,23 @@ def emit(program: Program) -> Program:
     edited = program.editable("triton")
     rows: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
     for site in linears(edited):
-        option = program.tags.get(site.site, "")
-        if option in OPTIONS:
-            _replace(edited, site, option, rows)
+        held = program.format_at(site.site)
+        if held.family in FAMILIES:
+            _replace(edited, site, held, rows)
     edited.graph.eliminate_dead_code()
     return replace(edited, module=fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__))
 
 
-def _replace(program: Program, site: LinearSite, option: str, rows: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
+def _replace(program: Program, site: LinearSite, held: WeightFormat, rows: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> None:
     """`rows`: activations → their codes and scales, which several linears share."""
     weight = program.tensor(site.weight)
     assert weight is not None
-    if (reason := why_not(option, site.k)) is not None:
-        raise LoweringError(f"Cannot run {site.site} as {option}: {reason}. Plan again with another backend.")
-    codes, scales = stored(option, (weight.t() if site.transposed else weight).detach())
+    if (reason := why_not(held, site.k)) is not None:
+        raise LoweringError(f"Cannot run {site.site} as {held.name}: {reason}. Plan again with another backend.")
+    codes, scales = stored(held, (weight.t() if site.transposed else weight).detach())
     whole = site.bias is None or shape_of(site.bias) == (site.n,)
     with program.graph.inserting_before(site.node):
-        x, x_scales = (site.x, None) if option != "int8_channel" else rows.get(site.x) or rows.setdefault(site.x, _rows(program, site))
+        x, x_scales = (site.x, None) if held != INT8_CHANNEL else rows.get(site.x) or rows.setdefault(site.x, _rows(program, site))
         constants = [_constant(program, f"{site.node.name}_{name}", value) for name, value in (("codes", codes), ("scales", scales))]
         arguments = (x, *constants, x_scales, site.bias if whole else None, None, "none", dtype_of(site.node))
         made = program.graph.call_function(torch.ops.effcompile.quantized_linear.default, arguments)

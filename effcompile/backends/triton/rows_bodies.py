@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from effcompile.machine.target import Dims
+from effcompile.machine.target import KernelCall
 from effcompile.ops import rows as op
 
 __all__ = ["body"]
@@ -16,18 +16,18 @@ __all__ = ["body"]
 _HEADS = 8
 
 
-def body(option: str, dims: Dims) -> Callable[[], Any]:
-    """One call of `rows/<option>` on dims (rows, columns), on torch's default device."""
-    rows, columns = dims
+def body(call: KernelCall) -> Callable[[], Any]:
+    """One call of a kernel of rows on dims (rows, columns), on torch's default device."""
+    rows, columns = call.dims
     x, other, weight = torch.randn(rows, columns), torch.randn(rows, columns), torch.randn(columns)
-    if option == "rotary":
+    if call.kernel == "rows/rotary":
         heads = _HEADS if rows % _HEADS == 0 else 1
         turned = x.view(1, heads, rows // heads, columns)
         angles = other[: rows // heads].unsqueeze(0)
         return lambda: op.rotary(turned, angles, angles, False)
     made: dict[str, Callable[[], Any]] = {
-        "rms_norm": lambda: op.rms_norm_alone(x, weight, 1e-6),
-        "add_rms_norm": lambda: op.rms_norm(x, other, weight, 1e-6),
-        "swiglu": lambda: op.swiglu(x, other),
+        "rows/rms_norm": lambda: op.rms_norm_alone(x, weight, 1e-6),
+        "rows/add_rms_norm": lambda: op.rms_norm(x, other, weight, 1e-6),
+        "rows/swiglu": lambda: op.swiglu(x, other),
     }
-    return made[option]
+    return made[call.kernel]

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
+from effcompile.ir.formats import Form
 from effcompile.ops.attention import attention
 from effcompile.ops.tiles import TileList
 from effcompile.sites.attention.emit import Emitter
@@ -106,6 +107,29 @@ class Predictor:
     def calibrated(self) -> bool:
         """It needs constants that are found on the calibration inputs."""
         return self.static or METHODS[self.method].fitted
+
+    @classmethod
+    def of(cls, form: Form) -> Predictor:
+        """The predictor that a form means.
+
+        Raises:
+            UsageError: a form without its figures, or with ones that mean nothing.
+        """
+        figures = dict(form.figures)
+        if missing := {"mass", "detail", "pool", "block"} - set(figures):
+            raise UsageError(f"The option {form.name!r} does not say its {', '.join(sorted(missing))}. Plan again.")
+        counts = {name: int(figures[name]) for name in ("detail", "pool", "block")}
+        return cls(method=form.word, mass=figures["mass"], **counts)
+
+    @staticmethod
+    def known(form: Form) -> bool:
+        """Whether a form means a predictor."""
+        return form.word == STATIC or form.word in METHODS
+
+    def as_option(self) -> Form:
+        """What it is in a plan."""
+        figures = (("mass", self.mass), ("detail", self.detail), ("pool", self.pool), ("block", self.block))
+        return Form(word=self.method, figures=figures)
 
     @property
     def form(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from torch import nn
 
 from effcompile.backends.onnxruntime.backend import OnnxRuntime
 from effcompile.capture import capture, verify_capture
+from effcompile.ir.formats import FP32, Form
 
 
 class Scaled(nn.Module):
@@ -27,7 +28,7 @@ def test_both_linears_are_found_after_the_scalar() -> None:
     program = capture(model, (x,))
     assert all(check.passed for check in verify_capture(program, model))
     lowered = OnnxRuntime().lower(program, None, [])
-    assert lowered.applied == {"first": "fp32", "second": "fp32"}
+    assert lowered.applied == dict.fromkeys(("first", "second"), Form(weights=FP32))
     for given in (x, torch.randn(3, 7, 8)):
         with torch.no_grad():
             wanted = model(given)

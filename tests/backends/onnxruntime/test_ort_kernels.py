@@ -10,6 +10,8 @@ DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {
     "linear/bf16",
     "linear/2:4",
+    "linear/w8_channel",
+    "embedding/int8_rows",
     *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),
 }
 ABSENT |= {kernel for kernel in KERNELS if kernel.startswith(("predict/", "rows/"))}
@@ -26,4 +28,4 @@ def test_kernel(kernel):
 
 
 def test_weight_only_needs_whole_groups():
-    assert OnnxRuntime().measure(KernelCall("linear/w4", (4, 48, 32))) is None
+    assert OnnxRuntime().measure(KernelCall("linear/w4", (4, 48, 32, 32))) is None

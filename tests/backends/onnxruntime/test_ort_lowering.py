@@ -10,19 +10,21 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from form_names import form, forms, names
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.onnxruntime import OnnxRuntime
-from effcompile.backends.onnxruntime.quantise import found_precision
+from effcompile.backends.onnxruntime.quantise import found_formats
 from effcompile.core.errors import LoweringError
 from effcompile.ir.export import resized
+from effcompile.ir.formats import NOT_FOUND
 from effcompile.sites import parts as sites
 
-LINEAR_OPTIONS = ["fp32", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4"]
+LINEAR_OPTIONS = ["fp32", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4", "w4g16", "w8g64"]
 
 
 def lower(program, tags):
-    tagged = program.tagged(tags, "test")
+    tagged = program.tagged(forms(tags), "test")
     return OnnxRuntime().lower(tagged, None, [tagged.flat_inputs()])
 
 
@@ -50,12 +52,12 @@ def test_each_precision_is_applied_everywhere_and_keeps_the_result(option, famil
     model, program = request.getfixturevalue(family)
     planned = {site.site: option for site in sites.linears(program)}
     lowered = lower(program, planned)
-    assert {site: lowered.applied[site] for site in planned} == planned
+    assert {site: lowered.applied[site] for site in planned} == forms(planned)
     for sizes in ({}, {"batch": 3, "seq": 24}):
         _, kwargs = resized(program, sizes)
         found = lowered(*program.flat_inputs((), kwargs))
         errors = [relative(f, w) for f, w in zip(found, outputs_of(model, kwargs), strict=True)]
-        limit = {"fp32": 1e-5, "w4": 0.3}.get(option, 0.08)
+        limit = 1e-5 if option == "fp32" else 0.3 if option.startswith("w4") else 0.08
         assert max(errors) < limit
         assert option == "fp32" or max(errors) > 1e-5  # a quantiser that did nothing would be exact
 
@@ -65,7 +67,7 @@ def test_only_the_planned_nodes_change(bert):
     chosen = [site.site for site in sites.linears(program)][::3]
     lowered = lower(program, dict.fromkeys(chosen, "int8_channel"))
     found = {site.site: lowered.applied[site.site] for site in sites.linears(program)}
-    assert found == {site: "int8_channel" if site in chosen else "fp32" for site in found}
+    assert names(found) == {site: "int8_channel" if site in chosen else "fp32" for site in found}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -75,7 +77,7 @@ def test_any_mixture_is_applied_as_planned(bert, seed):
     choose = random.Random(seed).choice
     planned = {site.site: choose(LINEAR_OPTIONS) for site in sites.linears(program)}
     lowered = lower(program, planned)
-    assert {site: lowered.applied[site] for site in planned} == planned
+    assert {site: lowered.applied[site] for site in planned} == forms(planned)
     found = lowered(*program.flat_inputs())
     assert max(relative(f, w) for f, w in zip(found, outputs_of(model, program.kwargs), strict=True)) < 0.3
 
@@ -85,15 +87,15 @@ def test_applied_is_read_from_the_model_and_not_from_the_plan(bert, tmp_path):
     (path,) = lower(program, {}).save(tmp_path)
     model = onnx.load(path)
     products = [node.name for node in model.graph.node if node.op_type == "MatMul"]
-    assert set(found_precision(model, products).values()) == {"fp32"}
-    assert found_precision(model, ["no_such_node"]) == {"no_such_node": "absent"}
+    assert set(found_formats(model, products).values()) == {form("fp32")}
+    assert found_formats(model, ["no_such_node"]) == {"no_such_node": NOT_FOUND}
 
 
 def test_int8_everywhere_is_under_a_third_of_fp32(bert):
     _, program = bert
     tags = {site.site: "int8_channel" for site in sites.linears(program)} | {site.site: "int8" for site in sites.embeddings(program)}
     lowered = lower(program, tags)
-    assert {lowered.applied[site.site] for site in sites.embeddings(program)} == {"int8"}
+    assert {lowered.applied[site.site] for site in sites.embeddings(program)} == {form("int8")}
     assert lowered.weight_bytes < 0.3 * program.weight_bytes()
 
 
@@ -110,7 +112,7 @@ def test_packed_attention_has_no_transposes(bert, tmp_path):
     _, program = bert
     attentions = [site.site for site in sites.attentions(program)]
     lowered = lower(program, dict.fromkeys(attentions, "packed"))
-    assert {lowered.applied[site] for site in attentions} == {"packed"}
+    assert {lowered.applied[site] for site in attentions} == {form("packed")}
     counts = optimized(lowered.save(tmp_path / "a")[0], tmp_path)
     assert counts["Attention"] == len(attentions)
     assert counts["Transpose"] == 0

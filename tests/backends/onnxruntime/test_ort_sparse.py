@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from form_names import form, forms, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
@@ -24,6 +25,7 @@ from effcompile.backends.onnxruntime.session import Settings, open_session, run
 from effcompile.capture.inference import capture
 from effcompile.compiler.artifact import run_artifact
 from effcompile.core.errors import LoweringError
+from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine import native
@@ -85,12 +87,12 @@ def program_of(model: nn.Module, *shape: int) -> Program:
     return capture(model, (torch.randn(*shape, 48, generator=torch.Generator().manual_seed(2)),))
 
 
-def planned(program: Program) -> dict[str, str]:
+def planned(program: Program) -> dict[str, Form]:
     """The sparse forms that the weights have as they are, in the blocks that fit them best."""
-    return {site.site: forms[-1].option for site, forms in Sparsify()._forms(program)}
+    return {site.site: Form(weights=forms[-1].format) for site, forms in Sparsify()._forms(program)}
 
 
-def lower(program: Program, tags: dict[str, str]) -> Any:
+def lower(program: Program, tags: dict[str, Form]) -> Any:
     tagged = program.tagged(tags, "test")
     return OnnxRuntime().lower(tagged, None, [tagged.flat_inputs()])  # type: ignore[arg-type]
 
@@ -190,10 +192,10 @@ def test_a_broken_model_is_refused_and_nothing_is_written(change: dict[str, Any]
 def test_planned_forms_are_found_and_equal_dense(sparse_model: nn.Module) -> None:
     program = program_of(sparse_model, 2, 5)
     tags = planned(program)
-    assert {site: tags[site].partition("@")[0] for site in tags} == {UP: "sparse16", DOWN: "sparse8", GATE: "unstructured"}
+    assert {site: tags[site].name.partition("@")[0] for site in tags} == {UP: "sparse16", DOWN: "sparse8", GATE: "unstructured"}
     lowered = lower(program, tags)
     assert {site: lowered.applied[site] for site in tags} == tags
-    assert lowered.applied["layers.1.up"] == lowered.applied["head"] == "fp32"
+    assert lowered.applied["layers.1.up"] == lowered.applied["head"] == form("fp32")
     x = torch.randn(4, 7, 48)  # other leading sizes than the example's
     assert relative(lowered(x)[0], sparse_model(x)) < 1e-5
     assert lowered.peak_bytes([x]) is not None
@@ -210,11 +212,11 @@ def test_linears_on_matrices(sparse_model: nn.Module) -> None:
 
 def test_beside_quantised_linears(sparse_model: nn.Module) -> None:
     program = program_of(sparse_model, 2, 5)
-    tags = planned(program) | {"layers.1.up": "int8_channel", "layers.1.down": "int8_static", "layers.1.gate": "w8"}
+    tags = planned(program) | forms({"layers.1.up": "int8_channel", "layers.1.down": "int8_static", "layers.1.gate": "w8"})
     tags.pop(DOWN)
-    lowered = lower(program, tags | {"layers.1.gate": "fp32"})
+    lowered = lower(program, tags | {"layers.1.gate": form("fp32")})
     assert {site: lowered.applied[site] for site in (UP, GATE, DOWN, "layers.1.up", "layers.1.down")} == {
-        **planned(program), DOWN: "fp32", "layers.1.up": "int8_channel", "layers.1.down": "int8_static",
+        **planned(program), DOWN: form("fp32"), "layers.1.up": form("int8_channel"), "layers.1.down": form("int8_static"),
     }  # fmt: skip
     x = program.flat_inputs()[0]
     assert 1e-5 < relative(lowered(x)[0], sparse_model(x)) < 0.05
@@ -276,7 +278,7 @@ def test_optimize_serves_a_sparse_model_sparse_and_runs_it_from_disk(
     x = torch.randn(2, 5, 48)
     made = effcompile.optimize(sparse_model, inputs=(x,), backend="onnxruntime")
     decisions = {d.site: d.applied for d in made.plan.decisions if d.by == "sparsify"}
-    assert decisions == planned(program_of(sparse_model, 2, 5))
+    assert decisions == names(planned(program_of(sparse_model, 2, 5)))
     assert relative(made(x), sparse_model(x)) < 1e-5
     folder = made.save(tmp_path / "out")
     for library in (own_cache / "native").glob("block_sparse_ort-*.so"):  # as on another machine: it is compiled again

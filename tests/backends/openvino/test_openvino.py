@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from form_names import form, forms
 from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
@@ -22,7 +23,7 @@ installed = pytest.mark.skipif(OpenVino().unavailable() is not None, reason="ope
 
 
 def lower(program: Program, tags: dict[str, str]) -> Lowered:
-    return OpenVino().lower(program.tagged(tags, "test"), None, [[program.args[0]], [program.args[0].flip(0)]])
+    return OpenVino().lower(program.tagged(forms(tags), "test"), None, [[program.args[0]], [program.args[0].flip(0)]])
 
 
 def error(model: nn.Module, lowered: Lowered, ids: torch.Tensor) -> float:
@@ -51,7 +52,7 @@ def test_refuses_bf16_beside_fp32(program: Program) -> None:
 def test_options_run_at_any_shape_and_are_read_back(model: nn.Module, program: Program, option: str, limit: float) -> None:
     tags = {site.site: option for site in linears(program)}
     lowered = lower(program, tags)
-    assert {site: lowered.applied[site] for site in tags} == tags
+    assert {site: lowered.applied[site] for site in tags} == forms(tags)
     for ids in (program.args[0], program.args[0][:1, :5]):  # int8: other tokens in sight than in calibration
         assert error(model, lowered, ids) <= limit
 
@@ -59,9 +60,9 @@ def test_options_run_at_any_shape_and_are_read_back(model: nn.Module, program: P
 @installed
 def test_exactly_the_planned_linears_are_int8(program: Program) -> None:
     tags = {site.site: ("int8_static", "fp32")[i % 2] for i, site in enumerate(linears(program))}
-    tags |= {site.site: "int8" for site in embeddings(program)}
+    tags |= {site.site: "int8_rows" for site in embeddings(program)}
     lowered = lower(program, tags)
-    assert {site: lowered.applied[site] for site in tags} == tags
+    assert {site: lowered.applied[site] for site in tags} == forms(tags)
 
 
 @installed
@@ -72,11 +73,12 @@ import torch
 from torch import nn
 from effcompile.backends.openvino import OpenVino
 from effcompile.capture import capture
+from effcompile.ir.formats import INT8_STATIC, Form
 model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
 x = torch.randn(4, 16)
-program = capture(model, (x,)).tagged({"0": "int8_static", "2": "int8_static"}, "test")
+program = capture(model, (x,)).tagged(dict.fromkeys("02", Form(weights=INT8_STATIC)), "test")
 lowered = OpenVino().lower(program, None, [[x]])
-assert lowered.applied["0"] == lowered.applied["2"] == "int8_static"
+assert lowered.applied["0"] == lowered.applied["2"] == Form(weights=INT8_STATIC)
 assert lowered.peak_bytes([x]) > lowered.weight_bytes
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False)
@@ -100,9 +102,9 @@ def test_attention_is_int8_only_where_planned(model: nn.Module, program: Program
     site = attentions(program)[0].site
     linear_tags = {s.site: "int8_static" for s in linears(program)}
     plain, planned = lower(program, linear_tags), lower(program, {**linear_tags, site: "sdpa_int8"})
-    assert plain.applied[site] == "sdpa"
-    assert planned.applied[site] == "sdpa_int8"
-    assert {s: planned.applied[s] for s in linear_tags} == linear_tags
+    assert plain.applied[site] == form("sdpa")
+    assert planned.applied[site] == form("sdpa_int8")
+    assert {s: planned.applied[s] for s in linear_tags} == forms(linear_tags)
     ids = program.args[0]
     assert not torch.equal(plain(ids)[0], planned(ids)[0])
     assert error(model, planned, ids) <= 0.15
@@ -124,4 +126,4 @@ def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: P
 def test_measures_what_it_has() -> None:
     assert (OpenVino().measure(KernelCall("linear/int8_static", (8, 32, 32))) or 0) > 0
     assert (OpenVino().measure(KernelCall("attention/sdpa_int8", (1, 2, 8, 8, 16))) or 0) > 0
-    assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32))) is None
+    assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32, 32))) is None

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from form_names import form, forms
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.torch import TorchEager, load
-from effcompile.backends.torch.numerics import OPTIONS
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.ir.formats import W8, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import attentions, embeddings, linears
 
 #: int8_static is looser: tokens that calibration never saw may saturate.
-LIMITS = {"fp32": 1e-5, "bf16": 1e-2, "int8_dynamic": 5e-2, "int8_channel": 5e-2, "int8_static": 0.15, "w8": 3e-2, "w4": 0.3}
+LIMITS = {
+    "fp32": 1e-5, "bf16": 1e-2, "int8_dynamic": 5e-2, "int8_channel": 5e-2, "int8_static": 0.15, "w8_channel": 3e-2, "w4": 0.3,
+    "w4g64": 0.3,
+}  # fmt: skip
+OPTIONS = tuple(LIMITS)
 
 
 def ids_of(batch: int, rows: int, seed: int = 0) -> torch.Tensor:
@@ -28,7 +34,7 @@ def ids_of(batch: int, rows: int, seed: int = 0) -> torch.Tensor:
 
 def lower(program: Program, tags: dict[str, str]) -> Lowered:
     calibration = [[ids_of(2, 16, seed)] for seed in range(3)]
-    return TorchEager().lower(program.tagged(tags, "test"), None, calibration)
+    return TorchEager().lower(program.tagged(forms(tags), "test"), None, calibration)
 
 
 def error(model: nn.Module, lowered: Lowered, ids: torch.Tensor) -> float:
@@ -48,7 +54,7 @@ def test_meets_the_contract(program: Program) -> None:
 def test_every_option_runs_at_any_shape_and_is_read_back(model: nn.Module, program: Program, option: str) -> None:
     tags = {site.site: option for site in linears(program)}
     lowered = lower(program, tags)
-    assert {site: lowered.applied[site] for site in tags} == tags
+    assert {site: lowered.applied[site] for site in tags} == forms(tags)
     for ids in (program.args[0], ids_of(3, 7), ids_of(1, 2)):
         found = error(model, lowered, ids)
         assert found <= LIMITS[option]
@@ -59,15 +65,15 @@ def test_every_option_runs_at_any_shape_and_is_read_back(model: nn.Module, progr
 @given(data=st.data())
 def test_any_mixture_is_applied_where_planned(program: Program, data: st.DataObject) -> None:
     tags = {site.site: data.draw(st.sampled_from(OPTIONS)) for site in linears(program)}
-    tags |= {site.site: data.draw(st.sampled_from(["fp32", "int8"])) for site in embeddings(program)}
+    tags |= {site.site: data.draw(st.sampled_from(["fp32", "int8_rows"])) for site in embeddings(program)}
     tags |= {site.site: data.draw(st.sampled_from(["sdpa", "math"])) for site in attentions(program)}
     lowered = lower(program, tags)
-    assert {site: lowered.applied[site] for site in tags} == tags
+    assert {site: lowered.applied[site] for site in tags} == forms(tags)
     assert torch.isfinite(lowered(ids_of(2, 16))[0]).all()
 
 
 def test_int8_weights_are_stored_as_int8(program: Program) -> None:
-    tags = {site.site: "int8_channel" for site in linears(program)} | {site.site: "int8" for site in embeddings(program)}
+    tags = {site.site: "int8_channel" for site in linears(program)} | {site.site: "int8_rows" for site in embeddings(program)}
     assert lower(program, tags).weight_bytes < 0.35 * program.weight_bytes()
 
 
@@ -98,7 +104,7 @@ def test_peak_counts_weights_and_activations(program: Program) -> None:
 
 
 def test_static_int8_without_calibration_is_an_error(program: Program) -> None:
-    tagged = program.tagged({linears(program)[0].site: "int8_static"}, "test")
+    tagged = program.tagged({linears(program)[0].site: form("int8_static")}, "test")
     with pytest.raises(LoweringError, match="calibration"):
         TorchEager().lower(tagged, None, [])
 
@@ -106,7 +112,7 @@ def test_static_int8_without_calibration_is_an_error(program: Program) -> None:
 def test_unknown_option_names_the_site(program: Program) -> None:
     site = linears(program)[0].site
     with pytest.raises(LoweringError, match=site):
-        lower(program, {site: "int3"})
+        TorchEager().lower(program.tagged({site: Form(weights=replace(W8, bits=4))}, "test"), None, [])
 
 
 def test_load_refuses_what_is_not_ours(tmp_path: Path) -> None:

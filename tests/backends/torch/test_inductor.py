@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from form_names import form
 from torch import nn
 
 from effcompile.backends.torch import TorchInductor, found
@@ -19,7 +20,7 @@ MIXED = ("fp32", "bf16", "int8_dynamic", "int8_channel", "int8_static", "int8_st
 
 
 def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(model: nn.Module, program: Program) -> None:
-    tags = {site.site: option for site, option in zip(linears(program), MIXED, strict=True)}
+    tags = {site.site: form(option) for site, option in zip(linears(program), MIXED, strict=True)}
     lowered = TorchInductor().lower(program.tagged(tags, "test"), None, [[program.args[0]]])
     assert {site: lowered.applied[site] for site in tags} == tags
     for ids in (program.args[0], program.args[0][:1, :5]):  # the second shape runs uncompiled
@@ -29,7 +30,7 @@ def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(model: nn.
 
 
 def test_precision_lost_by_the_compiler_is_reported(program: Program) -> None:
-    tags = {site.site: "bf16" for site in linears(program)}
+    tags = {site.site: form("bf16") for site in linears(program)}
     module = flatten(edit(program.tagged(tags, "test"), []))
     kept = Counter(signature for _, signature in found.signatures(module))
     applied = found.applied(program, module)

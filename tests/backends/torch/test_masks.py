@@ -8,6 +8,7 @@ from torch import nn
 
 from effcompile.backends.torch import TorchEager, load
 from effcompile.capture import capture
+from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import attentions
 
@@ -53,8 +54,8 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_padding_counts_at_any_shape(kind: str, forms: tuple[str, str]) -> None:
     model, program = captured(kind)
     sites = [site.site for site in attentions(program)]
-    lowered = TorchEager().lower(program.tagged(dict(zip(sites, forms, strict=True)), "test"), None, [])
-    assert tuple(lowered.applied[site] for site in sites) == forms
+    lowered = TorchEager().lower(program.tagged({site: Form(word=word) for site, word in zip(sites, forms, strict=True)}, "test"), None, [])
+    assert tuple(lowered.applied[site].word for site in sites) == forms
     for batch, rows in ((1, 8), (2, 5), (3, 13)):
         x, mask = inputs_of(batch, rows)
         with torch.no_grad():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from effcompile.backends.torch import TorchEager
-from effcompile.backends.torch.numerics import OPTIONS
 from effcompile.machine.calibration import grid
 from effcompile.machine.target import KERNELS, KernelCall
 
@@ -15,6 +14,8 @@ ABSENT = {
     "attention/sdpa_int8",
     "add_norm/fused",
     "linear/2:4",
+    "linear/w8",
+    "embedding/int8",
     *(kernel for kernel in KERNELS if kernel.startswith("rows/")),
 }
 
@@ -32,5 +33,13 @@ def test_has_no_such_kernel(kernel: str) -> None:
 
 
 def test_4_bit_needs_whole_groups() -> None:
-    assert "w4" in OPTIONS
-    assert TorchEager().measure(KernelCall("linear/w4", (4, 40, 64))) is None
+    assert TorchEager().measure(KernelCall("linear/w4", (4, 64, 64, 32))) is not None
+    call = KernelCall("linear/w4", (4, 40, 64, 32))
+    assert TorchEager().measure(call) is None
+    assert TorchEager().lacks(call) == "4-bit weights need K a multiple of 32 and N of 32; here K = 40, N = 64"
+
+
+def test_what_torch_lacks_on_any_machine_it_says() -> None:
+    assert "groups of 32, 64, 128, 256, not of 16" in (TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 16))) or "")
+    assert "w8_channel" in (TorchEager().lacks(KernelCall("linear/w8", (4, 64, 64, 32))) or "")
+    assert TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 64))) is None

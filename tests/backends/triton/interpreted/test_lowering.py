@@ -101,10 +101,10 @@ def test_weights_in_codes(llama: Any, launched: list[str], monkeypatch: pytest.M
     """Found in what was built, within the error that was predicted and measured; the kernel ran, not its stand-in."""
     model, inputs = llama
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))  # times that were made up for another test
-    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == f"linear/{FORMS.get(call.dims[1:])}" else 1e-3)
+    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == f"linear/{FORMS.get(call.dims[1:3])}" else 1e-3)
     plan = effcompile.optimize(model, inputs=inputs, backend="triton", max_error=0.3).plan
-    found = [d.applied for d in plan.decisions if d.kind == "linear" and d.option in linears.OPTIONS]
-    assert set(found) == set(linears.OPTIONS)
+    found = [d.applied for d in plan.decisions if d.kind == "linear" and d.option in linears.FAMILIES]
+    assert set(found) == set(linears.FAMILIES)
     assert all(check.passed for check in plan.checks)
     assert "quantized_linear ×" in plan.settings["kernels"]
     assert "quantized_product" in launched
@@ -119,10 +119,10 @@ def test_kernels_are_timed_where_they_run(launched: list[str]) -> None:
         assert Triton().measure(KernelCall(f"rows/{form}", (16, 16))) is not None
         assert set(launched) == {f"{kernel}_kernel"}
     launched.clear()
-    assert Triton().measure(KernelCall("linear/w4", (8, 64, 16))) is not None
+    assert Triton().measure(KernelCall("linear/w4", (8, 64, 16, 32))) is not None
     assert Triton().measure(KernelCall("linear/int8_dynamic", (8, 16, 16))) is None
-    assert Triton().measure(KernelCall("linear/w4", (8, 48, 16))) is None
-    assert Triton().measure(KernelCall("linear/w4", (8, 64, 16))) is not None
+    assert Triton().measure(KernelCall("linear/w4", (8, 48, 16, 32))) is None
+    assert Triton().measure(KernelCall("linear/w4", (8, 64, 16, 32))) is not None
     assert "quantized_product" in launched
 
 

@@ -1,0 +1,53 @@
+"""A format is one arithmetic: what is priced and emulated is what the backend stores and computes, in bytes and in error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from form_names import held
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from effcompile.backends import load_backend
+from effcompile.capture import capture
+from effcompile.estimate import fake_quant
+from effcompile.ir.formats import Form
+from effcompile.sites.parts import embeddings, linears
+
+N, K = 96, 256
+LINEARS = {
+    "torch-eager": ("bf16", "int8_dynamic", "int8_channel", "int8_static", "w8_channel", "w4", "w4g64", "w4g128"),
+    "onnxruntime": ("int8_dynamic", "int8_channel", "int8_static", "w8", "w8g64", "w4", "w4g16", "w4g128"),
+}
+TABLES = {"torch-eager": "int8_rows", "onnxruntime": "int8"}
+
+
+@pytest.mark.parametrize(("backend", "name"), [(backend, name) for backend, names in LINEARS.items() for name in names])
+def test_a_linear(backend: str, name: str) -> None:
+    torch.manual_seed(0)
+    model, x, fmt = nn.Linear(K, N).eval(), torch.randn(64, K), held(name)
+    program = capture(model, (x,))
+    (site,) = linears(program)
+    lowered = load_backend(backend).lower(program.tagged({site.site: Form(weights=fmt)}, "test"), None, [[x]])  # type: ignore[arg-type]
+    assert lowered.weight_bytes == pytest.approx(fmt.stored_bytes(N, K) + 4 * N, rel=0.02)
+    with torch.no_grad():
+        exact = model(x)
+        emulated = F.linear(fake_quant.activation(x, fmt, fake_quant.range_of(x)), fake_quant.weight(model.weight, fmt))
+        emulated = (fake_quant.bf16(emulated) if fmt.activation == "bf16" else emulated) + model.bias
+    measured, predicted = (float((y - exact).norm() / exact.norm()) for y in (lowered(x)[0], emulated))
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("backend", TABLES)
+def test_a_table(backend: str) -> None:
+    torch.manual_seed(0)
+    model, ids, fmt = nn.Embedding(100, K).eval(), torch.randint(0, 100, (3, 7)), held(TABLES[backend])
+    program = capture(model, (ids,))
+    (site,) = embeddings(program)
+    lowered = load_backend(backend).lower(program.tagged({site.site: Form(weights=fmt)}, "test"), None, [[ids]])  # type: ignore[arg-type]
+    assert lowered.weight_bytes == pytest.approx(fmt.stored_bytes(100, K), rel=0.02)
+    with torch.no_grad():
+        rows = model(ids)
+        emulated = fake_quant.table_rows(rows, fmt, fake_quant.range_of(model.weight))
+    measured, predicted = (float((y - rows).norm() / rows.norm()) for y in (lowered(ids)[0], emulated))
+    assert predicted == pytest.approx(measured, rel=0.1)
