@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ class Program:
             qualified names, called like the original model (pytrees in, pytrees out).
         args, kwargs: the example inputs it was captured with.
         calibration: further inputs, (args, kwargs) each, that the user gave to measure errors and find constants with.
+        recovered: what was found out of values of the graph and is shared by its copies, whose nodes keep their names.
         inputs, outputs: the flat tensors at the boundary, in order.
         dynamic_shapes: what torch.export needs to capture `module` again.
         mends: known fixes applied at capture, in the user's words.
@@ -57,6 +58,7 @@ class Program:
     tags: Mapping[str, Form] = field(default_factory=dict)
     history: tuple[str, ...] = ()
     calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
+    recovered: dict[tuple[Hashable, ...], object] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def graph(self) -> fx.Graph:

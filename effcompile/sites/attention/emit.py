@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.ir.program import shape_of
-from effcompile.sites.attention.forms import Fill, Operand, SizeOf, Target, Term, faking, tensor_of
+from effcompile.sites.attention.forms import Fill, NotThisFormError, Operand, SizeOf, Target, Term, faking, tensor_of
 from effcompile.sites.attention.graphs import ASSERTS, RESHAPES, VIEWS, aten
 
 Key = tuple[Any, ...]
@@ -80,7 +81,7 @@ class Emitter:
 
     def put(self, value: Operand) -> fx.Node:
         """The node of an operand, its steps made."""
-        node = self.now.get(value.node, value.node)
+        node = self._own(value.node)
         for step in value.steps:
             node = self.call(step.target, (node, *step.args))
         return node
@@ -101,6 +102,23 @@ class Emitter:
             total = value if total is None else self.call(aten.add.Tensor, (total, value))
         return total
 
+    def _own(self, node: fx.Node) -> fx.Node:
+        """What stands for a value here; one of the graph that this was copied from has its name.
+
+        Raises:
+            NotThisFormError: no value of this name is left.
+        """
+        if node.graph is not self.graph:
+            here = self._by_name.get(node.name)
+            if here is None:
+                raise NotThisFormError(f"{node.name}, which its mask is made of, is no longer computed")
+            node = here
+        return self.now.get(node, node)
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self.graph.nodes}
+
     def _filled(self, edit: Fill, mask: fx.Node, base: fx.Node, dtype: torch.dtype) -> fx.Node:
         fill = edit.fill if edit.fill == -torch.inf else max(edit.fill, torch.finfo(dtype).min)
         hidden = mask if edit.hidden else self.call(aten.logical_not.default, (mask,))
@@ -113,11 +131,11 @@ class Emitter:
         if isinstance(arg, Operand):
             return self.put(arg)
         if isinstance(arg, fx.Node):
-            return self.now.get(arg, arg)
+            return self._own(arg)
         if isinstance(arg, SizeOf):
             if not self.dynamic:
                 return arg.now
-            size = self.call(aten.sym_size.int, (self.now.get(arg.node, arg.node), arg.axis))
+            size = self.call(aten.sym_size.int, (self._own(arg.node), arg.axis))
             return size if arg.divisor == 1 else self.call(operator.floordiv, (size, arg.divisor))
         return type(arg)(self._resolved(a) for a in arg) if isinstance(arg, (list, tuple)) else arg
 

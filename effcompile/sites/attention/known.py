@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,28 +26,31 @@ from effcompile.sites.attention.rewrite import Masking, rewrite
 #: Tiles in which the visible part of a mask is counted, in elements.
 TILE = 64
 
-_Key = tuple[fx.Node, int, int]
-_masks: weakref.WeakKeyDictionary[fx.GraphModule, dict[_Key, GraphMask | None]] = weakref.WeakKeyDictionary()
-
 
 def mask_of(program: Program, node: fx.Node) -> GraphMask | None:
     """What is known of an attention's mask; None where it has none that hides anything, or `is_causal`.
 
     Args:
-        program: finished: what was found is kept for its module.
+        program: what was found is kept for it and its copies: nodes of the mask are those of the graph in which it was first asked for,
+            which an Emitter knows by their names in a copy.
         node: an SDPA, or an `effcompile::attention` whose mask is dense.
     """
     operand = dense_mask(node)
     if operand is None:
         return None
     q_len, k_len = shape_of(node.args[0])[2], shape_of(node.args[1])[2]  # type: ignore[arg-type]
-    known = _masks.setdefault(program.module, {})
-    key = (operand, q_len, k_len)
-    if key not in known:
+    key = (operand.name, dtype_of(operand), shape_of(operand), q_len, k_len)
+    found = program.recovered.get(key)
+    if not isinstance(found, GraphMask) or not _still_computed(found, program):
         sense: Sense = "visible" if dtype_of(operand) is torch.bool else "added"
-        known[key] = recover_mask(program, operand, sense=sense, q_len=q_len, k_len=k_len)
-    found = known[key]
-    return found if found is not None and found.hides else None
+        found = program.recovered[key] = recover_mask(program, operand, sense=sense, q_len=q_len, k_len=k_len)
+    return found if found.hides else None
+
+
+def _still_computed(mask: GraphMask, program: Program) -> bool:
+    """Whether all that a mask of another copy is made of stands in this one."""
+    here = {node.name: node.target for node in program.graph.nodes}
+    return all(here.get(node.name) == node.target for node in (*mask.sources, *mask.biases))
 
 
 def visible_keys(mask: GraphMask, k_len: int) -> int:

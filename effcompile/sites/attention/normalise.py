@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from effcompile.sites.attention import guarded as _guarded  # noqa: F401 - the s
 from effcompile.sites.attention import predicted as _predicted  # noqa: F401 - the same
 from effcompile.sites.attention.forms import AttentionMatch, Unmatched
 from effcompile.sites.attention.match import SDPA, match
-from effcompile.sites.attention.rewrite import Rewritten, rewrite, why_not
+from effcompile.sites.attention.rewrite import Form, Rewritten, rewrite, why_not
 
 #: In the meta of an attention's node: the model writes it as separate operators.
 EAGER = "effcompile_eager"
@@ -30,12 +30,12 @@ def normalised(program: Program) -> Program:
 
     What has to stay as it is, with the reason, is in `Program.left`.
     """
-    found = match(program.graph)
-    if not any(isinstance(m, AttentionMatch) and m.anchor.target is not SDPA for m in found):
+    edited = program.editable("")
+    found = match(edited.graph)
+    if not _eager(found):
         left = refused(found)
         return replace(program, left=left) if left else program
-    edited = program.editable("")
-    return replace(edited, left=normalise(edited.graph), history=program.history)
+    return replace(edited, left=_normalised(edited.graph, found, ("sdpa", "attention")), history=program.history)
 
 
 def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, str]:
@@ -43,11 +43,13 @@ def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, str]:
 
     With `training`, all become `effcompile::attention`: SDPA's gradients are wrong where numbers hide a whole row (torch 2.13, CPU).
     """
-    found = match(graph)
+    return _normalised(graph, match(graph), ("attention",) if training else ("sdpa", "attention"))
+
+
+def _normalised(graph: fx.Graph, found: Sequence[AttentionMatch | Unmatched], forms: Sequence[Form]) -> dict[str, str]:
+    """Each in the first of these forms that can say it."""
     left = refused(found)
-    as_sdpa = [] if training else rewrite(graph, form="sdpa", matches=_eager(found), grouped=False)
-    as_ours = rewrite(graph, form="attention", matches=_eager(match(graph)), training=training)
-    for outcome in [*(o for o in as_sdpa if isinstance(o, Rewritten)), *as_ours]:
+    for outcome in rewrite(graph, forms=forms, matches=_eager(found), grouped=False, training="sdpa" not in forms):
         if isinstance(outcome, Rewritten):
             outcome.node.meta[EAGER] = True
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -97,7 +97,7 @@ def as_mask(found: AttentionMatch) -> Masking:
 def rewrite(
     graph: fx.Graph,
     *,
-    form: Form = "attention",
+    forms: Sequence[Form] = ("attention",),
     masking: Callable[[AttentionMatch], Masking] | None = None,
     matches: Iterable[AttentionMatch | Unmatched] | None = None,
     grouped: bool = True,
@@ -107,14 +107,14 @@ def rewrite(
 
     Args:
         graph: nodes need `meta["val"]`; new nodes get it, and the names of their modules. Dead nodes are removed.
-        form: "attention": `effcompile.attention`; "sdpa": `aten.scaled_dot_product_attention`, where it can say it.
+        forms: the first of these that can say it is taken: "attention": `effcompile.attention`; "sdpa":
+            `aten.scaled_dot_product_attention`.
         masking: what to emit of a match's masks; `as_mask` by default, `as_numbers` with SDPA. It may raise NotThisFormError: then the
             attention stays, for that reason.
         matches: those to replace; by default all of `match(graph)`.
         grouped: SDPA may be given fewer heads of keys than of queries (`enable_gqa`); else they are repeated for it.
         training: gradients are wanted: refuse what would give eager's outputs but not its gradients, see `as_numbers`.
     """
-    masking = masking or (as_numbers if form == "sdpa" else as_mask)
     graph.eliminate_dead_code()
     outcomes: list[Rewritten | Unmatched] = []
     emit = Emitter(graph)
@@ -122,19 +122,29 @@ def rewrite(
         if isinstance(found, Unmatched):
             outcomes.append(found)
             continue
-        try:
-            chosen = masking(found)
-            if training and any(isinstance(edit, Fill) and -torch.inf < edit.fill <= ABSORBING for edit in chosen.bias):
-                raise NotThisFormError("where its masks together hide a whole row, no kernel repeats eager's gradient")
-            node = _replace(emit.before(found.output), found, form, chosen, grouped)
-            outcomes.append(Rewritten(match=found, node=node))
-        except NotThisFormError as reason:
-            outcomes.append(Unmatched(node=found.anchor, site=found.site, reason=str(reason)))
+        for form in forms:
+            chooses = masking or (as_numbers if form == "sdpa" else as_mask)
+            outcome = _outcome(emit, found, form, chooses, grouped=grouped, training=training)
+            if isinstance(outcome, Rewritten):
+                break
+        outcomes.append(outcome)
     graph.eliminate_dead_code()
     graph.lint()
     if graph.owning_module is not None:
         graph.owning_module.recompile()
     return outcomes
+
+
+def _outcome(
+    emit: Emitter, found: AttentionMatch, form: Form, masking: Callable[[AttentionMatch], Masking], *, grouped: bool, training: bool
+) -> Rewritten | Unmatched:
+    try:
+        chosen = masking(found)
+        if training and any(isinstance(edit, Fill) and -torch.inf < edit.fill <= ABSORBING for edit in chosen.bias):
+            raise NotThisFormError("where its masks together hide a whole row, no kernel repeats eager's gradient")
+        return Rewritten(match=found, node=_replace(emit.before(found.output), found, form, chosen, grouped))
+    except NotThisFormError as reason:
+        return Unmatched(node=found.anchor, site=found.site, reason=str(reason))
 
 
 def _replace(emit: Emitter, found: AttentionMatch, form: Form, masking: Masking, grouped: bool) -> fx.Node:

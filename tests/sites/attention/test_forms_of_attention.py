@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from effcompile.capture import capture
 from effcompile.capture.verify import relative_error
 from effcompile.core.errors import LoweringError
 from effcompile.ir.program import Program
+from effcompile.sites.attention import known, normalise
 from effcompile.sites.attention.expand import expand, ours, without_ours
 from effcompile.sites.attention.flex import attention_flex
-from effcompile.sites.attention.known import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
+from effcompile.sites.attention.known import dense_mask, in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.attention.visibility import Visibility
 from effcompile.sites.parts import attentions
@@ -174,3 +177,44 @@ def test_expanding_needs_numbers_added_to_the_scores() -> None:
     edited.graph.lint()
     edited.module.recompile()
     assert not attentions(edited) and differs(edited, model) < 1e-6
+
+
+class Stack(nn.Module):
+    """Two attentions under one padding mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attends(), Attends()])
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, attention_mask)
+        return x
+
+
+def test_a_mask_is_recovered_once_and_the_graph_matched_once_for_the_program_and_once_where_it_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: Counter[str] = Counter()
+
+    def counted(module: ModuleType, name: str) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **named: (counts.update([name]), original(*args, **named))[1])
+
+    counted(known, "recover_mask")
+    counted(normalise, "match")
+    counted(known, "match")
+    torch.manual_seed(0)
+    model = Stack().eval()
+    program = normalised(capture(model, (torch.randn(2, 24, WIDTH), torch.ones(2, 24, dtype=torch.long)), {}))
+    assert counts == {"match": 1}
+    dense = {mask for site in attentions(program) if (mask := dense_mask(site.node)) is not None}
+    for _ in range(3):  # for each backend, and for each that is lowered
+        assert all(mask_of(program, site.node) is not None for site in attentions(program))
+        edited = program.editable("test")
+        told = in_closed_form(edited, [site.node for site in attentions(edited)])
+        edited.graph.eliminate_dead_code()
+        edited.module.recompile()
+        assert len(told) == 2 and differs(edited, model, padded=True) < 1e-5
+    assert counts == {"recover_mask": len(dense), "match": 4}
+    assert len(dense) == 2, "each layer of this model computes its own"

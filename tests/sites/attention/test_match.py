@@ -190,7 +190,7 @@ def test_the_match_says_what_the_graph_computes(attend: Attend, kv: int, value: 
 def test_the_rewritten_graph_is_the_model(attend: Attend, kv: int, value: int, said: dict[str, Any], form: Any) -> None:
     model = Model(attend, kv, value)
     graph = exported(model, *inputs())
-    (outcome,) = rewrite(graph.graph, form=form)
+    (outcome,) = rewrite(graph.graph, forms=(form,))
     if form == "sdpa" and ("softcap" in said or "sink" in said):
         assert "SDPA has no" in getattr(outcome, "reason", "")
         return

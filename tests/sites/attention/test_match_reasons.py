@@ -118,8 +118,8 @@ def test_training_refuses_what_has_other_gradients() -> None:
     for form in ("attention", "sdpa"):
         model = Model(twice_masked)
         graph = exported(model, *inputs())
-        (outcome,) = rewrite(graph.graph, form=form, training=True)  # type: ignore[arg-type]
+        (outcome,) = rewrite(graph.graph, forms=(form,), training=True)  # type: ignore[arg-type]
         assert "gradient" in getattr(outcome, "reason", "")
-        (outcome,) = rewrite(graph.graph, form=form)  # type: ignore[arg-type]
+        (outcome,) = rewrite(graph.graph, forms=(form,))  # type: ignore[arg-type]
         assert isinstance(outcome, Rewritten)
         torch.testing.assert_close(graph(*inputs()), model(*inputs()), rtol=1e-5, atol=1e-5)
