@@ -364,9 +364,9 @@ def test_the_artifact_has_the_blocks_runs_and_runs_again_from_disk(masks: dict[s
 
 def test_what_is_found_is_read_from_the_artifact(masks: dict[str, torch.Tensor]) -> None:
     """The tag says 4, the pass says 8: what stands in the graph is what is reported."""
-    program = program_of(model(masks)).tagged({UP: "sparse4@0.75"}, "test")
+    program = program_of(model(masks)).tagged(forms({UP: "sparse4@0.75"}), "test")
     assert TorchEager().lower(program, plan_with({}), []).applied[UP] == form("sparse4@0.75")
-    wrong = program_of(model(masks)).tagged({UP: "sparse8@0.10"}, "test")
+    wrong = program_of(model(masks)).tagged(forms({UP: "sparse8@0.10"}), "test")
     assert TorchEager().lower(wrong, plan_with({}), []).applied[UP] == form("sparse8@0.75")
 
 
