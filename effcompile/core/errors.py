@@ -18,6 +18,12 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
+def clipped(said: object, most: int = 300) -> str:
+    """A text that may hold a file's content, without the middle where it is long."""
+    text = str(said)
+    return text if len(text) <= most else f"{text[: most - 100]} … {text[-97:]}"
+
+
 class EffcompileError(Exception):
     """Base of all errors raised on purpose. `exit_code` is what the CLI returns."""
 
@@ -38,7 +44,7 @@ class UnknownNameError(UsageError):
         begins = [k for k in known if name and k.startswith(name)]  # h100 means h100-sxm, though h200 is spelled closer
         close = begins or get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"No {kind} is named {name!r}.{hint} Known: {', '.join(known) or 'none'}.")
+        super().__init__(f"No {kind} is named {clipped(name)!r}.{hint} Known: {', '.join(known) or 'none'}.")
         self.kind, self.name, self.known = kind, name, known
 
 

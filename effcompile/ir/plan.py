@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from effcompile.core.cost import Cost
-from effcompile.core.errors import FormatError, UnknownNameError, UsageError
+from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
 from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
+from effcompile.ir.sane import objection
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -311,11 +312,17 @@ class Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise FormatError(f"{source} is not an effcompile plan: it has no 'format': {FORMAT!r}. Make one with `effcompile plan`.")
         if data.get("version") != VERSION:
-            raise FormatError(f"{source} has plan version {data.get('version')!r}; this effcompile reads version {VERSION}. Plan again.")
+            raise FormatError(
+                f"{source} has plan version {str(data.get('version'))[:20]}; this effcompile reads version {VERSION}. Plan again."
+            )
         try:
-            return msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls)
-        except (msgspec.ValidationError, UsageError) as error:
-            raise FormatError(f"{source} is not a valid plan: {error}. Plan again, or restore the file.") from error
+            plan = msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls)
+            wrong = objection(plan)
+        except (msgspec.ValidationError, UsageError, RecursionError) as error:
+            raise FormatError(f"{source} is not a valid plan: {clipped(error)}. Plan again, or restore the file.") from error
+        if wrong is not None:
+            raise FormatError(f"{source} is not a valid plan: {clipped(wrong)}. Plan again, or restore the file.")
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON: to a temporary file first, then renamed over `path`."""

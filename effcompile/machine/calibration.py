@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from effcompile.core.errors import EffcompileError, FormatError, UsageError
-from effcompile.core.files import cache_folder, write_atomically
+from effcompile.core.errors import EffcompileError, FormatError, UsageError, clipped
+from effcompile.core.files import cache_folder, read_bounded, write_atomically
 from effcompile.ir.formats import USUAL_GROUP, W4, W8, W8_CHANNEL
 from effcompile.machine import native
 from effcompile.machine.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
@@ -34,8 +34,10 @@ Progress = Callable[[str, int, int], None]
 #: Backend → packages whose version its points depend on; every other backend runs on torch.
 _DEPENDS = {"onnxruntime": ("onnxruntime",), "openvino": ("openvino",)}
 
-_Seconds = Annotated[float, msgspec.Meta(gt=0)]
-_Rate = Annotated[float, msgspec.Meta(gt=0)]
+#: A kernel of a minute is not measured, and no machine has more FLOP/s or bytes/s than this.
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=60)]
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+_MOST_BYTES = 256 << 20
 
 
 class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -49,7 +51,7 @@ class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
         versions: package → version it was measured with; our compiled kernels count as one.
     """
 
-    overhead: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    overhead: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
     points: dict[str, list[tuple[Dims, _Seconds]]] = {}
     absent: dict[str, list[Dims]] = {}
     missing: set[str] = set()
@@ -304,13 +306,9 @@ def load(path: Path | None = None) -> Calibration:
         FormatError: the file is corrupted, foreign, of another version or of another machine.
     """
     path = path or calibration_path()
-    try:
-        raw = path.read_bytes()
-    except FileNotFoundError as error:
-        raise UsageError(f"This machine is not calibrated yet: there is no {str(path)!r}. Run `effcompile calibrate`.") from error
-    except OSError as error:
-        raise UsageError(f"Cannot read the calibration {str(path)!r}: {error.strerror or error}.") from error
-    return _without_stale(_parsed(raw, path))
+    if not path.exists():
+        raise UsageError(f"This machine is not calibrated yet: there is no {str(path)!r}. Run `effcompile calibrate`.")
+    return _without_stale(_parsed(read_bounded(path, _MOST_BYTES, "the calibration"), path))
 
 
 def load_or_none(path: Path | None = None) -> tuple[Calibration | None, str | None]:
@@ -334,7 +332,7 @@ def _parsed(raw: bytes, path: Path) -> Calibration:
     mend = "Run `effcompile calibrate` to measure it anew."
     try:
         data: Any = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"The calibration {str(path)!r} is not valid JSON ({error}); it may be cut off. {mend}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FormatError(f"{str(path)!r} is not an effcompile calibration: it has no 'format': {FORMAT!r}. {mend}")
@@ -343,9 +341,9 @@ def _parsed(raw: bytes, path: Path) -> Calibration:
     try:
         calibration = msgspec.convert(data, Calibration)
     except msgspec.ValidationError as error:
-        raise FormatError(f"The calibration {str(path)!r} is not valid: {error}. {mend}") from error
+        raise FormatError(f"The calibration {str(path)!r} is not valid: {clipped(error)}. {mend}") from error
     if (bad := _bad_kernel(calibration)) is not None:
-        raise FormatError(f"The calibration {str(path)!r} holds {bad}, which this effcompile does not know. {mend}")
+        raise FormatError(f"The calibration {str(path)!r} holds {clipped(bad)}, which this effcompile does not know. {mend}")
     if calibration.machine != this_hardware():
         raise FormatError(f"The calibration {str(path)!r} is of another machine ({calibration.machine.cpu}) or thread count. {mend}")
     calibration.dirty = False
@@ -358,7 +356,7 @@ def _bad_kernel(calibration: Calibration) -> str | None:
         for kernel, timed in points.points.items():
             wanted = len(KERNELS[kernel].dims.split()) if kernel in KERNELS else 0
             for dims, _ in timed:
-                if len(dims) != wanted or min(dims, default=0) < 1:
+                if len(dims) != wanted or min(dims, default=0) < 1 or max(dims) > 1 << 40:
                     return f"the kernel {kernel!r} with dimensions {list(dims)}"
     return None
 

@@ -14,13 +14,17 @@ from typing import Annotated
 
 import msgspec
 
-from effcompile.core.errors import FormatError, UnknownNameError, UsageError
+from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
+from effcompile.core.files import read_bounded
 from effcompile.machine.target import HOST_BANDWIDTH, Target
 
 TARGETS = Path(__file__).parent / "targets"
+_MOST_BYTES = 1 << 20
 
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
-_Count = Annotated[int, msgspec.Meta(ge=1)]
+#: Above any machine, and any cluster of them; and no infinity, which TOML can write.
+_MOST = 1 << 62
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=float(1 << 80))]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -35,8 +39,8 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     link_bandwidth: _Positive
     peak_flops: Annotated[dict[str, _Positive], msgspec.Meta(min_length=1)]
     efficiency: _Share = 0.75
-    launch_seconds: Annotated[float, msgspec.Meta(ge=0)] = 5e-6
-    gains: dict[str, Annotated[float, msgspec.Meta(ge=1)]] = {}
+    launch_seconds: Annotated[float, msgspec.Meta(ge=0, le=1)] = 5e-6
+    gains: dict[str, Annotated[float, msgspec.Meta(ge=1, le=1000)]] = {}
     host_bandwidth: _Positive = HOST_BANDWIDTH
     host_memory_bytes: _Count | None = None
     sources: dict[str, str] = {}
@@ -67,12 +71,15 @@ def load_target(name_or_path: str | os.PathLike[str]) -> Target:
 
 def _from_file(path: Path) -> Target:
     try:
-        text = path.read_text(encoding="utf-8")
-        parsed = msgspec.convert(tomllib.loads(text), _TargetFile)
-    except OSError as error:
-        raise UsageError(f"Cannot read the target {str(path)!r}: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = tomllib.loads(read_bounded(path, _MOST_BYTES, "the target").decode())
+    except UsageError:
+        raise
+    except (ValueError, RecursionError) as error:  # also numbers of more digits than Python converts
         raise FormatError(f"The target {str(path)!r} is not valid TOML: {error}.") from error
-    except msgspec.ValidationError as error:
-        raise FormatError(f"The target {str(path)!r} is not valid: {error}. Compare it with {TARGETS / 'cpu-generic.toml'}.") from error
+    try:
+        parsed = msgspec.convert(data, _TargetFile)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise FormatError(
+            f"The target {str(path)!r} is not valid: {clipped(error)}. Compare it with {TARGETS / 'cpu-generic.toml'}."
+        ) from error
     return Target(name=path.stem, **msgspec.structs.asdict(parsed))

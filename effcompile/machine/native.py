@@ -1,7 +1,7 @@
 """C++ sources of this package as shared libraries: compiled once per source, flags and compiler, and kept on disk.
 
 Needs a C++17 compiler with OpenMP and vector extensions (GCC 12, Clang 16 or later), named by $CXX or found as g++, clang++ or c++.
-Libraries are kept in the folder `native` of effcompile's cache, which must be the user's own: what anybody may write is not loaded.
+Libraries are kept in the folder `native` of the cache. What others could have written or put there is not loaded (core/trust.py).
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from effcompile.core.errors import LoweringError
 from effcompile.core.files import cache_folder
+from effcompile.core.temporary import own_folder
+from effcompile.core.trust import distrust
 
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 #: The C++ of this package: what is compiled belongs to the operators.
@@ -73,6 +76,8 @@ def compiled(source: Path, defines: Mapping[str, int], isa: str) -> Path:
     path = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
     if not path.exists():
         _compile([*compiler, *flags, str(source)], path)
+    if (said := distrust(path)) is not None:
+        raise LoweringError(f"The compiled kernels are not loaded: {said}. Remove {str(path)!r} to compile them again.")
     return path
 
 
@@ -85,6 +90,7 @@ def _compile(command: Sequence[str], path: Path) -> None:
         if done.returncode:
             said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
             raise LoweringError(f"{command[0]} cannot compile {Path(command[-1]).name}: {said}")
+        os.chmod(temporary, 0o700)  # whatever the compiler's mask gave to others
         os.replace(temporary, path)
     except (OSError, subprocess.SubprocessError) as error:
         raise LoweringError(f"{command[0]} cannot compile {Path(command[-1]).name}: {error}") from error
@@ -114,15 +120,18 @@ def _folder() -> Path:
     folder = cache_folder() / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.stat()
-        owner = getattr(os, "getuid", lambda: status.st_uid)()
-        if status.st_uid == owner and not status.st_mode & 0o022 and os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return _private_folder()
+    except OSError as error:
+        return _private_folder(f"{str(folder)!r}: {error.strerror or error}")
+    if (said := distrust(folder)) is not None:
+        return _private_folder(said)
+    return folder if os.access(folder, os.W_OK) else _private_folder(f"{str(folder)!r} cannot be written")
 
 
 @functools.cache
-def _private_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="effcompile-native-"))
+def _private_folder(why: str) -> Path:
+    warnings.warn(
+        f"The compiled kernels are not kept for the next process: {why}. Mend that, or name a folder of your own by EFFCOMPILE_CACHE.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return own_folder("effcompile-native-")

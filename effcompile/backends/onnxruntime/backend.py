@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.backends.onnxruntime.session import Settings
 from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.temporary import own_folder, remove
 from effcompile.core.units import format_seconds
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
@@ -57,11 +57,11 @@ class OnnxRuntime:
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> OnnxModel:
         from effcompile.backends.onnxruntime.lowering import build
 
-        folder = Path(tempfile.mkdtemp(prefix="effcompile-ort-"))
+        folder = own_folder("effcompile-ort-")
         try:
             built = build(program, calibration, folder)
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             raise
         names = [spec.name for spec in program.inputs]
         feeds = session.numpy_feeds(names, program.flat_inputs())
@@ -92,7 +92,7 @@ class OnnxModel:
         self._session = session.open_session(path, chosen)
         present = {value.name for value in self._session.get_inputs()}
         self._present = [name in present for name in names]  # an input that changes nothing is dropped by export
-        self._finalizer = weakref.finalize(self, shutil.rmtree, path.parent, True)
+        self._finalizer = weakref.finalize(self, remove, path.parent)
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(np.asarray(array)) for array in session.run(self._session, self._feeds(inputs))]
@@ -119,8 +119,7 @@ def load(path: Path, settings: Mapping[str, Any]) -> Callable[[Mapping[str, np.n
     """
     if not path.exists():
         raise UsageError(f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`.")
-    known = {key: settings[key] for key in ("threads", "spinning", "arena") if key in settings}
-    opened = session.open_session(path, Settings(**known) if known else None)
+    opened = session.open_session(path, session.settings_of(settings))
     wanted = {value.name for value in opened.get_inputs()}
 
     def call(feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:

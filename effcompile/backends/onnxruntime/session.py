@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from effcompile.backends import resident
 from effcompile.backends.onnxruntime.custom_ops import library_for
-from effcompile.core.errors import LoweringError
+from effcompile.core.errors import FormatError, LoweringError, clipped
 from effcompile.core.timing import faster_half_median, interleaved
 
 if TYPE_CHECKING:
@@ -39,6 +40,22 @@ class Settings:
 def default_settings() -> Settings:
     """One thread per usable core."""
     return Settings(threads=usable_cores())
+
+
+def settings_of(saved: Mapping[str, Any]) -> Settings:
+    """The settings that a plan holds, with no more threads than this machine has cores; the defaults for what it does not hold.
+
+    Raises:
+        FormatError: a value that is none.
+    """
+    names = [field.name for field in fields(Settings)]
+    try:
+        asked = msgspec.convert({"threads": usable_cores(), **{name: saved[name] for name in names if name in saved}}, Settings)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"The plan's settings are not ONNX Runtime's: {clipped(error)}. Plan again, or restore the file.") from error
+    if asked.threads < 1:
+        raise FormatError(f"The plan's settings say threads = {asked.threads}: at least 1 is needed. Plan again, or restore the file.")
+    return replace(asked, threads=min(asked.threads, usable_cores()))
 
 
 def usable_cores() -> int:

@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
     """What the file holds; nothing where there is none, or none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -10,13 +10,15 @@ import msgspec
 import torch
 
 from effcompile.core.errors import UsageError
-from effcompile.core.files import write_atomically
+from effcompile.core.files import read_bounded, write_atomically
 from effcompile.estimate.operators import Measured
 from effcompile.machine.calibration import calibration_path
 
 _FORMAT = "effcompile-operators-2"
 #: More than this many, and the file is begun anew.
 _MOST = 20_000
+#: What a figure can be: seconds of one operator, bytes of its workspace, bytes of the file.
+_LONGEST, _LARGEST, _MOST_BYTES = 600.0, 1 << 50, 64 << 20
 
 
 class _File(msgspec.Struct, kw_only=True):
@@ -35,12 +37,16 @@ def figures_path() -> Path:
 def known_figures() -> dict[str, Measured]:
     """Figures measured before with this torch and thread count; none when there is no such file or it is not ours."""
     try:
-        found = msgspec.json.decode(figures_path().read_bytes(), type=_File)
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        found = msgspec.json.decode(read_bounded(figures_path(), _MOST_BYTES, "the operator times"), type=_File)
+    except (UsageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     fits = found.format == _FORMAT and found.torch == str(torch.__version__) and found.threads == torch.get_num_threads()
-    sound = all(m.seconds >= 0 and min(m.workspace, *m.results, 0) >= 0 for m in found.operators.values())
-    return dict(found.operators) if fits and sound else {}
+    return dict(found.operators) if fits and all(map(_sound, found.operators.values())) else {}
+
+
+def _sound(measured: Measured) -> bool:
+    sizes = (measured.workspace, *measured.results)
+    return 0 < measured.seconds <= _LONGEST and min(sizes) >= 0 and max(sizes) <= _LARGEST
 
 
 def keep_figures(known: Mapping[str, Measured]) -> str | None:

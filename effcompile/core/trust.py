@@ -1,0 +1,63 @@
+"""Whether code that lies on the disk is the user's own: nobody else can have written it, nor put it where it is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+try:
+    import grp
+    import pwd
+except ImportError:  # not a POSIX system: there are no owners and modes to look at
+    grp = pwd = None  # type: ignore[assignment]
+
+
+def distrust(path: Path) -> str | None:
+    """Why a file or folder is not loaded from; None where it, and every folder above it, is the user's or root's and theirs to write alone.
+
+    Folders are looked at as the path names them and as links resolve them. A file must be one itself, no link.
+    """
+    if pwd is None:
+        return None
+    try:
+        if (said := _of_itself(path)) is not None:
+            return said
+        above = {*path.absolute().parents, *Path(os.path.realpath(path)).parents}
+        return next((said for folder in sorted(above) if (said := _of_status(folder, folder.stat())) is not None), None)
+    except OSError as error:
+        return f"{str(path)!r}: {error.strerror or error}"
+
+
+def _of_itself(path: Path) -> str | None:
+    """Of what is opened, not of what the name may mean a moment later."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(handle)
+    finally:
+        os.close(handle)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        return f"{str(path)!r} is neither a file nor a folder"
+    if status.st_mode & stat.S_ISVTX:  # a folder like /tmp: its content is anybody's
+        return f"{str(path)!r} is for everybody"
+    return _of_status(path, status)
+
+
+def _of_status(path: Path, status: os.stat_result) -> str | None:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{str(path)!r} belongs to another user"
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot rename what is in it
+    if status.st_mode & stat.S_IWOTH and not sticky:
+        return f"{str(path)!r} may be written by everybody"
+    if status.st_mode & stat.S_IWGRP and not sticky and not _private(status.st_gid):
+        return f"{str(path)!r} may be written by its group"
+    return None
+
+
+def _private(group: int) -> bool:
+    """Whether a group is the user's alone, as many systems make one for each user, or root's."""
+    try:
+        user, of = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+    except KeyError:
+        return False
+    return group in (0, user.pw_gid) and of.gr_name in (user.pw_name, "root") and set(of.gr_mem) <= {user.pw_name}
