@@ -52,7 +52,7 @@ from effcompile.ops.attention import attention
 from effcompile.ops.attention_terms import Terms, visible_pairs
 from effcompile.ops.block_sparse import block_sparse_linear
 from effcompile.ops.loss_head import MEAN, loss_head_backward, loss_head_forward, loss_head_gradients
-from effcompile.sites.attention.visibility import Visibility
+from effcompile.ops.visibility import Visibility
 from effcompile.sparse.pattern import BlockPattern
 
 # ------------------------------------------------------------------ sections

@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from effcompile.estimate.inputs import Inputs, generate_inputs
 from effcompile.estimate.sensitivity import floating, leaves_of
 from effcompile.ir.program import Program
+from effcompile.ops.tile_predictors import METHODS, fit_low_rank
+from effcompile.sites.attention.closed_masks import in_closed_form
 from effcompile.sites.attention.expand import arguments
-from effcompile.sites.attention.known import in_closed_form
-from effcompile.sites.attention.predicted import Predictor, exact_mass, visible_tiles
-from effcompile.sites.attention.predictors import METHODS, fit_low_rank
+from effcompile.sites.attention.predictor import Predictor, exact_mass, visible_tiles
 from effcompile.sites.parts import attentions
 
 #: Inputs that are run: of long sequences one has many draws.

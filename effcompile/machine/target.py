@@ -126,7 +126,7 @@ KERNELS: dict[str, KernelSpec] = {
     "attention/tiled_scores": _visited(),  # the same with a softcap, sinks or biases
     "attention/flex": _visited(),  # FlexAttention with the same blocks
     "attention/tiles": _tiles(),  # ours, on tiles that are listed head by head
-    "predict/pooled": _predictor(),  # which tiles to list, see attention/predictors.py
+    "predict/pooled": _predictor(),  # which tiles to list, see ops/tile_predictors.py
     "predict/sanger": _predictor(),
     "predict/elsa": _predictor(),
     "predict/dota": _predictor(),

@@ -10,15 +10,15 @@ from typing import Any, get_type_hints
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.fuse import Fuse
-from effcompile.passes.logits import Logits
+from effcompile.passes.last_token_logits import Logits
 from effcompile.passes.merge import Merge
-from effcompile.passes.predict import Predict
+from effcompile.passes.norm_gate_rotary import Rows
+from effcompile.passes.norm_gelu_fusion import Fuse
+from effcompile.passes.predicted_attention import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
-from effcompile.passes.rows import Rows
-from effcompile.passes.shrink import Shrink
 from effcompile.passes.sparsify import Sparsify
+from effcompile.passes.structured_pruning import Shrink
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.fused_attention import FusedAttention

@@ -16,9 +16,9 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
+from effcompile.sites.attention.closed_masks import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
 from effcompile.sites.attention.expand import expand
-from effcompile.sites.attention.graph_mask import GraphMask
-from effcompile.sites.attention.known import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
+from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.parts import AttentionSite, attentions, linears
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ _MOVING = (
 class Attention:
     """Chooses the form by price. `int8`: q and k in 8 bits too, where the goal allows error.
 
-    `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (attention/recover.py) and read none, and `tiled` visits
+    `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (mask/recover.py) and read none, and `tiled` visits
     only what is seen; `flex` does so by FlexAttention; `packed` reads heads as the linears made them; `math` is separate kernels.
 
     `int8` is off: on BERT-base it saves OpenVINO about 3 % and its error adds to that of the linears.

@@ -25,12 +25,12 @@ from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.constants import readers, replace_constant, storage_of
 from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
-from effcompile.passes.rewire import readers, replace_constant, storage_of
-from effcompile.passes.scores import SALIENCIES, Scores, check_shares, load_masks, weight_of
 from effcompile.passes.sparse_forms import SparseForm, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.passes.two_of_four import offered as offered_on_cores
 from effcompile.passes.two_of_four import on_cores
+from effcompile.passes.weight_saliency import SALIENCIES, Scores, check_shares, load_masks, weight_of
 from effcompile.sites.parts import LinearSite, linears
 from effcompile.sparse import BLOCKS
 from effcompile.sparse.forms import stored_bytes
@@ -51,7 +51,7 @@ class Sparsify:
     Attributes:
         sparsity: shares of the blocks to prune, each in [0, 1); the solve chooses one at each linear, or none.
         block: side of the blocks; 0 chooses among all of BLOCKS that divide.
-        saliency: "magnitude" (L1 norm), "wanda" (times the norms of the inputs), "snip" (times gradients; scores.py), or "given": only
+        saliency: "magnitude" (L1 norm), "wanda" (times the norms of the inputs), "snip" (gradients; weight_saliency.py), or "given": only
             by `masks`.
         sites: patterns of the linears to prune (`*.mlp.*`); none: all inside repeated blocks, so no heads.
         masks: file of `torch.save({site: mask (N, K)})` that says what to keep.

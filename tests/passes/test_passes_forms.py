@@ -14,8 +14,8 @@ from effcompile.ir.export import reexport
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.passes.attention import Attention
-from effcompile.passes.fuse import Fuse
-from effcompile.passes.logits import Logits
+from effcompile.passes.last_token_logits import Logits
+from effcompile.passes.norm_gelu_fusion import Fuse
 from effcompile.sites.parts import attentions, gelus, linears
 
 LAST = Goal(max_error=0.05, reads="last")

@@ -29,9 +29,9 @@ from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes import propose_all, sparsify
 from effcompile.passes.base import Context, Option
 from effcompile.passes.quantize import Quantize
-from effcompile.passes.scores import Scores
 from effcompile.passes.sparse_forms import given_forms
 from effcompile.passes.sparsify import Sparsify
+from effcompile.passes.weight_saliency import Scores
 from effcompile.sites.parts import linears
 from effcompile.sparse import BlockPattern, BlockSparseLinear
 from effcompile.sparse.forms import pattern_format, stored_bytes

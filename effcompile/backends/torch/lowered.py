@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from effcompile.backends.torch import found
+from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.pack import flatten, pack
 from effcompile.core import torch_compat
 from effcompile.core.errors import FormatError, LoweringError, UsageError

@@ -16,11 +16,11 @@ from effcompile.core import torch_compat
 from effcompile.core.timing import median_seconds
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, W8_CHANNEL, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
+from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
+from effcompile.ops.tile_predictors import METHODS
 from effcompile.ops.tiles import TileList
-from effcompile.sites.attention import flex as _registers  # noqa: F401 - the operators that are timed
-from effcompile.sites.attention import predicted as _registers_too  # noqa: F401 - the same
-from effcompile.sites.attention.predictors import METHODS
+from effcompile.sites.attention import predictor as _registers_too  # noqa: F401 - the same
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.attention_terms import Terms, check, sink_rows
 from effcompile.ops.tiles import TileList
-from effcompile.sites.attention.visibility import Visibility
+from effcompile.ops.visibility import Visibility
 
 __all__ = ["backward", "declines", "forward", "register"]
 

@@ -13,10 +13,10 @@ from typing import ClassVar
 from torch import Tensor, fx
 
 from effcompile.ir.program import Program, TensorSpec
-from effcompile.sites.attention.forms import AttentionMatch
-from effcompile.sites.attention.graph_mask import GraphMask
-from effcompile.sites.attention.known import in_closed_form, mask_of
-from effcompile.sites.attention.match import SDPA, match
+from effcompile.sites.attention.closed_masks import in_closed_form, mask_of
+from effcompile.sites.attention.find.match import SDPA, match
+from effcompile.sites.attention.find.normal_form import AttentionMatch
+from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.normalise import normalise, refused
 from effcompile.sites.attention.rewrite import why_not
 from effcompile.sites.parts import AttentionSite, attentions

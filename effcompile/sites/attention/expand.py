@@ -12,9 +12,9 @@ from torch import fx
 
 from effcompile.core.errors import LoweringError
 from effcompile.ir.program import Program
-from effcompile.sites.attention.emit import Emitter
-from effcompile.sites.attention.forms import tensor_of
-from effcompile.sites.attention.graphs import aten
+from effcompile.sites.attention.find.fx_queries import aten
+from effcompile.sites.attention.find.normal_form import tensor_of
+from effcompile.sites.attention.node_builder import Emitter
 
 #: Arguments that say who sees whom in closed form.
 _CLOSED = ("q_ids", "k_ids", "valid", "tiles", "lo", "hi", "chunk")

@@ -10,11 +10,11 @@ from torch import fx
 
 from effcompile.ir.program import Program
 from effcompile.ops import attention as _attention  # noqa: F401 - the same
-from effcompile.sites.attention import flex as _flex  # noqa: F401 - registers its operator
-from effcompile.sites.attention import guarded as _guarded  # noqa: F401 - the same
-from effcompile.sites.attention import predicted as _predicted  # noqa: F401 - the same
-from effcompile.sites.attention.forms import AttentionMatch, Unmatched
-from effcompile.sites.attention.match import SDPA, match
+from effcompile.ops import flex_attention as _flex  # noqa: F401 - registers its operator
+from effcompile.ops import guarded_attention as _guarded  # noqa: F401 - the same
+from effcompile.sites.attention import predictor as _predicted  # noqa: F401 - the same
+from effcompile.sites.attention.find.match import SDPA, match
+from effcompile.sites.attention.find.normal_form import AttentionMatch, Unmatched
 from effcompile.sites.attention.rewrite import Form, Rewritten, rewrite, why_not
 
 #: In the meta of an attention's node: the model writes it as separate operators.

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from effcompile.ops.attention import attention
-from effcompile.sites.attention.emit import Emitter
-from effcompile.sites.attention.forms import AttentionMatch, Fill, NotThisFormError, Operand, Term, Unmatched
-from effcompile.sites.attention.graphs import ASSERTS, aten
-from effcompile.sites.attention.match import SDPA, match
+from effcompile.sites.attention.find.fx_queries import ASSERTS, aten
+from effcompile.sites.attention.find.match import SDPA, match
+from effcompile.sites.attention.find.normal_form import AttentionMatch, Fill, NotThisFormError, Operand, Term, Unmatched
+from effcompile.sites.attention.node_builder import Emitter
 
 Form = Literal["attention", "sdpa"]
 OPERATOR = attention._opoverload

@@ -9,7 +9,8 @@ import torch
 from form_names import form
 from torch import nn
 
-from effcompile.backends.torch import TorchInductor, found
+from effcompile.backends.torch import TorchInductor
+from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.pack import flatten
 from effcompile.ir.program import Program

@@ -15,12 +15,13 @@ from effcompile.capture import capture
 from effcompile.capture.verify import relative_error
 from effcompile.core.errors import LoweringError
 from effcompile.ir.program import Program
-from effcompile.sites.attention import known, normalise
+from effcompile.ops.flex_attention import attention_flex
+from effcompile.ops.visibility import Visibility
+from effcompile.sites.attention import closed_masks as known
+from effcompile.sites.attention import normalise
+from effcompile.sites.attention.closed_masks import dense_mask, in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
 from effcompile.sites.attention.expand import expand, ours, without_ours
-from effcompile.sites.attention.flex import attention_flex
-from effcompile.sites.attention.known import dense_mask, in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
 from effcompile.sites.attention.normalise import normalised
-from effcompile.sites.attention.visibility import Visibility
 from effcompile.sites.parts import attentions
 
 WIDTH, HEADS = 32, 4
@@ -148,7 +149,7 @@ def test_visible_keys_count_whole_tiles() -> None:
 
 
 def test_flex_takes_static_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effcompile.sites.attention.flex._compiled", lambda: torch.nn.attention.flex_attention.flex_attention)
+    monkeypatch.setattr("effcompile.ops.flex_attention._compiled", lambda: torch.nn.attention.flex_attention.flex_attention)
     program, model = captured(Attends(window=7, cap=3.0))
     closed = told(normalised(program))
     set_flex(closed, ours(closed))

@@ -14,8 +14,8 @@ import effcompile
 from effcompile.backends.torch import TorchEager, TorchInductor
 from effcompile.core.errors import UsageError
 from effcompile.machine.target import KernelCall
+from effcompile.ops import guarded_attention as module
 from effcompile.ops.attention import attention
-from effcompile.sites.attention import guarded as module
 
 guarded = torch.ops.effcompile.attention_guarded
 HEADS, WIDTH, LENGTH = 2, 16, 24

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from effcompile.backends.triton import attention
 from effcompile.ops.attention_terms import Terms, sink_rows
-from effcompile.sites.attention.visibility import Visibility
+from effcompile.ops.visibility import Visibility
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 VISIBLE = ("lo", "hi", "chunk", "q_ids", "k_ids", "valid", "mask")

@@ -13,7 +13,7 @@ from effcompile.backends.triton import attention as tiled
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention
 from effcompile.ops.attention_terms import Terms
-from effcompile.sites.attention.visibility import Visibility
+from effcompile.ops.visibility import Visibility
 
 OP = torch.ops.effcompile.attention.default
 

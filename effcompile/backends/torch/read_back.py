@@ -1,0 +1,261 @@
+"""Reads off an emitted graph what was applied at each site: from operators and the dtypes of tensors, never from tags."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from effcompile.backends.torch.edit import SITE
+from effcompile.core import torch_compat
+from effcompile.ir.formats import (
+    BF16,
+    FP16,
+    FP32,
+    INT8_CHANNEL,
+    INT8_DYNAMIC,
+    INT8_STATIC,
+    NOT_FOUND,
+    TABLE_INT8_ROWS,
+    TWO_OF_FOUR,
+    W4,
+    W8,
+    W8_CHANNEL,
+    Form,
+    WeightFormat,
+)  # fmt: skip
+from effcompile.ir.program import Program, module_path
+from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
+from effcompile.ops.tile_predictors import STATIC
+from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
+from effcompile.sites.parts import add_norms, argument, linears
+from effcompile.sites.rows import ROW_SITE, row_sites
+from effcompile.sparse.forms import pattern_format
+from effcompile.sparse.pattern import BlockPattern
+
+aten = torch.ops.aten
+
+#: What a compiled graph and the graph it was compiled from must agree on: format and weight shape.
+Signature = tuple[WeightFormat, int, int]
+
+_FLOAT = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+_ROWS_LAST = (aten.slice.Tensor, aten.select.int, aten.index_select.default)
+
+
+def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
+    """site → form of everything in `module`, the graph that runs; `program` is what it was made of."""
+    found = {node.meta[SITE]: Form(weights=signature[0]) for node, signature in signatures(module) if SITE in node.meta}
+    found.update(_attentions(module))
+    found.update(_gelus(module))
+    found.update({site.site: Form(word="separate") for site in row_sites(program)})
+    found.update(
+        {node.meta[ROW_SITE]: Form(word="fused") for node in module.graph.nodes if ROW_SITE in node.meta and _packet(node) in _ROWS}
+    )
+    found.update(_structure(program, found))
+    return found
+
+
+def signatures(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Signature]]:
+    """Each linear and embedding with a constant weight: its option, and K and N (or rows and columns of the table)."""
+    for node in module.graph.nodes:
+        signature = _signature(module, node) if node.op == "call_function" else None
+        if signature is not None:
+            yield node, signature
+
+
+def confirm(found: Mapping[str, Form], edited: fx.GraphModule, compiled: Counter[Signature]) -> dict[str, Form]:
+    """`found` with NOT_FOUND at every site whose kind of kernel occurs less often in the compiled graph than in the edited one.
+
+    A compiler may not lose reduced precision; fp32 linears it may rewrite as it likes, and lookups of constant ids it folds.
+    """
+    by_signature: dict[Signature, list[str]] = defaultdict(list)
+    for node, signature in signatures(edited):
+        if SITE in node.meta and signature[0] != FP32 and _packet(node) is not aten.embedding:
+            by_signature[signature].append(node.meta[SITE])
+    missing = {site for signature, sites in by_signature.items() if compiled[signature] < len(sites) for site in sites}
+    return {site: NOT_FOUND if site in missing else form for site, form in found.items()}
+
+
+def _signature(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    if "packed_weight" in node.kwargs:  # Inductor's fused form of a qlinear
+        return _int8(module, *(node.kwargs[name] for name in ("packed_weight", "w_scale", "x_scale")))
+    reader = _READERS.get(_packet(node))
+    return reader(module, node) if reader else None
+
+
+def _packet(node: fx.Node) -> object:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _constant(module: fx.GraphModule, node: object) -> torch.Tensor | None:
+    """The tensor behind a get_attr node, also behind the packing of one."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.op == "call_function" and _packet(node) in (torch.ops.onednn.qlinear_prepack, torch.ops.mkldnn._reorder_linear_weight):
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value: object = module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _float_linear(position: int, *, transposed: bool = False) -> Callable[[fx.GraphModule, fx.Node], Signature | None]:
+    def read(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+        weight = _constant(module, node.args[position])
+        if weight is None or weight.dim() != 2 or weight.dtype not in _FLOAT:
+            return None
+        n, k = reversed(weight.shape) if transposed else weight.shape
+        return _FLOAT[weight.dtype], int(k), int(n)
+
+    return read
+
+
+def _packed_float(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    weight = _constant(module, argument(node, "W"))
+    return None if weight is None else (_FLOAT[weight.dtype], int(weight.shape[1]), int(weight.shape[0]))
+
+
+def _qlinear(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    return _int8(module, *(argument(node, name) for name in ("qw", "w_scale", "x_scale")))
+
+
+def _int8(module: fx.GraphModule, weight_node: object, scale_node: object, x_scale: object) -> Signature | None:
+    weight, scale = _constant(module, weight_node), _constant(module, scale_node)
+    if weight is None or scale is None or weight.dtype != torch.int8:
+        return None
+    static = not isinstance(x_scale, fx.Node)
+    held = INT8_STATIC if static else INT8_DYNAMIC if scale.numel() == 1 else INT8_CHANNEL
+    packed = torch_compat.is_packed(weight)
+    k, n = weight.shape if packed else reversed(weight.shape)
+    return held, int(k), int(n)
+
+
+def _w8_channel(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    weight = _constant(module, node.args[1])
+    return None if weight is None else (W8_CHANNEL, int(weight.shape[1]), int(weight.shape[0]))
+
+
+def _w4(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    weight, group = _constant(module, node.args[1]), node.args[2]  # two 4-bit values in a byte
+    if weight is None or not isinstance(group, int):
+        return None
+    return W4.grouped_by(group), 2 * int(weight.shape[1]), int(weight.shape[0])
+
+
+def _coded(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """Our own products with codes: with those of x, or of the weight alone, a byte or half of one each."""
+    codes, scales = _constant(module, node.args[1]), _constant(module, node.args[2])
+    if codes is None or scales is None:
+        return None
+    halves = codes.dtype == torch.uint8
+    n, k = int(codes.shape[0]), int(codes.shape[1]) * (2 if halves else 1)
+    return INT8_CHANNEL if node.args[3] is not None else (W4 if halves else W8).grouped_by(k // int(scales.shape[1])), k, n
+
+
+def _sparse(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    values, crow, col, ccol = (_constant(module, argument) for argument in node.args[1:5])
+    if values is None or crow is None or col is None or ccol is None:
+        return None
+    block = values.shape[1]
+    n, k = (len(crow) - 1) * block, (len(ccol) - 1) * block
+    return pattern_format(BlockPattern.from_indices(n, k, block, crow, col).blocks(), block), k, n
+
+
+def _two_of_four(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """By what is held: half of the values, beside their places (CUTLASS) or before them (cuSPARSELt, in 16ths)."""
+    packed, meta, n = _constant(module, node.args[1]), _constant(module, node.args[2]), node.args[4]
+    if packed is None or not isinstance(n, int):
+        return None
+    weights = 2 * packed.numel() if meta is not None else packed.numel() * 16 // 9
+    return replace(TWO_OF_FOUR, bits=16), weights // n, n
+
+
+def _embedding(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    table = _constant(module, node.args[0])
+    if table is None:
+        return None
+    held = TABLE_INT8_ROWS if table.dtype == torch.int8 else _FLOAT.get(table.dtype)
+    return None if held is None else (held, int(table.shape[0]), int(table.shape[1]))
+
+
+_READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = {
+    aten.linear: _float_linear(1),
+    aten.addmm: _float_linear(2, transposed=True),
+    aten.mm: _float_linear(1, transposed=True),
+    aten.matmul: _float_linear(1, transposed=True),
+    torch.ops.mkldnn._linear_pointwise: _packed_float,
+    torch.ops.onednn.qlinear_pointwise: _qlinear,
+    aten._weight_int8pack_mm: _w8_channel,
+    aten._weight_int4pack_mm_for_cpu: _w4,
+    aten.embedding: _embedding,
+    torch.ops.effcompile.block_sparse_linear: _sparse,
+    torch.ops.effcompile.two_of_four_linear: _two_of_four,
+    torch.ops.effcompile.quantized_linear: _coded,
+}
+
+
+def _attentions(module: fx.GraphModule) -> dict[str, Form]:
+    ours = torch.ops.effcompile
+    forms: dict[object, str] = {
+        aten.scaled_dot_product_attention: "sdpa",
+        aten._scaled_dot_product_attention_math: "math",
+        ours.attention: "tiled",
+        ours.attention_flex: "flex",
+        ours.attention_guarded: "tiled",
+    }
+    found = {}
+    for node in module.graph.nodes:
+        if SITE in node.meta and _packet(node) in forms:
+            word = forms[_packet(node)]
+            word = "causal" if word == "sdpa" and argument(node, "is_causal") else word
+            found[node.meta[SITE]] = _predictor(node) or Form(word=word)
+    return found
+
+
+def _predictor(node: fx.Node) -> Form | None:
+    """Who lists the tiles that an attention visits, a predictor or constants, and how; None where nobody does."""
+    if _packet(node) is not torch.ops.effcompile.attention:
+        return None
+    tiles = argument(node, "tiles")
+    if not isinstance(tiles, (list, tuple)) or not tiles:
+        return None
+    source = tiles[0].args[0] if tiles[0].op == "call_function" else tiles[0]
+    if _packet(source) is not torch.ops.effcompile.predicted_tiles:
+        return Form(word=STATIC, figures=_figures(block=argument(node, "block_q")))
+    settings = {name: argument(source, name) for name in ("mass", "detail", "pool", "block")}
+    return Form(word=str(argument(source, "method")), figures=_figures(**settings))
+
+
+def _figures(**found: object) -> tuple[tuple[str, float], ...]:
+    return tuple((name, value) for name, value in found.items() if isinstance(value, (int, float)))
+
+
+#: Chains between the products as one operator each.
+_ROWS = tuple(getattr(torch.ops.effcompile, name) for name in ("rms_norm", "rms_norm_alone", "swiglu", "rotary"))
+
+
+def _gelus(module: fx.GraphModule) -> dict[str, Form]:
+    taken: Counter[str] = Counter()
+    found = {}
+    for node in module.graph.nodes:
+        if node.target is aten.gelu.default:
+            name = f"{module_path(node) or node.name}:gelu"
+            taken[name] += 1
+            name = name if taken[name] == 1 else f"{name}#{taken[name]}"
+            found[name] = Form(word="tanh" if argument(node, "approximate") == "tanh" else "erf")
+    return found
+
+
+def _structure(program: Program, found: Mapping[str, Form]) -> dict[str, Form]:
+    """Sites that are a shape of the graph: norms after sums, and rows of the logits, with the format of the head."""
+    result = {site.site: Form(word="split") for site in add_norms(program)}
+    for site in linears(program):
+        if f"{site.site}:rows" in program.tags:
+            last = site.x.target in _ROWS_LAST
+            result[f"{site.site}:rows"] = Form(word="last", weights=found[site.site].weights) if last else Form(word="all")
+    return result

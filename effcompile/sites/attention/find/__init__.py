@@ -1,0 +1,1 @@
+"""Attentions as graphs write them, in their normal form."""

@@ -1,0 +1,1 @@
+"""Masks as graphs compute them, recovered in closed form."""
