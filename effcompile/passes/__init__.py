@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
@@ -19,6 +19,7 @@ from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
 from effcompile.passes.sparsify import Sparsify
 from effcompile.passes.structured_pruning import Shrink
+from effcompile.passes.training.base import StepPass
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.fused_attention import FusedAttention
@@ -42,9 +43,11 @@ __all__ = [
     "Pass",
     "load_levers",
     "load_passes",
+    "load_step_passes",
     "load_training_passes",
     "propose_all",
     "registered",
+    "registered_for_training",
 ]
 
 #: name → class. Structure changes first, so that precision is put on what is left.
@@ -76,7 +79,7 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
 OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict", "microbatch", "precision"})
 
-_GROUP = "effcompile.passes"
+_GROUP, _TRAINING_GROUP = "effcompile.passes", "effcompile.training_passes"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -86,10 +89,23 @@ def registered() -> dict[str, type[Any]]:
     Raises:
         UsageError: an installed pass cannot be imported, or takes a name that is in use.
     """
-    found = dict(PASSES)
-    for entry in entry_points(group=_GROUP):
+    return _with_installed(PASSES, _GROUP)
+
+
+def registered_for_training() -> dict[str, type[Any]]:
+    """Our passes of a training step, then those of installed packages (passes/training/base.py).
+
+    Raises:
+        UsageError: an installed pass cannot be imported, or takes a name that is in use.
+    """
+    return _with_installed(TRAINING_PASSES, _TRAINING_GROUP)
+
+
+def _with_installed(own: Mapping[str, type[Any]], group: str) -> dict[str, type[Any]]:
+    found = dict(own)
+    for entry in entry_points(group=group):
         if entry.name in found:
-            raise UsageError(f"The pass {entry.name!r} of {entry.value} has a name that is taken. Rename its entry point in {_GROUP}.")
+            raise UsageError(f"The pass {entry.name!r} of {entry.value} has a name that is taken. Rename its entry point in {group}.")
         try:
             found[entry.name] = entry.load()
         except Exception as error:
@@ -117,7 +133,7 @@ def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint,
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or `no-checkpoint`.
     """
-    selected = _selected(TRAINING_PASSES, spec, OPTIONAL)
+    selected = _selected(registered_for_training(), spec, OPTIONAL)
     if "checkpoint" not in selected:
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
@@ -125,9 +141,15 @@ def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint,
     return made["checkpoint"], made.get("loss_head"), made.get("pointwise"), states
 
 
+def load_step_passes(spec: Sequence[str] | None = None) -> tuple[StepPass, ...]:
+    """The passes of installed packages over a whole training step, described as in `load_passes`."""
+    selected = _selected(registered_for_training(), spec, OPTIONAL)
+    return tuple(cls(**settings) for name, (cls, settings) in selected.items() if name not in TRAINING_PASSES)
+
+
 def load_attention(spec: Sequence[str] | None = None) -> FusedAttention | None:
     """The pass that fuses the attentions of a training step, described as in `load_passes`; None where it is left out."""
-    selected = _selected(TRAINING_PASSES, spec, OPTIONAL)
+    selected = _selected(registered_for_training(), spec, OPTIONAL)
     if "attention" not in selected:
         return None
     cls, settings = selected["attention"]
@@ -137,7 +159,7 @@ def load_attention(spec: Sequence[str] | None = None) -> FusedAttention | None:
 
 def load_microbatch(spec: Sequence[str] | None = None) -> Microbatch | None:
     """The pass that divides the batch of a training step, described as in `load_passes`; None unless it is named or set."""
-    selected = _selected(TRAINING_PASSES, spec, OPTIONAL)
+    selected = _selected(registered_for_training(), spec, OPTIONAL)
     return Microbatch(**selected["microbatch"][1]) if "microbatch" in selected else None
 
 
@@ -146,7 +168,7 @@ def load_precision(spec: Sequence[str] | None = None, *, allowed: bool) -> Preci
 
     Where the goal allows an error (`allowed`), it takes part unless passes are selected or it is left out; else only where it is named.
     """
-    selected = _selected(TRAINING_PASSES, spec, OPTIONAL - {"precision"} if allowed else OPTIONAL)
+    selected = _selected(registered_for_training(), spec, OPTIONAL - {"precision"} if allowed else OPTIONAL)
     return Precision(**selected["precision"][1]) if "precision" in selected else None
 
 
@@ -159,7 +181,7 @@ def load_levers(spec: Sequence[str] | None = None, *, linked: bool = False) -> L
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, or a value that does not fit.
     """
-    selected = _selected(TRAINING_PASSES, spec, OPTIONAL - {"offload"} if linked else OPTIONAL)
+    selected = _selected(registered_for_training(), spec, OPTIONAL - {"offload"} if linked else OPTIONAL)
     made = {name: cls(**settings) for name, (cls, settings) in selected.items() if name in OPTIONAL}
     return Levers(offload=made.get("offload"), compress=made.get("compress"))
 

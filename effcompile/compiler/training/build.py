@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -24,7 +25,9 @@ from effcompile.ir.footprint import GIVEN, GRADIENTS, excess
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
+from effcompile.passes.training.base import Chosen
 from effcompile.passes.training.checkpoint import carried_out
+from effcompile.passes.training.heads import Variant
 from effcompile.planner.remat import BlockOption, Group
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
@@ -55,6 +58,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *_head(best, found),
             *_gradients(best),
             *_chains(best),
+            *_further(best, found),
             *decisions(joint.states, joint.case.given, prepared.step),
         ),
         declined=(
@@ -62,6 +66,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *_refused_heads(prepared),
             *attend.refusals(found.attended),
             *found.refused,
+            *found.declined,
             *joint.declined,
         ),
         certificate=Certificate(
@@ -234,6 +239,27 @@ def _chains(best: Schedule) -> list[Decision]:
                 )
             )  # fmt: skip
     return found + _apart(best)
+
+
+def _further(best: Schedule, found: Preparation) -> list[Decision]:
+    """What passes of installed packages decided, with the step's time against the same step as it was."""
+    variant = best.prepared.variant
+    return [
+        Decision(
+            site=chosen.choice.site, kind=chosen.choice.kind, option=chosen.option.name, baseline=chosen.choice.baseline, by=chosen.by,
+            cost=Cost(seconds=best.prepared.seconds), baseline_cost=Cost(seconds=_as_it_was(found, variant, chosen)),
+            why=chosen.option.why, settings=chosen.option.settings,
+        )
+        for chosen in variant.taken
+    ]  # fmt: skip
+
+
+def _as_it_was(found: Preparation, variant: Variant, chosen: Chosen) -> float:
+    """Seconds of the variant that differs in one choice alone."""
+    other = replace(chosen, option=chosen.choice.option(chosen.choice.baseline))
+    wanted = replace(variant, step=variant.step, unfused=(), taken=tuple(other if c is chosen else c for c in variant.taken))
+    same = [p for p in found.variants if replace(p.variant, step=variant.step, unfused=()) == wanted]
+    return same[0].seconds if same else found.seconds
 
 
 def _apart(best: Schedule) -> list[Decision]:

@@ -66,12 +66,14 @@ class StepCase:
             PRECISION: dtype_label(variant.precision) if variant.precision else BASELINE,
             BATCH: label(self.parts.step.count if self.parts else 1, self.batch),
         }
+        found |= {taken.choice.kind: taken.option.name for taken in variant.taken}
         return found if self.states is None else {**found, STATES: full_label(self.states)}
 
     @property
     def levers(self) -> frozenset[str]:
         """What is decided otherwise than in the step as it was given."""
         given = {HEAD: "whole", ATTENTION: WRITTEN, PRECISION: BASELINE, BATCH: label(1, self.batch)}
+        given |= {taken.choice.kind: taken.choice.baseline for taken in self.prepared.variant.taken}
         if self.given is not None:
             given[STATES] = full_label(self.given)
         return frozenset(kind for kind, option in self.options.items() if option != given[kind])
@@ -181,6 +183,7 @@ class Joint:
         places = {
             STATES: (STATES_SITE, States.name), BATCH: (BATCH_SITE, Microbatch.name), PRECISION: (PRECISION_SITE, Precision.name),
             **({HEAD: (variant.head, "loss_head")} if variant.head else {}),
+            **{taken.choice.kind: (taken.choice.site, taken.by) for taken in variant.taken},
         }  # fmt: skip
         found = [] if self.record is None else [
             Declined(site=site, kind=kind, option=option, by=by, reason=str(reason))

@@ -63,7 +63,8 @@ class Subsets:
     def names(self) -> tuple[str, ...]:
         """The levers that can be taken or left: what every case has is none."""
         used = [case.levers for case in self._cases(self.levers.names)]
-        whole = (kind for kind in KINDS if 0 < sum(kind in levers for levers in used) < len(used))
+        kinds = dict.fromkeys((*KINDS, *sorted(frozenset[str]().union(*used))))
+        whole = (kind for kind in kinds if 0 < sum(kind in levers for levers in used) < len(used))
         return (*self.levers.names, *whole)
 
     def solve(self, names: Collection[str], budget: int | None) -> Joint:

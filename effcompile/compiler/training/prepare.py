@@ -23,6 +23,7 @@ from effcompile.machine.target import Target
 from effcompile.ops import products
 from effcompile.ops.products import Product, of_node
 from effcompile.ops.workspace import workspace_bytes
+from effcompile.passes.training.base import StepForm
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.consume import with_consumed_gradients
 from effcompile.passes.training.fused_attention import Attended
@@ -143,6 +144,7 @@ class Preparation:
     Attributes:
         variants: ready to be planned, the one with the loss head as captured first.
         attended: what can be said of its attentions. refused: dtypes that were not planned, with reasons.
+        declined: what further passes decline.
         captured: the step. seconds, footprint: predicted of it, with all kept that its backward reads.
     """
 
@@ -152,12 +154,14 @@ class Preparation:
     footprint: Footprint
     attended: Attended = field(default_factory=Attended)
     refused: tuple[Declined, ...] = ()
+    declined: tuple[Declined, ...] = ()
 
 
 def prepare(
     step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures,
     progress: Progress = QUIET, *, forms: Forms = AS_WRITTEN, unfused: Collection[frozenset[str]] | None = None, levers: Levers = ALONE,
     consumed: Mapping[str, Mapping[str, int]] = _NOT_CONSUMED, changed: Callable[[Step], Step] | None = None,
+    more: Callable[[Step], Iterable[StepForm | Declined]] = lambda step: ((step, ()),),
 ) -> Preparation:  # fmt: skip
     """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants.
 
@@ -174,6 +178,7 @@ def prepare(
         levers: what may be done with values beside keeping and recomputing them.
         consumed: ways in which gradients may be consumed in the backward, each with what the update of a parameter allocates.
         changed: a last change of every variant.
+        more: the forms of a step that further passes have, and what they decline.
     """
     plain_forms = _forms(step, forms, figures, progress)
     with progress.step("find loss head"):
@@ -181,6 +186,7 @@ def prepare(
     variants = tuple(
         replace(variant, fused_attention=form.fused_attention, precision=form.precision) for form, group in groups for variant in group
     )
+    variants, declined = _with_forms(variants, more)
     if pointwise is not None:
         with progress.step("fuse element-wise operators"):
             variants = tuple(_fused(variant, pointwise, figures, progress, unfused) for variant in variants)
@@ -202,8 +208,23 @@ def prepare(
             prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
     unplanned = simulate_unplanned(_cut(step, plain, figures))
     return Preparation(
-        variants=prepared, captured=step, seconds=_seconds(step, plain, figures), footprint=unplanned.footprint,
+        variants=prepared, captured=step, seconds=_seconds(step, plain, figures), footprint=unplanned.footprint, declined=declined,
     )  # fmt: skip
+
+
+def _with_forms(
+    variants: Iterable[Variant], more: Callable[[Step], Iterable[StepForm | Declined]]
+) -> tuple[tuple[Variant, ...], tuple[Declined, ...]]:
+    """Every variant in every form that further passes have, and what they decline."""
+    found: list[Variant] = []
+    declined: dict[Declined, None] = {}
+    for variant in variants:
+        for item in more(variant.step):
+            if isinstance(item, Declined):
+                declined[item] = None
+            else:
+                found.append(replace(variant, step=item[0], taken=item[1]))
+    return tuple(found), tuple(declined)
 
 
 def _forms(step: Step, forms: Forms, figures: Figures, progress: Progress) -> list[Variant]:

@@ -15,6 +15,7 @@ from effcompile.compiler.training.states import allowing
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import FormatError
 from effcompile.ir.plan import Decision, Plan, Setting
+from effcompile.passes import TRAINING_PASSES
 from effcompile.passes.training import precision
 from effcompile.passes.training.fused_attention import FusedAttention
 from effcompile.passes.training.heads import LossHeads, Variant
@@ -42,6 +43,7 @@ class Taken:
         in_place: whether gradients of tied parameters are summed in place.
         apart: element-wise chains that are no kernel, by their operators; None where no chain is one.
         states: how the optimizer's states are held, None without an optimizer.
+        further: (site, kind, option) of what passes of installed packages changed.
         blocks: per block what is kept, what is held in which form, and the block that its input is remade from ("" for none).
     """
 
@@ -54,6 +56,7 @@ class Taken:
     apart: tuple[frozenset[str], ...] | None
     states: Mapping[str, Setting] | None
     blocks: Mapping[str, Held]
+    further: tuple[tuple[str, str, str], ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Taken:
@@ -78,6 +81,9 @@ class Taken:
             apart=None if chains is None else tuple(frozenset(_names(d, name)) for d in chains for name in d.settings),
             states=first[STATES].settings if STATES in first else None,
             blocks=_blocks(by_kind),
+            further=tuple(
+                sorted((d.site, d.kind, d.option) for d in plan.decisions if d.by not in TRAINING_PASSES and d.option != d.baseline)
+            ),
         )
 
     def fits(self, variant: Variant, consumed: str) -> bool:
@@ -124,6 +130,7 @@ def restricted(work: Work, taken: Taken) -> Work:
         attention=FusedAttention(always=True) if taken.fused else None,
         heads=heads if changed or taken.head or taken.in_place else None,
         pointwise=None if taken.apart is None else Pointwise(),
+        only=taken.further,
         states=work.states if taken.states is None else allowing(work.states, taken.states),
     )
 

@@ -26,7 +26,8 @@ from effcompile.core.goal import Goal
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
-from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_precision, load_training_passes
+from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_precision, load_step_passes, load_training_passes
+from effcompile.passes.training.base import Context, StepForm, StepPass, all_forms, keys
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.fused_attention import FusedAttention
 from effcompile.passes.training.heads import LossHeads
@@ -59,6 +60,8 @@ class Work:
     levers: Levers = ALONE
     microbatch: Microbatch | None = None
     precision: Precision | None = None
+    further: tuple[StepPass, ...] = ()
+    only: tuple[tuple[str, str, str], ...] | None = None
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
     known_ways: list[tuple[tuple[StatesOption, ...], tuple[Declined, ...]]] = field(default_factory=list)
@@ -84,12 +87,20 @@ class Work:
         consumed = {consumed_key(way): way.pieces for way in ways if way.consumed and changed is None}
         found = prepare(
             step.step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress,
-            forms=step.forms(self.attention), unfused=unfused, levers=self.levers, consumed=consumed, changed=changed,
+            forms=step.forms(self.attention), unfused=unfused, levers=self.levers, consumed=consumed, changed=changed, more=self._further,
         )  # fmt: skip
         found = replace(found, attended=step.attended, refused=step.refused)
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
         return found
+
+    def _further(self, step: Step) -> list[StepForm | Declined]:
+        """The forms that passes of installed packages have; of a saved plan its own."""
+        context = Context(goal=self.goal, target=self.figures.target, here=self.figures.here)
+        found = all_forms(self.further, step, context)
+        if self.only is None:
+            return found
+        return [item for item in found if not isinstance(item, Declined) and keys(item[1]) == self.only]
 
     def ways(self, step: Step) -> tuple[tuple[StatesOption, ...], tuple[Declined, ...]]:
         """The ways to hold the optimizer's states, priced; none without an optimizer."""
@@ -144,11 +155,18 @@ def make_work(
     if precision is not None and goal.exact:
         notes.append("precision is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.05.")
         precision = None
+    further = load_step_passes(passes)
+    notes += [
+        f"{each.name} is not proposed: it changes gradients, and the goal allows no error."
+        for each in further
+        if not each.exact and goal.exact
+    ]
     figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
     return Work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
         attention=load_attention(passes), states=states, optimizer=as_optimizer(optimizer, model),
         parameters=tuple(model.named_parameters()), figures=figures, levers=levers, progress=progress, notes=notes,
         microbatch=load_microbatch(passes),
+        further=tuple(each for each in further if each.exact or not goal.exact),
         precision=precision,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from effcompile.ir.step import Step
+from effcompile.passes.training.base import Chosen
 from effcompile.passes.training.loss_head import LossHead, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
 
 #: A chunk's logits should not be larger than this: smaller ones only cost time.
@@ -28,6 +29,7 @@ class Variant:
         fused_attention: whether attentions that the model writes as several operators, or with a dense mask, are one operator each.
         precision: what its products are computed in (passes/training/precision.py); "" as the model was given.
         consumed: how gradients are consumed in the backward (passes/training/states.py); "" where they are returned.
+        taken: options of further passes (passes/training/base.py).
         unfused: element-wise chains that were measured to be as fast apart, by their nodes' names (passes/training/pointwise.py).
     """
 
@@ -41,12 +43,14 @@ class Variant:
     fused_attention: bool = False
     precision: str = ""
     consumed: str = ""
+    taken: tuple[Chosen, ...] = ()
     unfused: tuple[tuple[str, ...], ...] = ()
 
     @property
     def label(self) -> str:
         """What the report calls it."""
         parts = [self._form, *["fused attention"] * self.fused_attention, *[self.precision] * bool(self.precision)]
+        parts += [f"{taken.choice.kind} {taken.option.name}" for taken in self.taken]
         return ", ".join(parts)
 
     @property

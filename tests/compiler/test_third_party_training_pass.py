@@ -1,0 +1,175 @@
+"""A training pass of another package, found by its entry point: it competes in the solve, is verified, told, saved and applied again."""
+
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from train_helpers import differing, eager, measured
+
+from effcompile.compiler import optimize_training, plan_training
+from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+PACKAGE = Path(__file__).parent.parent / "third_party"
+EXACT = ["no-pointwise"]
+
+
+class Scaled(nn.Module):
+    """Layers whose results are multiplied by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * 1.0)
+        return nn.functional.mse_loss(x, y)
+
+
+@pytest.fixture
+def made() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Scaled().train(), {"x": torch.randn(8, 16), "y": torch.randn(8, 16)}
+
+
+def install(folder: Path, entry_points: dict[str, str]) -> None:
+    """What pip leaves of a package beside its modules."""
+    info = folder / "effcompile_unscale-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: effcompile-unscale\nVersion: 0.1\n")
+    lines = [f"{name} = {value}" for name, value in entry_points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[effcompile.training_passes]", *lines, ""]))
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package, as its pyproject.toml declares it."""
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    install(tmp_path, project["entry-points"]["effcompile.training_passes"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(PACKAGE))
+    yield
+    sys.modules.pop("effcompile_unscale", None)
+
+
+def plan_of(made: Any, passes: list[str] = EXACT, **goal: Any) -> Plan:
+    model, batch = made
+    return plan_training(model, (), batch, goal=Goal(mode="training", **goal), target="cpu-generic", passes=passes)
+
+
+def product(plan: Plan) -> str:
+    return next((d.option for d in plan.decisions if d.kind == "products with one"), "")
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_competes_in_the_solve_and_what_was_not_taken_is_told(made: Any) -> None:
+    plan = plan_of(made)
+    decision = next(d for d in plan.decisions if d.by == "unscale")
+    assert (decision.site, decision.option, decision.baseline) == ("step", "left out", "kept")
+    assert decision.cost.seconds < decision.baseline_cost.seconds and decision.settings == {"count": 6}
+    assert [d.option for d in plan.declined if d.by == "unscale"] == ["kept"]
+    assert "more a step" in next(d.reason for d in plan.declined if d.by == "unscale")
+    without = plan_of(made, [*EXACT, "no-unscale"])
+    assert product(without) == "" and plan.predicted.seconds < without.predicted.seconds
+    few = plan_of(made, [*EXACT, "unscale.least=9"])
+    assert [d.reason for d in few.declined if d.by == "unscale"] == ["there are 6"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_a_row_of_the_lever_table(made: Any) -> None:
+    model, _ = made
+    large = model, {"x": torch.randn(256, 16), "y": torch.randn(256, 16)}
+    with pytest.raises(InfeasibleError) as refused:
+        plan_of(large, memory=1000)
+    tight = plan_of(large, memory=(refused.value.needed + (plan_of(large).baseline.peak_bytes or 0)) // 2)
+    assert ("products with one",) in {row.levers for row in tight.levers}
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_step_is_run_verified_saved_and_applied_again(made: Any, tmp_path: Path) -> None:
+    model, batch = made
+    executable = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=[*EXACT, "unscale", "checkpoint"])
+    assert product(executable.plan) == "left out" and executable.plan.met
+    assert differing(measured(lambda: executable(**batch), model, 0)[0], eager(model, batch)) == []
+    plan = Plan.load(executable.plan.save(tmp_path / "plan.json"))
+    again = optimize_training(model, (), batch, goal=plan.goal, plan=plan)
+    assert again.plan.met and again.plan.measured.peak_bytes == executable.plan.measured.peak_bytes
+    assert len(again.runner.step.graph.nodes) == len(executable.runner.step.graph.nodes)
+
+
+def test_without_the_package_its_name_is_unknown(made: Any) -> None:
+    with pytest.raises(UnknownNameError, match="unscale"):
+        plan_of(made, ["unscale"])
+
+
+def raises(unscale: Any, step: Any, context: Any) -> Any:
+    raise RuntimeError("broken")
+
+
+def twice(unscale: Any, step: Any, context: Any) -> Any:
+    option = unscale.StepOption(name="kept")
+    return [unscale.StepChoice(site="step", kind="x", baseline="kept", options=(option, option))]
+
+
+def no_baseline(unscale: Any, step: Any, context: Any) -> Any:
+    return [unscale.StepChoice(site="step", kind="x", baseline="kept", options=(unscale.StepOption(name="other"),))]
+
+
+def strange(unscale: Any, step: Any, context: Any) -> Any:
+    return ["nonsense"]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("proposes", "said"),
+    [(raises, "RuntimeError: broken"), (twice, "have one name"), (no_baseline, "not among its options"), (strange, "'nonsense'")],
+)
+def test_one_that_proposes_nonsense_is_declined_by_name(
+    made: Any, monkeypatch: pytest.MonkeyPatch, proposes: Callable[..., Any], said: str
+) -> None:
+    import effcompile_unscale as unscale
+
+    monkeypatch.setattr(unscale.Unscale, "propose", lambda self, step, context: proposes(unscale, step, context))
+    plan = plan_of(made)
+    (declined,) = [d for d in plan.declined if d.by == "unscale"]
+    assert said in declined.reason and plan.predicted.seconds
+
+
+@pytest.mark.usefixtures("installed")
+def test_one_whose_step_returns_something_else_is_declined(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import effcompile_unscale as unscale
+
+    real = unscale.Unscale.apply
+
+    def cut(self: Any, step: Any, choice: Any, option: Any) -> Any:
+        changed = real(self, step, choice, option)
+        changed.graph.output_node().args = (changed.results[:1],)
+        return changed
+
+    monkeypatch.setattr(unscale.Unscale, "apply", cut)
+    assert any("has other results" in d.reason for d in plan_of(made).declined if d.by == "unscale")
+
+
+@pytest.mark.usefixtures("installed")
+def test_one_that_changes_numbers_takes_part_only_where_an_error_is_allowed(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import effcompile_unscale as unscale
+
+    monkeypatch.setattr(unscale.Unscale, "exact", False)
+    exact = plan_of(made)
+    assert product(exact) == "" and any("unscale is not proposed" in note for note in exact.notes)
+    assert product(plan_of(made, ["no-precision", *EXACT], max_error=0.01)) == "left out"
+
+
+def test_a_name_that_is_taken_is_refused(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, {"checkpoint": "effcompile_unscale:Unscale"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"'checkpoint' of effcompile_unscale:Unscale has a name that is taken"):
+        plan_of(made)
