@@ -99,8 +99,8 @@ def test_soft_prompts_of_a_language_model_within_a_budget() -> None:
     embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
     kwargs = {"inputs_embeds": leaf(embedded), "labels": batch["labels"]}
     free = plan_training(model, (), kwargs, goal=Goal(mode="training"), passes=["no-pointwise", "no-loss_head"]).peak_bytes
-    executable = optimize(model, kwargs=kwargs, memory=free * 9 // 10, passes=passes)
-    assert executable.plan.measured.peak_bytes <= free * 9 // 10
+    executable = optimize(model, kwargs=kwargs, memory=free * 19 // 20, passes=passes)
+    assert executable.plan.measured.peak_bytes <= free * 19 // 20
     eager, ours, theirs = twin(model), leaf(embedded), leaf(embedded)
     executable(inputs_embeds=ours, labels=batch["labels"]).loss.backward()
     eager(inputs_embeds=theirs, labels=batch["labels"]).loss.backward()
