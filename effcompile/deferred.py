@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile import compiler
+from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.compiler import Executable, TrainingExecutable
 from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.goal import Goal
@@ -125,8 +126,6 @@ class Deferred(nn.Module):
         self.training = request.training and model.training
         if request.training:
             self.__dict__["forward"] = self._training_forward()
-            if hasattr(model, "config"):  # HF's Trainer: the loss's own normalisation is captured, no further argument is taken
-                self.__dict__["accepts_loss_kwargs"] = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training:
@@ -167,6 +166,7 @@ class Deferred(nn.Module):
 
     def _train_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The step as planned for these shapes; planned now where they are new."""
+        kwargs = with_items_as_tensor(kwargs)
         key = (_structure(args, kwargs), shapes := _shapes(args, kwargs), _differentiated(args, kwargs))
         if key not in self.executables:
             with PLANNING:

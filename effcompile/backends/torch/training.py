@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
+from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
 from effcompile.core import torch_compat
 from effcompile.core.errors import InputsError
@@ -42,6 +43,7 @@ class StepRunner:
         self._differentiated, self._wanted = tuple(step.gradients), tuple(step.input_gradients)
         self._read_again = [n for n in self._backward_inputs if isinstance(n, fx.Node) and n is not step.tangent]
         self.loss_scale = LossScale(step.loss.meta["val"].device.type) if scaled and step.tangent is not None else None
+        self.items: Items | None = None  # how the loss follows num_items_in_batch
         self.sink: Sink | None = None  # where gradients go that the backward hands on by itself
         self._frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
         self._modes = {name: module.training for name, module in model.named_modules()}
@@ -56,6 +58,11 @@ class StepRunner:
         return other
 
     @property
+    def takes_items(self) -> bool:
+        """Whether a call may give `num_items_in_batch`."""
+        return self.items is not None or ITEMS in (self.step.kwargs or {})
+
+    @property
     def consumed(self) -> tuple[str, ...]:
         """Parameters whose gradients go to the optimizer within the backward."""
         return self.step.consumed
@@ -66,12 +73,22 @@ class StepRunner:
         Raises:
             InputsError: inputs that the step was not captured for, or a model that is not as it was then.
         """
-        loss, *shown = self._run(args, kwargs)
+        loss, *shown = self._results(args, kwargs)
         return self.step.rebuild(loss, shown)
 
     def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The loss alone."""
-        return self._run(args, kwargs)[0]
+        return self._results(args, kwargs)[0]
+
+    def _results(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """(loss, *shown), the loss as a share of `num_items_in_batch` where that is given and the step was captured without."""
+        kwargs = with_items_as_tensor(kwargs) if ITEMS in kwargs else kwargs
+        if self.items is None or ITEMS not in kwargs:
+            return self._run(args, kwargs)
+        own = {name: value for name, value in kwargs.items() if name != ITEMS}
+        loss, *shown = self._run(args, own)
+        share = loss if kwargs[ITEMS] is None else self.items.share(loss, args, own, kwargs[ITEMS])
+        return (share, *shown)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         self._check_model()

@@ -16,6 +16,7 @@ from effcompile.compiler.training.cases import Joint, cases
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.fit import limit, within_machine
+from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.microbatch import Divisions, InseparableError, runner_of
 from effcompile.compiler.training.moved import TooCoarseError
@@ -121,7 +122,7 @@ def optimize_training(
         work.notes.append(f"the allocator's peak was {format_bytes(over)} above the budget: solved again with so much less")
         budget -= over
     result.plan = _with_levers(*taken, result.plan)  # once, of the plan that is returned
-    return result
+    return taking_items(result, work, found.captured)
 
 
 def _with_levers(divisions: Divisions, found: Preparation, joint: Joint, plan: Plan) -> Plan:
@@ -227,7 +228,8 @@ def _reapply(
             "it was changed, or made by another version. Plan again."
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
-    return verified(work, prepared, runner_of(model, prepared, emitted, parts), fresh, states, parts)[0]
+    made = verified(work, prepared, runner_of(model, prepared, emitted, parts), fresh, states, parts)[0]
+    return taking_items(made, work, captured.step)
 
 
 def _another(plan: Plan) -> FormatError:

@@ -88,9 +88,9 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
     result = copy.copy(model)
     result.__class__ = type(kind.__name__, (TrainingExecutable, kind), {"forward": forward, "__module__": kind.__module__})
     _set(result, {"runner": runner, "plan": plan, "optimizer": optimizer})
-    if hasattr(model, "config"):  # HF's Trainer: the loss's own normalisation was captured, no further argument is taken
-        _set(result, {"accepts_loss_kwargs": False})
     assert isinstance(result, TrainingExecutable)
+    if hasattr(model, "config"):
+        _set(result, {"accepts_loss_kwargs": runner.takes_items})  # whether HuggingFace's Trainer gives it num_items_in_batch
     return result
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from effcompile.backends import triton
+from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture import capture_training
 from effcompile.compiler.machine import resolve
 from effcompile.compiler.progress import QUIET, Progress
@@ -139,6 +140,7 @@ def make_work(
 
     Inputs that an upstream model made are cut from it, so that verification makes no gradients there.
     """
+    kwargs = with_items_as_tensor(kwargs)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
     checkpoint, heads, pointwise, states = load_training_passes(passes)
     machine = resolve(target, [])

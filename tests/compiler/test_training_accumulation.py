@@ -1,0 +1,134 @@
+"""Gradient accumulation in HuggingFace's Trainer: a planned model weighs every label as the plain model does."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from train_helpers import VOCABULARY, Batch, gpt2, twin
+
+import effcompile
+from effcompile.compiler import TrainingExecutable, optimize_training
+from effcompile.compiler.training.items import NOT_TAKEN
+from effcompile.core.goal import Goal
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+PASSES = ["no-pointwise"]
+
+
+def optimize(model: nn.Module, batch: Batch, *passes: str, memory: int | None = None) -> TrainingExecutable:
+    return optimize_training(model, (), batch, goal=Goal(mode="training", memory=memory), passes=[*PASSES, *passes])
+
+
+def uneven(count: int = 8, length: int = 16) -> list[dict[str, torch.Tensor]]:
+    """Examples with 1, 3, 5 ... labels that count."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for i in range(count):
+        ids = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        labels = ids.clone()
+        labels[: length - 1 - 2 * i if i < length // 2 else 0] = -100
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def trained(model: nn.Module, folder: Path, examples: list[Any], **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(the losses that Trainer logs, the parameters it leaves)."""
+    arguments = hf.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, learning_rate=0.05,
+        lr_scheduler_type="constant", logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, seed=0, data_seed=0,
+        disable_tqdm=True, **options,
+    )  # fmt: skip
+    trainer = hf.Trainer(model=model, args=arguments, train_dataset=examples, data_collator=_stacked)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _stacked(examples: list[Mapping[str, torch.Tensor]]) -> Batch:
+    return {name: torch.stack([example[name] for example in examples]) for name in examples[0]}
+
+
+def small() -> tuple[nn.Module, list[dict[str, torch.Tensor]]]:
+    return gpt2(layers=1, dropout=0.0)[0], uneven()
+
+
+@pytest.mark.parametrize("way", ["planned", "deferred", "loss head in chunks"])
+def test_trainer_with_accumulation_and_uneven_labels_is_the_plain_trainer(way: str, tmp_path: Path) -> None:
+    model, examples = small()
+    plain = twin(model)
+    wanted, parameters = trained(plain, tmp_path, examples)
+    if way == "deferred":
+        planned = effcompile.optimize(model, mode="training", passes=PASSES)
+    else:
+        planned = optimize(model, _stacked(examples[:2]), *(["loss_head.chunks=2"] if "chunks" in way else []))
+    found, left = trained(planned, tmp_path, examples)
+    assert found == pytest.approx(wanted, rel=1e-4)
+    for name, value in parameters.items():
+        assert torch.allclose(left[name], value, rtol=1e-3, atol=1e-5), name
+    means = [float(plain(**_stacked(examples[i : i + 2])).loss) for i in range(2)]
+    assert means[0] != pytest.approx(means[1], rel=1e-3)  # or else a mean of means would do
+
+
+def gradients(model: nn.Module, call: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    call().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("items", [7, 7.0, torch.tensor(7), torch.tensor([7.0]), None])
+def test_a_number_of_items_in_every_form(items: Any) -> None:
+    model, examples = small()
+    batch, plain = _stacked(examples[3:5]), twin(model)
+    planned = optimize(model, batch)
+    assert planned.accepts_loss_kwargs is True
+    number = items.reshape(()) if isinstance(items, torch.Tensor) else items
+    ours = gradients(planned, lambda: planned(**batch, num_items_in_batch=items).loss)
+    theirs = gradients(plain, lambda: plain(**batch, num_items_in_batch=number).loss)
+    for name, gradient in theirs.items():
+        other = ours[name]
+        assert gradient is not None and other is not None and torch.allclose(other, gradient, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize("passes", [[], ["loss_head.chunks=2"]])
+def test_a_batch_without_a_label_adds_nothing(passes: list[str]) -> None:
+    model, examples = small()
+    batch = _stacked(examples[3:5])
+    planned = optimize(model, batch, *passes)
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    loss = planned(**empty, num_items_in_batch=torch.tensor(9)).loss
+    loss.backward()
+    assert float(loss) == 0.0
+    assert all(p.grad is None or not bool(p.grad.any()) for p in model.parameters())
+
+
+def test_it_is_an_input_where_it_was_one_at_planning() -> None:
+    model, examples = small()
+    batch, plain = _stacked(examples[3:5]), twin(model)
+    planned = optimize(model, {**batch, "num_items_in_batch": 5})
+    assert planned.accepts_loss_kwargs is True
+    for items in (5, 11, torch.tensor(23)):
+        assert float(planned(**batch, num_items_in_batch=items).loss) == pytest.approx(
+            float(plain(**batch, num_items_in_batch=items).loss), rel=1e-5
+        )
+
+
+def test_a_model_whose_loss_ignores_it_or_is_more_than_a_mean_is_known() -> None:
+    class Ignoring(hf.GPT2LMHeadModel):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids=input_ids, labels=labels)
+
+    class Penalised(hf.GPT2LMHeadModel):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            outputs = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+            return {"loss": outputs.loss + 0.1 * self.transformer.wte.weight.square().mean()}
+
+    base, batch = gpt2(layers=1, dropout=0.0)
+    planned = optimize(Ignoring(base.config).train(), batch)
+    assert planned.accepts_loss_kwargs is True
+    assert torch.equal(planned(**batch, num_items_in_batch=3).loss, planned(**batch).loss)
+    planned = optimize(Penalised(base.config).train(), batch)
+    assert planned.accepts_loss_kwargs is False and NOT_TAKEN in planned.plan.notes
