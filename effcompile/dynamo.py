@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from effcompile import compiler
 from effcompile.compiler import Executable
-from effcompile.core.errors import EffcompileError, UnknownNameError, UsageError
+from effcompile.core.errors import EffcompileError, GuardError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 
 _OPTIONS = ("target", "backend", "passes", "calibration")
@@ -127,7 +127,10 @@ class _Graph:
         constants = [inputs[i] for i in self.names]
         if any(x is not w or x._version != version for x, (w, version) in zip(constants, weights, strict=True)):
             return self._original(inputs, "its weights are not those that it was optimized with (compile it again: torch.compiler.reset())")
-        return list(executable(*self._activations(inputs)))
+        try:
+            return list(executable(*self._activations(inputs)))
+        except GuardError as error:
+            return self._original(inputs, str(error))
 
     def _activations(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return [x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in self.names]

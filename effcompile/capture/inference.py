@@ -12,8 +12,10 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import axes as dynamic_axes
 from effcompile.capture import cleanup
+from effcompile.capture.calls import CallGuards
 from effcompile.capture.diagnose import capture_error, first_line, place_of
 from effcompile.capture.mends import CACHE_MEND, evaluating, mended, named_arguments
+from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat
 from effcompile.core.errors import InputsError
@@ -59,6 +61,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
         CaptureError: torch.export cannot trace it; names the line, the construct and the fix.
     """
     args, kwargs = pytree.tree_map(_contiguous, (tuple(args), dict(kwargs or {})))
+    call = CallGuards(model.forward, type(model).__name__, args, kwargs)
     with evaluating(model), torch.no_grad():
         original = _run_eager(model, args, kwargs)
     with mended(model, kwargs, args) as mends, named_arguments(model, args, kwargs):
@@ -72,7 +75,8 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             output_names=dynamic_axes.output_names(outputs),
             mends=tuple(mend for mend in mends if mend != CACHE_MEND or cached),
         )
-        return _first_success(subject, dynamic)
+        program = _first_success(subject, dynamic)
+    return replace(program, call=call, state=ModelGuards(model, training=False))
 
 
 def _contiguous(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
 from effcompile.capture.diagnose import capture_error, first_line, place_of
+from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
 from effcompile.capture.training_outputs import Layout, check_loss
 from effcompile.core import torch_compat, torch_compat_aot
@@ -85,14 +86,15 @@ def capture_training(
             f"No parameter of {type(model).__name__} requires a gradient and no input does, so that there is nothing to train. "
             "Unfreeze those that are to be trained: parameter.requires_grad_(True)."
         )
-    inputs = StepInputs.of(model, args, kwargs)
+    inputs = StepInputs(model, args, kwargs)
     tensors, refill = split_tensors(inputs, args, kwargs)
     subject = _Subject(
         model=model, args=args, kwargs=kwargs, inputs=inputs, loss=loss, keep_outputs=keep_outputs, edit=edit,
         tensors=tensors, refill=refill,
     )  # fmt: skip
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
-        return _step(subject, _joint(subject))
+        step = _step(subject, _joint(subject))
+    return replace(step, state=ModelGuards(model, training=True))
 
 
 class _StepModule(nn.Module):
@@ -271,6 +273,7 @@ def _step(subject: _Subject, joint: training_graph.Joint) -> Step:
         differentiated=joint.differentiated,
         wanted=joint.wanted,
         leaves=subject.inputs.leaves,
+        fixed=subject.inputs.listed,
         rebuild=layout.rebuild,
         dropped=layout.dropped,
         mends=tuple(subject.mends),

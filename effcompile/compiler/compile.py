@@ -16,6 +16,7 @@ from effcompile.backends.base import Backend
 from effcompile.capture import capture, variants, verify_capture
 from effcompile.compiler import measure
 from effcompile.compiler.executable import Executable
+from effcompile.compiler.inputs import guards_of
 from effcompile.compiler.machine import AUTO, Machine, resolve, usable_backends
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.search import Search, explain_infeasible, fingerprint
@@ -77,7 +78,7 @@ def make_plan(
     search = _search(program, goal, machine, load_passes(passes), given, progress)
     plans, candidates = _plans(search, backends, absent, progress)
     best = plans[0][1]
-    return replace(best, candidates=tuple(candidates), notes=(*best.notes, *machine.keep_timings()))
+    return replace(best, candidates=tuple(candidates), guards=guards_of(program), notes=(*best.notes, *machine.keep_timings()))
 
 
 def optimize(

@@ -4,6 +4,7 @@ EffcompileError                 anything below; the CLI prints it without a trac
 ├── UsageError (ValueError)     exit 2: the request is wrong; says what is allowed and how to mend it
 │   ├── UnknownNameError        a pass, target, backend or site that does not exist ("did you mean")
 │   ├── InputsError             inputs that the model cannot take
+│   │   └── GuardError          a call, or a model, that is not as it was when the plan was made
 │   ├── FormatError             a plan.json, target or calibration file that is not one of ours
 │   ├── CaptureError            a model that torch.export cannot trace; names file, line and known fix
 │   └── MissingPackageError     an optional package is absent; prints the install line
@@ -14,8 +15,9 @@ EffcompileError                 anything below; the CLI prints it without a trac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any
 
 
 def clipped(said: object, most: int = 300) -> str:
@@ -50,6 +52,21 @@ class UnknownNameError(UsageError):
 
 class InputsError(UsageError):
     """The given inputs do not fit the model."""
+
+
+class GuardError(InputsError):
+    """Something that the plan took for granted is not so at this call. `place` says what.
+
+    `of_model`: it is the model that changed; otherwise these inputs are others than those that were planned for.
+    """
+
+    def __init__(self, message: str, *, place: str, of_model: bool = False) -> None:
+        super().__init__(message)
+        self.place, self.of_model = place, of_model
+
+
+#: What is run in the place of a call that a guard refused, with its arguments.
+Fallback = Callable[[GuardError, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 class FormatError(UsageError):

@@ -297,3 +297,11 @@ def peak_of_memory_events(profile: torch.profiler.profile) -> int:
 def has_avx512_bf16() -> bool:
     """Whether this CPU multiplies pairs of bf16 numbers (AVX512_BF16)."""
     return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)())
+
+
+def global_module_hooks() -> tuple[Mapping[int, Any], ...]:
+    """The hooks that run at every module's call (torch.nn.modules.module.register_module_forward_hook and its peers)."""
+    from torch.nn.modules import module
+
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
+    return tuple(found for name in names if (found := getattr(module, name, None)) is not None)

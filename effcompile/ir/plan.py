@@ -19,6 +19,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
 from effcompile.ir.sane import objection
+from effcompile.ir.guards import Guard
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -237,6 +238,7 @@ class Plan:
     calibration_inputs: str = ""  # "the user's" or how they were generated
     settings: Mapping[str, Any] = field(default_factory=dict)  # backend settings tuned by measurement
     notes: tuple[str, ...] = ()  # mends, fallbacks, corrections: nothing silent
+    guards: tuple[Guard, ...] = ()  # what the capture took for granted; checked at each call
     versions: Mapping[str, str] = field(default_factory=dict)
     artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
     memory_timeline: MemoryTimeline | None = None  # of a training step

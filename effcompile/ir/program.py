@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.ir.formats import FP32, Form, WeightFormat
+from effcompile.ir.guards import CallGuards, StateGuards
 
 Dim = int | str  # a fixed size, or the name of a dynamic axis
 
@@ -43,6 +44,7 @@ class Program:
         left: attention → why it stands as the model writes it.
         tags: site → form, set by passes for the backend to act on.
         history: names of the passes applied so far.
+        call, state: what must be so at each call of the arguments, and of the model.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Program:
     history: tuple[str, ...] = ()
     calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
     recovered: dict[tuple[Hashable, ...], object] = field(default_factory=dict, repr=False, compare=False)
+    call: CallGuards | None = field(default=None, compare=False, repr=False)
+    state: StateGuards | None = field(default=None, compare=False, repr=False)
 
     @property
     def graph(self) -> fx.Graph:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+
+from effcompile.ir.guards import Guard, StateGuards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class Step:
             structure, a shape or a dtype is not what was captured.
         rebuild: (loss, shown outputs) → what the model would have returned, in its own type.
         dropped: names of the output's fields that are not returned, with their bytes: only kept when asked for.
+        fixed: lists the guards of the arguments, which `leaves` checks. state: what must be so of the model at each call.
         consumed: qualified names of the parameters whose gradients the backward itself hands to the optimizer
             (ops/consume.py): they are no results.
         mends: known fixes applied at capture, in the user's words.
@@ -69,6 +72,13 @@ class Step:
     resident_bytes: int | None = None
     wanted: tuple[fx.Node, ...] = ()
     cut_off: Mapping[int, str] = field(default_factory=dict)
+    fixed: Callable[[], Iterable[Guard]] = tuple
+    state: StateGuards | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """What was taken for granted of the arguments and of the model."""
+        return (*self.fixed(), *(self.state.listed() if self.state is not None else ()))
 
     @property
     def tangents(self) -> tuple[fx.Node, ...]:

@@ -19,7 +19,7 @@ from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
 from effcompile.core import torch_compat
-from effcompile.core.errors import InputsError
+from effcompile.core.errors import GuardError, InputsError
 from effcompile.ir.step import Step
 from effcompile.ops.consume import Sink, consuming
 from effcompile.schedule.emit import Emitted
@@ -45,15 +45,16 @@ class StepRunner:
         self.loss_scale = LossScale(step.loss.meta["val"].device.type) if scaled and step.tangent is not None else None
         self.items: Items | None = None  # how the loss follows num_items_in_batch
         self.sink: Sink | None = None  # where gradients go that the backward hands on by itself
-        self._frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
-        self._modes = {name: module.training for name, module in model.named_modules()}
+        assert step.state is not None
+        self.state = step.state.bound_to(model)
+        self.guarded = True  # but while the step is verified, which runs the model's own forward
         self._devices = sorted({node.meta["val"].device.type for node in self._forward_inputs})
         self._autocast = _autocast(self._devices)
 
     def bound_to(self, model: nn.Module) -> StepRunner:
         """The same step for another instance of the model: a copy of it."""
         other = copy.copy(self)
-        other.model, other.sink = model, None
+        other.model, other.sink, other.state = model, None, self.state.bound_to(model)
         other.loss_scale = copy.deepcopy(self.loss_scale)
         return other
 
@@ -71,7 +72,7 @@ class StepRunner:
         """Loss and shown outputs, as the model returns them.
 
         Raises:
-            InputsError: inputs that the step was not captured for, or a model that is not as it was then.
+            GuardError: inputs that the step was not captured for, or a model that is not as it was then.
         """
         loss, *shown = self._results(args, kwargs)
         return self.step.rebuild(loss, shown)
@@ -100,35 +101,29 @@ class StepRunner:
         return results
 
     def _check_model(self) -> None:
-        """Raises InputsError when the model's own forward would now do something else than the step that was planned."""
+        """Raises GuardError when the model's own forward would now do something else than the step that was planned."""
         if torch_compat.in_function_transform():
             raise InputsError(
                 f"The planned step of {self.step.name} was called within a transform of torch.func (grad, vmap, jvp ...), which looks into "
                 "operators; a planned step has one backward of its own. Use loss.backward() or torch.autograd.grad(loss, ...), or the "
                 "model itself there."
             )
-        again = "Call effcompile.optimize again."
-        for name in self._frozen:
-            if held(self.model, name).requires_grad:
-                raise InputsError(f"The parameter {name!r} was frozen when the step was planned, and requires a gradient now. {again}")
+        if self.guarded:
+            self.state.check()
         for name in self.step.consumed:
             if not held(self.model, name).requires_grad:
-                raise InputsError(
+                raise GuardError(
                     f"The parameter {name!r} is frozen now, and the planned backward would update it all the same, as it consumes its "
-                    f"gradient (states in the backward). {again}"
-                )
-        for name, module in self.model.named_modules():
-            if name and module.training != self._modes.get(name, module.training):
-                modes = ("evaluation", "training")
-                raise InputsError(
-                    f"The module {name!r} is in {modes[module.training]} mode; the step was planned with it in "
-                    f"{modes[not module.training]} mode. Put it back, or call effcompile.optimize again."
+                    "gradient (states in the backward). Call effcompile.optimize again.",
+                    place=f"model.{name}.requires_grad",
+                    of_model=True,
                 )
         if (now := _autocast(self._devices)) != self._autocast:
             was, at_call = (", ".join(map(str, found)) or "off" for found in (self._autocast, now))
-            raise InputsError(
+            raise GuardError(
                 f"autocast is {at_call} at this call and was {was} when the step was planned, whose dtypes are fixed. "
-                "Plan and call within the same torch.autocast(...)."
+                "Plan and call within the same torch.autocast(...).",
+                place="torch.is_autocast_enabled()",
             )
 
     def _values(self, leaves: list[Any], step: Step | None = None) -> dict[fx.Node, Any]:

@@ -83,6 +83,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         baseline=_baseline(joint, found),
         predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=None if prepared.variant.precision else 0.0),
         inputs=describe_inputs(given),
+        guards=given.guards,
         notes=(
             *given.mends,
             *_dropped(given),

@@ -49,7 +49,7 @@ def verified(
     whole = plan.baseline.peak_bytes or 0
     refusal = room.refusal(whole - base, whole)
     gradients = Spool(prepared.cut.host.folder)
-    runner.sink = gradients.put
+    runner.sink, runner.guarded = gradients.put, False
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
         found = settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner)
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))

@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Mapping
+from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from effcompile.backends.torch.training import StepRunner
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import Fallback, GuardError, UsageError
 from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -27,12 +28,18 @@ class TrainingExecutable(nn.Module):
 
     It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's Trainer and
     save_pretrained see the model. In training mode with gradients enabled the planned step runs; in eval mode, or
-    without gradients, the model's own forward. `optimizer` is the planned one, where one was given.
+    without gradients, the model's own forward. `optimizer` is the planned one, where one was given. A step after a change of
+    what the plan took for granted is refused; `fallback` is what runs instead, where one was asked for (`on_change`).
     """
 
     plan: Plan
     runner: StepRunner
     optimizer: Optimizer | None
+    fallback: Fallback | None
+
+    def unplanned(self) -> nn.Module:
+        """The same model, with all that it holds, in its own class: its forward is the model's own."""
+        raise NotImplementedError
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -77,21 +84,51 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
     kind = type(model)
     if isinstance(model, TrainingExecutable):
         raise UsageError("This model is planned already. Give effcompile.optimize the original model.")
-    own = kind.forward
+    own, given = kind.forward, _Given(model)
 
     @functools.wraps(own)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled():
+        given.follow(self)
+        if not (self.training and torch.is_grad_enabled()):
+            return own(self, *args, **kwargs)
+        try:
             return self.runner(args, kwargs)
-        return own(self, *args, **kwargs)
+        except GuardError as error:
+            if self.fallback is None:
+                raise
+            return self.fallback(error, args, kwargs)
+
+    def unplanned(self: nn.Module) -> nn.Module:
+        twin = object.__new__(kind)
+        twin.__dict__ = self.__dict__
+        return twin
 
     result = copy.copy(model)
-    result.__class__ = type(kind.__name__, (TrainingExecutable, kind), {"forward": forward, "__module__": kind.__module__})
-    _set(result, {"runner": runner, "plan": plan, "optimizer": optimizer})
+    members = {"forward": forward, "unplanned": unplanned, "__module__": kind.__module__}
+    result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
+    notes = runner.state.settle()
+    _set(result, {"runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer, "fallback": None})
+    runner.state, runner.guarded = runner.state.bound_to(model, result), True
     assert isinstance(result, TrainingExecutable)
     if hasattr(model, "config"):
         _set(result, {"accepts_loss_kwargs": runner.takes_items})  # whether HuggingFace's Trainer gives it num_items_in_batch
     return result
+
+
+class _Given:
+    """The model that was given, whose attributes the planned one shares: those that are set on it later are handed on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held, self._known = vars(model), dict(vars(model))
+
+    def follow(self, planned: nn.Module) -> None:
+        held, known = self._held, self._known
+        if len(held) == len(known) and all(map(is_, held.values(), known.values())):
+            return
+        missing = object()
+        changed = {key: value for key, value in held.items() if key != "training" and known.get(key, missing) is not value}
+        _set(planned, changed)
+        self._known = dict(held)
 
 
 def _set(module: nn.Module, attributes: Mapping[str, Any]) -> None:

@@ -1,0 +1,220 @@
+"""Which names the code behind a model's forward reads: attributes, globals, and variables of enclosing functions.
+
+Found in the byte code, from the forward of every module on: through the functions, methods and hooks that it names. That is
+more than one call executes, never less than it names, so that an attribute that no code names need not be guarded.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Code that names these may read attributes whose names are made at run time.
+_BY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "setattr"})
+_TORCH = f"{Path(torch.__file__).parent}/"
+_LAYERS = f"{_TORCH}nn/modules/"
+_OURS = f"{Path(__file__).parent.parent}/"
+_STANDARD = tuple(f"{path}/" for key, path in sysconfig.get_paths().items() if key in ("stdlib", "platstdlib"))
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+@dataclass(slots=True, kw_only=True)
+class Reads:
+    """What the code behind a forward names.
+
+    Attributes:
+        names: of attributes, and strings (of getattr, of keys).
+        by_name: whether code of the model's own classes reads attributes by names made at run time.
+        variables: the globals that it loads, by the name of their Python module: (namespace, names).
+        cells: variables of enclosing functions: (function's name, variable's name) → cell.
+        kinds: the classes whose methods it may call, of modules and of other objects.
+    """
+
+    names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
+    by_name: bool = False
+    variables: dict[str, tuple[Mapping[str, Any], set[str]]] = field(default_factory=dict)
+    cells: dict[tuple[str, str], CellType] = field(default_factory=dict)
+    kinds: dict[type, None] = field(default_factory=dict)
+
+
+def reads_of(model: nn.Module) -> Reads:
+    """What the forward of a model and all that it names read."""
+    walk = _Walk(model)
+    walk.run()
+    return walk.reads
+
+
+def is_installed(filename: str) -> bool:
+    """Whether code comes from an installed package or from Python itself: nobody edits its state by hand."""
+    return filename.startswith("<frozen") or any(part in filename for part in _INSTALLED) or filename.startswith(_STANDARD)
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether a class is one of torch's own, whose code is known to read attributes by written names only."""
+    return (kind.__module__ or "").partition(".")[0] == "torch"
+
+
+def is_plain_code(kind: type) -> bool:
+    """Whether a class is Python's own."""
+    return kind.__module__ in ("builtins", "typing", "abc", "collections") or kind.__module__ in sys.stdlib_module_names
+
+
+class _Walk:
+    """Follows functions from the model's modules on, each once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.reads = Reads()
+        self._seen: set[int] = set()
+        self._todo: list[FunctionType] = []
+        self._looked_up: set[tuple[type, str]] = set()
+        for module in model.modules():
+            self._add_object(module)
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for hook in hooks.values():
+                    self._follow(hook)
+
+    def run(self) -> None:
+        self._methods()
+        while self._todo:
+            self._read(self._todo.pop())
+            if not self._todo:
+                self._methods()
+
+    def _add_object(self, value: object) -> None:
+        """Follow what an object's class makes of a call, and the functions that it holds."""
+        self._add_class(type(value))
+        for held in vars(value).values() if hasattr(value, "__dict__") else ():
+            self._follow(held)
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base not in self.reads.kinds and base is not object and base is not nn.Module and not is_plain_code(base):
+                self.reads.kinds[base] = None
+
+    def _methods(self) -> None:
+        """Follow the methods and properties that are named anywhere."""
+        for kind in list(self.reads.kinds):
+            for name in self.reads.names & vars(kind).keys():
+                if (kind, name) not in self._looked_up:
+                    self._looked_up.add((kind, name))
+                    self._follow(vars(kind)[name])
+
+    def _follow(self, value: object) -> None:
+        """Functions are read; what wraps one leads to it."""
+        if isinstance(value, FunctionType):
+            if id(value) not in self._seen and _is_read(value.__code__.co_filename):
+                self._seen.add(id(value))
+                self._todo.append(value)
+        elif isinstance(value, (MethodType, staticmethod, classmethod)):
+            self._follow(value.__func__)
+            if isinstance(value, MethodType) and not isinstance(value.__self__, (nn.Module, type)):
+                self._add_class(type(value.__self__))
+        elif isinstance(value, functools.partial):
+            self._follow(value.func)
+        elif isinstance(value, property):
+            self._follow(value.fget)
+        elif isinstance(value, functools.cached_property):
+            self._follow(value.func)
+
+    def _read(self, function: FunctionType) -> None:
+        code = function.__code__
+        found = _names_in(code)
+        self.reads.names |= found.attributes
+        if not code.co_filename.startswith(_TORCH):
+            self.reads.by_name |= found.by_name
+            self._variables(function, found.variables, found.attributes)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            if (value := _content(cell)) is not None:
+                self._follow(value)
+                if not is_installed(code.co_filename):
+                    self.reads.cells[function.__qualname__, name] = cell
+
+    def _variables(self, function: FunctionType, names: Iterable[str], attributes: frozenset[str]) -> None:
+        space = function.__globals__
+        there = [name for name in names if name in space]
+        _, known = self.reads.variables.setdefault(str(space.get("__name__", "globals")), (space, set()))
+        known |= set(there)
+        for name in there:
+            self._global(space[name], attributes, installed=is_installed(function.__code__.co_filename))
+
+    def _global(self, value: object, attributes: frozenset[str], *, installed: bool) -> None:
+        """Follow what a global leads to: functions, classes, and what of another Python module is named beside it."""
+        self._follow(value)
+        if isinstance(value, type):
+            if not is_of_torch(value) and not issubclass(value, BaseException):
+                self._add_class(value)
+        elif isinstance(value, ModuleType):
+            origin = getattr(value, "__file__", None) or ""
+            if origin and _is_read(origin) and not origin.startswith(_TORCH):
+                held = vars(value)
+                names = attributes & held.keys()
+                _, known = self.reads.variables.setdefault(value.__name__, (held, set()))
+                for name in names - known:
+                    known.add(name)
+                    self._global(held[name], frozenset(), installed=is_installed(origin))
+        elif not installed and isinstance(value, Mapping | list | tuple):
+            for item in value.values() if isinstance(value, Mapping) else value:
+                self._follow(item)
+        elif not installed and hasattr(value, "__dict__") and not isinstance(value, BuiltinFunctionType | FunctionType):
+            self._add_object(value)
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+@functools.cache
+def _is_read(filename: str) -> bool:
+    """Whether code in a file is the model's: torch's layers are, the rest of torch, Python and effcompile are not."""
+    if filename.startswith(_TORCH):
+        return filename.startswith(_LAYERS)
+    installed = any(part in filename for part in _INSTALLED)
+    return not filename.startswith((_OURS, "<frozen")) and (installed or not filename.startswith(_STANDARD))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """Names in one function, in the functions inside it too."""
+
+    attributes: frozenset[str]
+    variables: frozenset[str]
+    by_name: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: CodeType) -> _Named:
+    attributes: set[str] = set()
+    variables: set[str] = set()
+    for part in _codes(code):
+        variables |= {str(op.argval) for op in dis.get_instructions(part) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        attributes |= set(part.co_names) | set(_strings(part.co_consts))
+    return _Named(attributes=frozenset(attributes), variables=frozenset(variables), by_name=bool(attributes & _BY_NAME))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _strings(constants: Iterable[object]) -> Iterator[str]:
+    """Those among constants that can be names, in tuples of them too."""
+    for constant in constants:
+        if isinstance(constant, str) and constant.isidentifier():
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from _strings(constant)

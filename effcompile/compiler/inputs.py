@@ -1,0 +1,153 @@
+"""What the tensors of a call must be for a lowered program, beyond what `capture/calls.py` holds of the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.core.errors import GuardError
+from effcompile.ir.export import allowed, size_at
+from effcompile.ir.guards import Guard
+from effcompile.ir.program import Program, TensorSpec, shape_of
+
+#: Kinds of calls (shapes, dtypes, devices) that are remembered as accepted.
+_REMEMBERED = 256
+_AGAIN = "Plan again for other shapes; on_change='replan' does so by itself."
+_Seen = tuple[tuple[torch.Size, torch.dtype, torch.device, torch.layout, type], ...]
+aten = torch.ops.aten
+#: Operators that raise for an index that is negative or too large, where a runtime wraps it round: the table's and the index's argument.
+_LOOKUPS = {aten.embedding.default: (0, 1), aten.index_select.default: (0, 2), aten.gather.default: (0, 2)}
+#: What hands on a tensor's values as they are.
+_SAME_VALUES = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
+    aten.slice.Tensor, aten.select.int, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default,
+    aten._to_copy.default, aten.to.dtype, aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The input at `index` is looked up in a table of `size` rows."""
+
+    index: int
+    size: int
+
+
+class GraphInputs:
+    """The tensors that a lowered program takes."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._devices = [tensor.device for tensor in program.flat_inputs()]
+        self._kinds = {type(tensor) for tensor in program.flat_inputs()} | {torch.Tensor, torch.nn.Parameter}
+        self._bounds = tuple(_bounds(program))
+        self._accepted: set[_Seen] = set()
+
+    def fitting(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors as the program takes them: contiguous.
+
+        Raises:
+            GuardError: another shape, dtype, device or kind of tensor, or an index that is in no table.
+        """
+        seen = tuple([(t.shape, t.dtype, t.device, t.layout, type(t)) for t in tensors])
+        if seen not in self._accepted:
+            self._accept(tensors)
+            if len(self._accepted) >= _REMEMBERED:
+                self._accepted.clear()
+            self._accepted.add(seen)
+        for bound in self._bounds:
+            self._check_bound(bound, tensors[bound.index])
+        return [t if t.is_contiguous() else t.contiguous() for t in tensors]
+
+    def listed(self) -> Iterator[Guard]:
+        """What is checked."""
+        places = self._program.call.tensors if self._program.call is not None else ()
+        for spec, device, (place, _) in zip(self._program.inputs, self._devices, places, strict=True):
+            yield Guard(kind="input", place=place.guarded, expected=f"{spec.dtype} [{' × '.join(map(str, spec.shape))}] on {device}")
+        for bound in self._bounds:
+            yield Guard(kind="input", place=f"{places[bound.index][0].guarded}.values", expected=f"0 to {bound.size - 1}")
+
+    def _accept(self, tensors: Sequence[torch.Tensor]) -> None:
+        sizes: dict[str, int] = {}
+        for spec, device, tensor in zip(self._program.inputs, self._devices, tensors, strict=True):
+            if type(tensor) not in self._kinds or tensor.layout is not torch.strided:
+                raise _refused(spec, f"is a {type(tensor).__name__} of layout {tensor.layout}; the plan takes plain dense tensors")
+            if tensor.device != device:
+                raise _refused(spec, f"is on {tensor.device}; the plan takes it on {device}, where it was captured")
+            _check_shape(spec, tensor, sizes)
+        for spec, tensor in zip(self._program.inputs, tensors, strict=True):
+            derived = [(size_at(dim, sizes), size) for dim, size in zip(spec.shape, tensor.shape, strict=True) if isinstance(dim, str)]
+            if any(wanted != size for wanted, size in derived) or (0 in tensor.shape and 0 not in (d for d in spec.shape)):
+                raise _refused(spec, f"is {list(tensor.shape)}; the plan takes [{_sized(spec, sizes)}], no axis of it empty")
+        if sizes and not allowed(self._program, sizes):
+            said = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise GuardError(f"The captured graph of {self._program.name} does not hold for {said}. {_AGAIN}", place="inputs")
+
+    def _check_bound(self, bound: Bound, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return
+        low, high = (int(t) for t in torch.aminmax(tensor))
+        if low < 0 or high >= bound.size:
+            name = self._program.inputs[bound.index].name
+            raise GuardError(
+                f"{name} has the index {low if low < 0 else high}; the table that it is looked up in has the rows 0 to {bound.size - 1}, "
+                "and the model itself raises for it, too. Give indices within it.",
+                place=f"inputs[{name!r}]",
+            )
+
+
+def guards_of(program: Program) -> tuple[Guard, ...]:
+    """All guards of a program, for its plan."""
+    assert program.call is not None and program.state is not None
+    return (*GraphInputs(program).listed(), *program.call.listed(), *program.state.listed())
+
+
+def _refused(spec: TensorSpec, said: str) -> GuardError:
+    return GuardError(f"{spec.name} {said}. {_AGAIN}", place=f"inputs[{spec.name!r}]")
+
+
+def _check_shape(spec: TensorSpec, tensor: torch.Tensor, sizes: dict[str, int]) -> None:
+    """One input against its spec; named axes must agree among inputs."""
+    shape = tuple(tensor.shape)
+    fits = len(shape) == len(spec.shape)
+    for dim, size in zip(spec.shape, shape, strict=False):
+        if isinstance(dim, int):
+            fits = fits and dim == size
+        elif dim.isidentifier():
+            fits = fits and sizes.setdefault(dim, size) == size
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if not fits or dtype != spec.dtype:
+        raise _refused(spec, f"is {dtype} {list(shape)}; the plan takes {spec.dtype} [{_sized(spec, sizes)}]")
+
+
+def _sized(spec: TensorSpec, sizes: dict[str, int]) -> str:
+    return " × ".join(str(dim) if isinstance(dim, int) else f"{dim}={sizes.get(dim, 'any')}" for dim in spec.shape)
+
+
+def _bounds(program: Program) -> Iterator[Bound]:
+    """Inputs that are looked up as they are: the smallest of the tables of each."""
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
+    found: dict[int, int] = {}
+    for node in program.calls(*_LOOKUPS):
+        table, index = (node.args[i] for i in _LOOKUPS[node.target])  # type: ignore[index]
+        axis = 0 if node.target is aten.embedding.default else node.args[1]
+        while isinstance(index, fx.Node) and index.target in _SAME_VALUES:
+            index = index.args[0]
+        if isinstance(index, fx.Node) and index in inputs and isinstance(table, fx.Node) and isinstance(axis, int):
+            at = _position(program, inputs.index(index))
+            size = shape_of(table)[axis] if table.op == "get_attr" else 0
+            if at is not None and size:
+                found[at] = min(size, found.get(at, size))
+    yield from (Bound(index=at, size=size) for at, size in found.items())
+
+
+def _position(program: Program, holder: int) -> int | None:
+    """Which of the program's tensor inputs a placeholder is; plain values have placeholders too."""
+    leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
+    if holder >= len(leaves) or not isinstance(leaves[holder], torch.Tensor):
+        return None
+    return sum(isinstance(leaf, torch.Tensor) for leaf in leaves[:holder])
