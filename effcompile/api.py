@@ -15,7 +15,7 @@ from torch import nn
 from effcompile.compiler import Executable
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
-from effcompile.deferred import Deferred, Loss, Request, with_forward
+from effcompile.deferred import Deferred, Loss, OnChange, Request, answering, with_forward
 from effcompile.dynamo import dynamo_backend
 from effcompile.ir.plan import Plan
 from effcompile.loader import Inputs, as_inputs
@@ -38,6 +38,7 @@ def optimize(
     calibration: Iterable[Any] | None = None,
     loss: Loss | None = None,
     keep_outputs: bool = False,
+    on_change: OnChange | None = None,
     **goal_fields: Any,
 ) -> Any:
     """Turn a model into one that meets the goal, verified against the original.
@@ -62,6 +63,9 @@ def optimize(
         calibration: inputs on which errors are measured; None generates some.
         loss: in training, `loss(outputs, inputs)` for a forward that returns none.
         keep_outputs: in training, also return what the model returns beside the loss (logits): it takes memory.
+        on_change: what a call does that the plan does not hold for, because its arguments, or the model's attributes, hooks or weights, are
+            not as they were: "error" says what changed, "eager" runs the model's own forward with one warning, "replan" plans again. None
+            is "error", and "replan" for a Deferred.
         **goal_fields: mode="training", memory="6GiB", minimize="memory", max_error=0.01, reads="last".
 
     Returns:
@@ -83,6 +87,7 @@ def optimize(
         loss=loss,
         keep_outputs=keep_outputs,
         optimizer=optimizer,
+        on_change=on_change,
     )
     return functools.partial(_optimize, request=request) if model is None else _optimize(model, inputs, request=request)
 
@@ -230,7 +235,7 @@ def _optimize(model: Any, inputs: Any = None, *, request: Request) -> Any:
         if request.optimizer is not None:
             raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
         return Deferred(module, request)
-    return request.carry_out(module, *as_inputs(inputs))
+    return answering(request.carry_out(module, *as_inputs(inputs)), request)
 
 
 def _factory(model_class: type[nn.Module], request: Request) -> Callable[..., Deferred]:

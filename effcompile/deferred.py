@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -9,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +19,9 @@ from torch.utils import _pytree as pytree
 
 from effcompile import compiler
 from effcompile.backends.torch.items import with_items_as_tensor
+from effcompile.capture.mends import evaluating
 from effcompile.compiler import Executable, TrainingExecutable
-from effcompile.core.errors import InputsError, UsageError
+from effcompile.core.errors import GuardError, InputsError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.loader import Inputs
@@ -33,7 +35,12 @@ PLANNING = threading.RLock()
 # A process that is forked meanwhile would wait for ever for a thread that it does not have.
 os.register_at_fork(before=PLANNING.acquire, after_in_parent=PLANNING.release, after_in_child=PLANNING.release)
 
+#: How often one Deferred is planned again because the model was changed.
+_MOST_REPLANS = 16
+
 Loss = Callable[[Any, Any], torch.Tensor]
+#: What a call does that the plan does not hold for, as the model or the arguments are not as they were.
+OnChange = Literal["error", "eager", "replan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +61,19 @@ class Request:
     loss: Loss | None = None
     keep_outputs: bool = False
     optimizer: Any = None
+    on_change: OnChange | None = None
     progress: compiler.Progress = compiler.QUIET
 
     def __post_init__(self) -> None:
+        if self.on_change not in (None, *get_args(OnChange)):
+            known = ", ".join(map(repr, get_args(OnChange)))
+            raise UsageError(f"on_change = {self.on_change!r} is not known. What a call does that the plan does not hold for: {known}.")
+        if self.on_change == "replan" and self.optimizer is not None:
+            raise UsageError(
+                "on_change='replan' would lose the states of the planned optimizer. Leave it out, or plan without `optimizer`."
+            )
+        if self.on_change == "eager" and self.loss is not None:
+            raise UsageError("on_change='eager' runs the model's own forward, which here returns no loss. Leave out on_change, or `loss`.")
         if self.loss is not None and not callable(self.loss):
             raise UsageError(f"loss is a {type(self.loss).__name__}. Give a function: loss(outputs, inputs) returns a scalar tensor.")
         if self.training and self.dynamic:
@@ -101,9 +118,12 @@ class Request:
 
 
 def with_forward(instance: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A shallow copy of a module (same parameters) whose class computes another forward."""
+    """The module under a class that computes another forward: it has the same attributes, also those that are set later."""
     clone = copy.copy(instance)
-    clone.__dict__.pop("forward", None)
+    if "forward" in clone.__dict__:
+        del clone.__dict__["forward"]
+    else:
+        clone.__dict__ = instance.__dict__
     clone.__class__ = type(type(instance).__name__, (type(instance),), {"forward": forward})
     return clone
 
@@ -114,6 +134,7 @@ class Deferred(nn.Module):
     Parameters, buffers, children and state_dict are the original model's. In inference it is optimized again after new
     weights (load_state_dict, to, half ...), and after train() the original runs, with a warning, as the lowered model has
     no gradients. In training the planned step runs in training mode with gradients enabled, the model itself otherwise.
+    A model that was changed otherwise is planned again, too, unless the request's `on_change` says what else to do.
     Threads that call it before its plan is made wait for the one that makes it.
     """
 
@@ -121,7 +142,7 @@ class Deferred(nn.Module):
         super().__init__()
         # past nn.Module.__setattr__: `model` must not become a child, whose names would be those of the state_dict.
         # Its own children and parameters are ours: whoever walks the tree (Trainer's weight decay) finds them.
-        self.__dict__.update(model=model, request=request, executables={}, bound=WeakKeyDictionary(), warned=set())
+        self.__dict__.update(model=model, request=request, executables={}, bound=WeakKeyDictionary(), warned=set(), retired=0, given_up="")
         self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
         self.training = request.training and model.training
         if request.training:
@@ -134,6 +155,8 @@ class Deferred(nn.Module):
         fitting = self._run_fitting(found, args, kwargs)
         if fitting:
             return fitting[0]
+        if self.given_up:
+            return self._run_original(self.given_up, args, kwargs)
         with PLANNING:
             fitting = self._run_fitting(found, args, kwargs)  # another thread may have planned it in the meantime
             if fitting:
@@ -144,12 +167,16 @@ class Deferred(nn.Module):
                 return self.latest(*args, **kwargs)
         return self._run_original(f"it was already optimized for {_MOST_SHAPES} shapes (ask for dynamic=True)", args, kwargs)
 
-    def _run_fitting(self, found: Sequence[Executable], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _run_fitting(self, found: list[Executable], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """(What the latest of those that take these shapes returns,); nothing where none does."""
         for executable in reversed(found):
             try:
                 result = executable(*args, **kwargs)
-            except InputsError:  # made for other shapes
+            except GuardError as error:  # made for other shapes, or for a model that is no more
+                if error.of_model:
+                    self._retire(found, executable, error)
+                continue
+            except InputsError:
                 continue
             self.__dict__["latest"] = executable
             return (result,)
@@ -176,7 +203,38 @@ class Deferred(nn.Module):
             reason = f"its step was already planned for {_MOST_SHAPES} shapes, and {shapes} is one more (pad the batches to fewer shapes)"
             return self._run_original(reason, args, kwargs)
         self.__dict__["latest"] = self.executables[key]
+        try:
+            return self.latest(*args, **kwargs)
+        except GuardError as error:
+            return self._step_again(key, error, args, kwargs)
+
+    def _step_again(self, key: Any, error: GuardError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The step planned anew, for the model is another one."""
+        self._retire([], self.executables[key], error)
+        if self.given_up:
+            return self._run_original(self.given_up, args, kwargs)
+        warnings.warn(f"effcompile plans the step of {type(self.model).__name__} again: {error}", stacklevel=7)
+        with PLANNING:
+            self.executables[key] = replace(self.request, plan=None).carry_out(self.model, args, kwargs)
+        self.__dict__["latest"] = self.executables[key]
         return self.latest(*args, **kwargs)
+
+    def _retire(self, found: list[Executable], executable: Any, error: GuardError) -> None:
+        """Drop what was made of the model as it was, where planning again is what is to be done.
+
+        Raises:
+            GuardError: it is not (`on_change="error"`).
+        """
+        how = self.request.on_change or "replan"
+        if how == "error":
+            raise error
+        with contextlib.suppress(ValueError):  # another thread was first
+            found.remove(executable)
+        self.__dict__["retired"] += 1
+        if how == "eager":
+            self.__dict__["given_up"] = str(error)
+        elif self.retired > _MOST_REPLANS:
+            self.__dict__["given_up"] = f"it was planned again {_MOST_REPLANS} times, and has changed once more: {error}"
 
     def _plan_step(self, shapes: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable | TrainingExecutable:
         """The step, planned; a saved plan is for the first shapes only."""
@@ -277,6 +335,57 @@ class Deferred(nn.Module):
         self.executables.clear()
         self.model._apply(fn, recurse)
         return self
+
+
+class _Eager:
+    """Runs the model's own forward in the place of refused calls, with one warning."""
+
+    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+        self._name, self._run, self._warned = name, run, False
+
+    def __call__(self, error: GuardError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"effcompile runs the original {self._name}, whose plan does not hold for this call: {error}", stacklevel=5)
+        return self._run(*args, **kwargs)
+
+
+class _Replanned:
+    """Answers refused calls by planning again; the executable shows the plan of the latest."""
+
+    def __init__(self, executable: Executable | TrainingExecutable, model: nn.Module, request: Request) -> None:
+        self._executable, self._deferred = executable, Deferred(model, replace(request, plan=None))
+
+    def __call__(self, error: GuardError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._deferred.request.training and (self._deferred.model._forward_hooks or self._deferred.model._forward_pre_hooks):
+            raise error  # the outermost module's hooks would run twice
+        self._deferred.training = self._executable.training
+        result = self._deferred.forward(*args, **kwargs)
+        if "latest" in self._deferred.__dict__:
+            self._executable.__dict__["plan"] = self._deferred.plan
+        return result
+
+
+def answering(executable: Executable | TrainingExecutable, request: Request) -> Executable | TrainingExecutable:
+    """The executable with what it does in the place of a call that its plan does not hold for."""
+    how = request.on_change or "error"
+    if isinstance(executable, TrainingExecutable):
+        model = executable.unplanned()
+        fallback = _Eager(type(model).__name__, model.forward) if how == "eager" else _Replanned(executable, model, request)
+        executable.__dict__["fallback"] = None if how == "error" else fallback
+    elif how != "error":
+        original = executable.original
+        run = functools.partial(_run_evaluating, original)
+        executable.fallback = _Eager(type(original).__name__, run) if how == "eager" else _Replanned(executable, original, request)
+    return executable
+
+
+def _run_evaluating(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The model's own forward in evaluation mode; modules that are in training mode inside a model that is not stay so."""
+    if not model.training:
+        return model(*args, **kwargs)
+    with evaluating(model):
+        return model(*args, **kwargs)
 
 
 def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

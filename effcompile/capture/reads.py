@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 #: Code that names these may read attributes whose names are made at run time.
-_BY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattribute__", "setattr"})
+_BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
+#: What stands between `getattr` and its second argument where that is a constant.
+_OPERANDS = ("LOAD_FAST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "PUSH_NULL")
 _TORCH = f"{Path(torch.__file__).parent}/"
 _LAYERS = f"{_TORCH}nn/modules/"
 _OURS = f"{Path(__file__).parent.parent}/"
@@ -65,7 +67,9 @@ def is_of_torch(kind: type) -> bool:
 
 
 def is_plain_code(kind: type) -> bool:
-    """Whether a class is Python's own."""
+    """Whether a class is Python's own, and none that just holds attributes."""
+    if kind.__module__ in ("types", "argparse"):
+        return False
     return kind.__module__ in ("builtins", "typing", "abc", "collections") or kind.__module__ in sys.stdlib_module_names
 
 
@@ -198,10 +202,21 @@ class _Named:
 def _names_in(code: CodeType) -> _Named:
     attributes: set[str] = set()
     variables: set[str] = set()
+    by_name = False
     for part in _codes(code):
-        variables |= {str(op.argval) for op in dis.get_instructions(part) if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        operations = list(dis.get_instructions(part))
+        variables |= {str(op.argval) for op in operations if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         attributes |= set(part.co_names) | set(_strings(part.co_consts))
-    return _Named(attributes=frozenset(attributes), variables=frozenset(variables), by_name=bool(attributes & _BY_NAME))
+        by_name |= any(op.argval == "getattr" and not _is_constant(operations[at + 1 :]) for at, op in enumerate(operations))
+    return _Named(attributes=frozenset(attributes), variables=frozenset(variables), by_name=by_name or bool(attributes & _BY_NAME))
+
+
+def _is_constant(after: list[dis.Instruction]) -> bool:
+    """Whether the operations after `getattr` load an object and then a name that is written there."""
+    at = next((at for at, op in enumerate(after) if not op.opname.startswith(_OPERANDS)), len(after))
+    names = [op.opname.partition("_")[0] if op.opname != "LOAD_CONST" else "CONST" for op in after[at : at + 3]]
+    called = names[:2] in (["CONST", "PRECALL"], ["CONST", "CALL"]) or names in (["CONST"] * 2 + ["PRECALL"], ["CONST"] * 2 + ["CALL"])
+    return called and isinstance(after[at].argval, str)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -123,6 +123,7 @@ class Snapshot:
             return
         self._seen.add(id(module))
         self._modules.append(module)
+        self.facts[f"{place}.__class__"] = Fact("class", type(module))
         root = module in self._roots
         self._watch_attributes(module, place)
         if not root:
@@ -152,9 +153,10 @@ class Snapshot:
         outermost = self._roots[0].training
         if self._train:
             self.facts[f"{place}.training"] = Fact("mode", module.training)
-        elif module.training == outermost:
+            return
+        self.facts[f"{place}.training"] = Fact("mode", module.training and not outermost)
+        if module.training == outermost:
             self._evaluating.append(vars(module))
-            self.facts[f"{place}.training"] = Fact("mode", module.training and not outermost)
 
     def _reads_attribute(self, module: nn.Module, key: str) -> bool:
         """Whether code names it, or might make its name. What holds other things is looked into only where it is named."""
@@ -348,6 +350,7 @@ class ModelGuards:
         self._name = type(model).__name__
         self._reads = code.reads_of(model)
         self._snapshot = self._taken()
+        self._first = frozenset(self._snapshot.facts)
 
     def check(self) -> None:
         """Raise GuardError where the model's own forward would now be another one than the one captured.
@@ -406,8 +409,8 @@ class ModelGuards:
         if was is not None and now is not None:
             thawed = change.place.endswith(".requires_grad") and was.value is True
             return was.equals(now) or thawed
-        new = was is None and change.kind == "attribute"  # an attribute that no code names
-        return new and change.place.rpartition(".")[2] not in self._reads.names
+        unnamed = change.kind == "attribute" and change.place.rpartition(".")[2] not in self._reads.names
+        return unnamed and (was is None or change.place not in self._first)  # it was not there when the model was captured
 
 
 def _refusal(name: str, change: Change) -> str:

@@ -18,8 +18,8 @@ from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
 from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
-from effcompile.ir.sane import objection
 from effcompile.ir.guards import Guard
+from effcompile.ir.sane import objection
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -459,8 +459,8 @@ def test_leaves_take_the_same_inputs_in_any_form_and_no_others() -> None:
         (((X[:2], Y), {}), r"x = float32 \(3, 8\), but got float32 \(2, 8\)"),
         (((X.double(), Y), {}), "got float64"),
         (((X,), {}), "missing: labels"),
-        (((X, Y), {"mask": Y}), "not there at capture: mask"),
-        (((X, 3), {}), r"labels = int64 \(3,\), but got 3"),
+        (((X, Y), {"mask": Y}), "takes no 'mask'"),
+        (((X, 3), {}), r"labels = a tensor .* but got 3"),
     ]
     for form, words in bad:
         with pytest.raises(InputsError, match=words):

@@ -1,0 +1,132 @@
+"""A model that changed is noticed, by what changed; one that did not is not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from mutations import HARMLESS, LASTING, REVERSIBLE, WEIGHTS, Model
+from torch import nn
+
+from effcompile.capture.state import ModelGuards
+from effcompile.core.errors import GuardError
+
+IDS = torch.arange(8).reshape(2, 4)
+#: What a planned step follows by itself, or runs around itself.
+FOLLOWED_IN_TRAINING = {*WEIGHTS, "another buffer", "a hook on the outermost module"} - {"load_state_dict(assign=True)"}  # which unties
+#: What has no meaning without gradients.
+ONLY_IN_TRAINING = {"a backward hook"}
+
+
+def guarded(training: bool) -> tuple[Model, ModelGuards]:
+    """A model whose forward has run since it was recorded, as it does while a plan is made."""
+    model = Model().train(training)
+    guards = ModelGuards(model, training=training)
+    model(IDS)
+    notes = guards.settle()
+    assert len(notes) == 1 and "model.calls" in notes[0]
+    guards.check()
+    return model, guards
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", [*REVERSIBLE, *WEIGHTS, *LASTING])
+def test_a_change_is_refused_until_it_is_taken_back(name: str, training: bool) -> None:
+    model, guards = guarded(training)
+    undo = (REVERSIBLE | WEIGHTS | LASTING)[name](model)
+    try:
+        if name in (FOLLOWED_IN_TRAINING if training else ONLY_IN_TRAINING):
+            guards.check()
+        else:
+            with pytest.raises(GuardError, match=r"since Model was planned.*optimize again.*on_change") as caught:
+                guards.check()
+            assert caught.value.of_model and str(caught.value).startswith(caught.value.place)
+    finally:
+        undo()
+    if name in REVERSIBLE:
+        guards.check()
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_changes_no_answer_is_no_change(name: str, training: bool) -> None:
+    model, guards = guarded(training)
+    undo = HARMLESS[name](model)
+    for _ in range(2):
+        guards.check()
+    undo()
+    guards.check()
+
+
+def test_the_error_names_the_place_the_old_value_and_the_new() -> None:
+    model, guards = guarded(False)
+    model.inner.scaling["default"] = 2.5
+    with pytest.raises(GuardError, match=r"^model\.inner\.scaling\['default'\] was 1\.0 and is 2\.5 now"):
+        guards.check()
+
+
+def test_attributes_with_names_made_at_run_time_are_all_watched() -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale_0, self.scale_1 = 1.0, 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i in range(2):
+                x = x * getattr(self, f"scale_{i}")
+            return x
+
+    model = ByName()
+    guards = ModelGuards(model, training=False)
+    model.scale_1 = 3.0
+    with pytest.raises(GuardError, match=r"scale_1 was 2.0 and is 3.0"):
+        guards.check()
+
+
+def test_a_frozen_parameter_that_is_trained_again_and_one_that_is_frozen() -> None:
+    model = Model().train()
+    model.inner.up.weight.requires_grad_(False)
+    guards = ModelGuards(model, training=True)
+    model.inner.up.bias.requires_grad_(False)
+    guards.check()
+    model.inner.up.weight.requires_grad_(True)
+    with pytest.raises(GuardError, match=r"model.inner.up.weight.requires_grad was False and is True"):
+        guards.check()
+
+
+def test_a_copy_is_watched_by_itself_and_remembers_what_had_changed() -> None:
+    model, guards = guarded(True)
+    twin = copy.deepcopy(model)
+    own = guards.bound_to(twin)
+    assert guards.bound_to(model) is guards
+    model.temperature = 2.0
+    own.check()
+    twin.temperature = 3.0
+    for each in (own, guards, guards.bound_to(copy.deepcopy(model))):
+        with pytest.raises(GuardError, match="temperature"):
+            each.check()
+
+
+def test_a_whole_model_in_training_mode_is_no_change_for_inference() -> None:
+    model, guards = guarded(False)
+    model.train()
+    guards.check()
+    model.eval()
+    guards.check()
+
+
+def test_one_byte_of_a_small_weight_is_seen(request: pytest.FixtureRequest) -> None:
+    model, guards = guarded(False)
+    model.inner.up.weight.data[3, 5] += 1e-6
+    with pytest.raises(GuardError, match=r"model.inner.up.weight was changed"):
+        guards.check()
+
+
+def test_what_is_watched_is_listed() -> None:
+    _, guards = guarded(False)
+    places = {guard.place: guard for guard in guards.listed()}
+    for place in ("model.temperature", "model.drop.p", "model.inner.scaling['default']", "model.inner.up.weight", "mutations.SCALE"):
+        assert place in places
+    assert places["model.temperature"].expected == "1.0" and places["model.temperature"].kind == "attribute"
+    assert "model.calls" not in places and "model.note" not in places
