@@ -141,7 +141,9 @@ class Snapshot:
 
     def _watch_attributes(self, module: nn.Module, place: str) -> None:
         held = vars(module)
-        keys = [key for key in held if key not in _OWN and self._reads_attribute(module, key) and f"{place}.{key}" not in self._without]
+        known_as = "model" if module in self._roots else place  # what is left out of a model is left out of its planned form
+        read = [key for key in held if key not in _OWN and self._reads_attribute(module, key)]
+        keys = [key for key in read if f"{known_as}.{key}" not in self._without]
         mode = ["training"] if self._train and module not in self._roots else []
         self._watch(_getter((*_TABLES, *_FORWARD_HOOKS, *mode, *keys)), held)
         self._sized.append(held)
@@ -345,7 +347,7 @@ class ModelGuards:
 
     def __init__(self, model: nn.Module, *others: nn.Module, training: bool) -> None:
         self._training, self._without = training, frozenset[str]()
-        self._roots = {"model": model, **{f"planned model {i}": other for i, other in enumerate(others)}}
+        self._roots = dict(zip(("model", "executable"), (model, *others), strict=False))
         self._stale: GuardError | None = None
         self._name = type(model).__name__
         self._reads = code.reads_of(model)

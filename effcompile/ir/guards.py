@@ -65,7 +65,7 @@ class StateGuards(Protocol):
         """Leave out what the forward itself has changed since the capture; returns a note about it, or nothing."""
 
     def bound_to(self, *models: Any) -> StateGuards:
-        """The same for another instance of the model: a copy; further ones are the same model under another class."""
+        """The same for another instance of the model: a copy; a second one is the same model as its executable."""
 
     def listed(self) -> Iterable[Guard]:
         """What is checked."""

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from effcompile.core.units import format_count, format_error, format_seconds
+from effcompile.ir.guards import counted
 from effcompile.ir.plan import Candidate, Check, Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import Group, Refusal, groups, refusals
@@ -45,6 +46,9 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
     _decisions(page, plan, verbose)
     _declined(page, plan, verbose)
     _checks(page, plan)
+    if plan.guards:
+        page.blank()
+        page.field("guards", f"{len(plan.guards)} checked at each call: {counted(plan.guards)}")
     if plan.notes:
         page.blank()
         page.fields("notes", [f"{note}" for note in plan.notes])

@@ -128,6 +128,8 @@ class _Given:
         missing = object()
         changed = {key: value for key, value in held.items() if key != "training" and known.get(key, missing) is not value}
         _set(planned, changed)
+        for key in known.keys() - held.keys():
+            planned.__dict__.pop(key, None)
         self._known = dict(held)
 
 

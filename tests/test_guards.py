@@ -1,0 +1,245 @@
+"""Plan, change one thing, call again: the answer is that of the changed model, or the call is refused in words."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from mutations import HARMLESS, LASTING, REVERSIBLE, WEIGHTS, Model
+from torch import nn
+
+import effcompile
+from effcompile.core.errors import EffcompileError, GuardError
+from effcompile.ir.plan import Plan
+
+IDS = torch.arange(12).reshape(2, 6)
+LABELS = IDS.flip(1) + 1
+QUICK = {"dynamic": False, "target": "cpu-generic"}
+Answer = list[torch.Tensor]
+
+
+@dataclass
+class Planned:
+    """A model, its executable, and how either is run."""
+
+    model: Model
+    executable: Any
+    training: bool
+
+    def run(self, which: Any, *args: Any, **kwargs: Any) -> Answer:
+        self.model.zero_grad()
+        torch.manual_seed(1)
+        if not self.training:
+            with torch.no_grad():
+                return [which(*(args or (IDS,)), **kwargs)]
+        loss = which(IDS, labels=LABELS, **kwargs)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in self.model.parameters() if p.grad is not None)]
+
+    def agrees_or_is_refused(self) -> bool:
+        """Whether the executable answered; what it answers must be the model's own."""
+        try:
+            found = self.run(self.executable)
+        except EffcompileError:
+            return False
+        wanted = self.run(self.model)
+        assert len(found) == len(wanted)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        return True
+
+
+def made(kind: str, **options: Any) -> Planned:
+    training = kind == "training"
+    model = Model(0.1 if training else 0.0).train(training)
+    with torch.enable_grad():
+        if training:
+            executable = effcompile.optimize(model, inputs={"ids": IDS, "labels": LABELS}, mode="training", **options)
+        else:
+            executable = effcompile.optimize(model, inputs={"ids": IDS}, backend=kind, **QUICK, **options)
+    return Planned(model, executable, training)
+
+
+@pytest.fixture(scope="module", params=["torch-eager", "onnxruntime", "training"])
+def planned(request: pytest.FixtureRequest) -> Planned:
+    return made(request.param)
+
+
+@pytest.mark.parametrize("name", REVERSIBLE)
+def test_a_change_of_the_model(planned: Planned, name: str) -> None:
+    assert planned.agrees_or_is_refused()
+    undo = REVERSIBLE[name](planned.model)
+    try:
+        planned.agrees_or_is_refused()
+    finally:
+        undo()
+    assert planned.agrees_or_is_refused(), "the plan holds again"
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_change_that_changes_no_answer(planned: Planned, name: str) -> None:
+    undo = HARMLESS[name](planned.model)
+    assert planned.agrees_or_is_refused()
+    undo()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: f(IDS, alpha=2.0),
+        lambda f: f(IDS, None, 2.0),
+        lambda f: f(IDS, alpha=1),
+        lambda f: f(IDS, alpha=True),
+        lambda f: f(IDS, alpha=-1.0),
+        lambda f: f(IDS, alpha=float("nan")),
+        lambda f: f(ids=IDS),
+        lambda f: f(IDS, None),
+        lambda f: f(IDS.int()),
+        lambda f: f(IDS.repeat_interleave(2, 1)[:, ::2]),
+        lambda f: f(IDS - 1),
+        lambda f: f(IDS + 20),
+        lambda f: f(IDS - 24),
+        lambda f: f(IDS[:0]),
+        lambda f: f(IDS[:1]),
+        lambda f: f(IDS[:, :3]),
+        lambda f: f(IDS.to("meta")),
+        lambda f: f(IDS, labels=LABELS),
+        lambda f: f(IDS, epsilon=1),
+        lambda f: f(IDS.tolist()),
+        lambda f: f(),
+    ],
+)
+@pytest.mark.parametrize("backend", ["torch-eager", "onnxruntime"])
+def test_another_call(backend: str, call: Callable[[Any], torch.Tensor], inference: dict[str, Planned]) -> None:
+    model, executable = inference[backend].model, inference[backend].executable
+    with torch.no_grad():
+        try:
+            found = call(executable)
+        except EffcompileError:
+            return
+        torch.testing.assert_close(found, call(model), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.fixture(scope="module")
+def inference() -> dict[str, Planned]:
+    return {backend: made(backend) for backend in ("torch-eager", "onnxruntime")}
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, batch: dict[str, torch.Tensor], scale: float = 0.0) -> torch.Tensor:
+        return self.a(batch["q"]) - 2 * self.b(batch["k"]) + torch.tensor(scale).reciprocal().clamp(-1, 1)
+
+
+def test_dicts_are_matched_by_key_and_zero_has_a_sign() -> None:
+    torch.manual_seed(0)
+    model = Nested().eval()
+    q, k = torch.randn(2, 8), torch.randn(2, 8)
+    executable = effcompile.optimize(model, inputs={"batch": {"q": q, "k": k}, "scale": 0.0}, backend="onnxruntime", **QUICK)
+    with torch.no_grad():
+        wanted = model({"q": q, "k": k}, 0.0)
+        torch.testing.assert_close(executable({"k": k, "q": q}, 0.0), wanted)
+        torch.testing.assert_close(executable(batch={"q": q, "k": k}), wanted)
+        for batch, scale in (({"q": q, "k": k}, -0.0), ({"q": q, "x": k}, 0.0), ({"q": q, "k": k, "x": k}, 0.0), ({"q": q}, 0.0)):
+            with pytest.raises(GuardError):
+                executable(batch, scale)
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, *LASTING])
+def test_weights_that_changed_are_run_as_they_are(name: str) -> None:
+    planned = made("torch-eager", on_change="eager")
+    (WEIGHTS | LASTING)[name](planned.model)
+    with pytest.warns(UserWarning, match="runs the original Model.*was changed|gone|new|was"):
+        assert planned.agrees_or_is_refused()
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, "pruned"])
+def test_a_step_after_weights_changed(name: str) -> None:
+    planned = made("training")
+    (WEIGHTS | LASTING)[name](planned.model)
+    assert planned.agrees_or_is_refused() == (name in WEIGHTS and "assign" not in name)
+
+
+def test_train_step_and_eval_again() -> None:
+    planned = made("onnxruntime")
+    planned.executable.train()
+    with torch.enable_grad():
+        planned.executable(IDS).square().sum().backward()
+    torch.optim.SGD(planned.executable.parameters(), lr=0.1).step()
+    planned.executable.eval()
+    with pytest.raises(GuardError, match=r"embed.weight was changed since Model was planned"):
+        planned.run(planned.executable)
+
+
+@pytest.mark.parametrize("kind", ["torch-eager", "training"])
+def test_on_change_eager_runs_the_changed_model_with_one_warning(kind: str) -> None:
+    planned = made(kind, on_change="eager")
+    planned.model.temperature = 3.0
+    with pytest.warns(UserWarning, match=r"runs the original Model.*temperature was 1\.0 and is 3\.0 now"):
+        assert planned.agrees_or_is_refused()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned.model.temperature = 4.0
+        assert planned.agrees_or_is_refused()
+        planned.model.temperature = 1.0
+        assert planned.agrees_or_is_refused()
+
+
+@pytest.mark.parametrize("kind", ["torch-eager", "training"])
+def test_on_change_replan_plans_the_changed_model(kind: str) -> None:
+    planned = made(kind, on_change="replan")
+    first = planned.executable.plan
+    planned.model.temperature = 3.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert planned.agrees_or_is_refused()
+        assert planned.executable.plan is not first
+        planned.model.repeats = 1
+        assert planned.agrees_or_is_refused()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_without_inputs_a_changed_model_is_planned_again_unless_it_must_not_be(training: bool) -> None:
+    options = {"mode": "training"} if training else {"backend": "torch-eager", **QUICK}
+    for on_change in (None, "eager", "error"):
+        model = Model().train(training)
+        planned = Planned(model, effcompile.optimize(model, on_change=on_change, **options), training)
+        with torch.enable_grad():
+            assert planned.agrees_or_is_refused()
+            model.temperature = 3.0
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert planned.agrees_or_is_refused() == (on_change != "error")
+
+
+def test_what_on_change_cannot_be() -> None:
+    model = Model()
+    with pytest.raises(EffcompileError, match="on_change = 'nothing' is not known"):
+        effcompile.optimize(model, inputs={"ids": IDS}, on_change="nothing")
+    with pytest.raises(EffcompileError, match="lose the states"):
+        effcompile.optimize(model, inputs={"ids": IDS}, mode="training", optimizer=torch.optim.SGD, on_change="replan")
+    with pytest.raises(EffcompileError, match="returns no loss"):
+        effcompile.optimize(model, inputs={"ids": IDS}, mode="training", loss=lambda o, i: o.sum(), on_change="eager")
+
+
+def test_guards_are_in_the_plan_and_in_the_report(planned: Planned, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned.executable.plan
+    places = {guard.place for guard in plan.guards}
+    assert {"inputs['ids']", "inputs['alpha']", "model.temperature", "model.inner.up.weight", "model.drop.p"} <= places
+    assert Plan.from_dict(plan.to_dict()) == plan
+    planned.executable.report()
+    assert f"{len(plan.guards)} checked at each call" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_guard_that_is_none_is_refused_in_a_saved_plan(planned: Planned) -> None:
+    data = planned.executable.plan.to_dict()
+    data["guards"][0]["kind"] = "wish"
+    with pytest.raises(EffcompileError, match="not a valid plan"):
+        Plan.from_dict(data)
