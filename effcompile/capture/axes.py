@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
+from effcompile.core.errors import CaptureError
 from effcompile.ir.export import Domain
-from effcompile.ir.program import Dim, TensorSpec
+from effcompile.ir.program import Dim, Output, Size, TensorSpec
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -111,6 +112,11 @@ class Names:
             return int(expression)
         if expression.is_Symbol and expression not in self.symbols:
             self.symbols[expression] = self._fresh(axis, leaf)
+        return self.formula(size)
+
+    def formula(self, number: Any) -> str:
+        """A number that was computed from sizes, in the names of their axes."""
+        expression = torch_compat.expression(number)
         text = {symbol: self.symbols.get(symbol, str(symbol)) for symbol in expression.free_symbols}
         return str(expression.xreplace({symbol: type(symbol)(name, integer=True) for symbol, name in text.items()}))
 
@@ -136,6 +142,7 @@ class Boundary:
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    returned: tuple[Any, ...]
     domain: Domain
     fixed: tuple[str, ...]
 
@@ -159,9 +166,31 @@ def read_boundary(
         inputs.append(_spec(leaf.name, value, shape))
         stuck = [axis for axis, expected in axes.items() if expected and isinstance(shape[axis], int)]
         fixed += [_fixed_line(leaf, axis, places.get((f"L{leaf.source}", axis))) for axis in stuck]
-    results = [v for v in pytree.tree_leaves(_results(graph)) if isinstance(v, torch.Tensor)]
+    leaves_out = pytree.tree_leaves(_results(graph))
+    results = [v for v in leaves_out if isinstance(v, torch.Tensor)]
     outputs = [_spec(name, v, tuple(names.dim(s, a, None) for a, s in enumerate(v.shape))) for name, v in zip(named, results, strict=True)]
-    return Boundary(inputs=tuple(inputs), outputs=tuple(outputs), domain=_domain(exported, names), fixed=tuple(dict.fromkeys(fixed)))
+    return Boundary(
+        inputs=tuple(inputs), outputs=tuple(outputs), returned=tuple(_returned(leaf, names) for leaf in leaves_out),
+        domain=_domain(exported, names), fixed=tuple(dict.fromkeys(fixed)),
+    )  # fmt: skip
+
+
+def _returned(leaf: Any, names: Names) -> Any:
+    """What `Program.returned` says of one output.
+
+    Raises:
+        CaptureError: a number that depends on the data of the inputs.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return Output.TENSOR
+    if not isinstance(leaf, torch_compat.SYMBOLIC):
+        return leaf
+    if torch_compat.unbacked(leaf):
+        raise CaptureError(
+            "The model returns a Python number that is read from a tensor (.item(), int(tensor), float(tensor)), which a graph cannot "
+            "follow. Return the tensor itself."
+        )
+    return Size(names.formula(leaf))
 
 
 def _results(graph: fx.Graph) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from effcompile.core.errors import CaptureError
+from effcompile.core.stages import first_line
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TORCH = os.path.dirname(torch.__file__)
@@ -76,12 +77,6 @@ def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
         f"{type(model).__name__} cannot be captured. {place_of(error, model)}: {construct}.\n"
         f"  torch says: {first_line(error)}\n  Mend it: {fix}."
     )
-
-
-def first_line(error: BaseException) -> str:
-    """`Type: first line` of an exception, at most 300 characters."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line}"[:300]
 
 
 def place_of(error: BaseException, model: nn.Module | None = None) -> str:

@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import axes as dynamic_axes
 from effcompile.capture import cleanup
 from effcompile.capture.calls import CallGuards
-from effcompile.capture.diagnose import capture_error, first_line, place_of
+from effcompile.capture.diagnose import capture_error, place_of
 from effcompile.capture.mends import CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat
-from effcompile.core.errors import InputsError
+from effcompile.core.errors import EffcompileError, InputsError, InternalError
+from effcompile.core.stages import first_line, stage
 from effcompile.ir.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
 from effcompile.ir.program import Program
 
@@ -115,6 +116,8 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
     for attempt in _attempts(subject, dynamic):
         try:
             program = _export(subject, attempt)
+        except InternalError:  # torch.export did its part
+            raise
         except Exception as raised:
             error = raised
             refusals.append((attempt, f"{first_line(raised)} ({place_of(raised)})"))
@@ -125,6 +128,8 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
             return replace(program, fixed=(*reversed(lines.values()), *program.fixed))
         refusals.append((attempt, f"the graph assumes {refusal}"))
     assert error is not None
+    if isinstance(error, EffcompileError):
+        raise error
     raise capture_error(error, subject.model) from error
 
 
@@ -164,6 +169,12 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
     shapes = dict(attempt.given) if attempt.given else shapes_for(subject.model, args, kwargs, attempt.axes)
     with torch_compat.quiet_export():
         exported = torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+    with stage("tidy the captured graph"):
+        return _tidied(subject, attempt, exported)
+
+
+def _tidied(subject: _Subject, attempt: _Attempt, exported: torch.export.ExportedProgram) -> Program:
+    """What was exported as a Program: its boundary read, its graph cleaned."""
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     module = fx.GraphModule(module, module.graph)  # without torch's hook that compares sizes with the traced ones
@@ -183,6 +194,7 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
         kwargs=subject.kwargs,
         inputs=found.inputs,
         outputs=found.outputs,
+        returned=found.returned,
         dynamic_shapes=shapes_for(module, subject.args, subject.kwargs, specs) if any(specs) else None,
         mends=subject.mends,
         fixed=found.fixed,

@@ -20,12 +20,13 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
-from effcompile.capture.diagnose import capture_error, first_line, place_of
+from effcompile.capture.diagnose import capture_error, place_of
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
 from effcompile.capture.training_outputs import Layout, check_loss
 from effcompile.core import torch_compat, torch_compat_aot
 from effcompile.core.errors import CaptureError, EffcompileError, InputsError
+from effcompile.core.stages import first_line
 from effcompile.ir.resident import resident_bytes
 from effcompile.ir.step import Step
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from effcompile.capture.draws import draw_in_memory_order, separate_draws
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import CaptureError
 
@@ -52,6 +53,7 @@ class Joint:
 
 def lift(front: fx.GraphModule, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Lifted:
     """Parameters, buffers and constants as placeholders, one per distinct tensor: a tied weight stays one weight."""
+    separate_draws(front.graph)
     owners = _owners(model)
     graph, found = fx.Graph(), dict[int, tuple[torch.Tensor, list[fx.Node]]]()
     given = [node for node in front.graph.nodes if node.op == "placeholder"]
@@ -150,6 +152,7 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
     module.graph.output_node().meta.pop("desc", None)
     constants = {node: lifted.tensors[i] for i, node in nodes.items() if lifted.names[i][0] == "constant"}
     constants |= _lift_constants(module)
+    draw_in_memory_order(module.graph)
     _tidy(module.graph)
     of_kind = {kind: {nodes[i]: name for i, (k, name) in enumerate(lifted.names) if k == kind} for kind in ("parameter", "buffer")}
     kept = tuple(nodes[i] for i, (kind, _) in enumerate(lifted.names) if kind == "input")

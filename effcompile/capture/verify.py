@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from effcompile.capture.diagnose import first_line
 from effcompile.capture.mends import as_reference
 from effcompile.core.errors import InputsError
-from effcompile.ir.export import allowed, resized, sizes_of
+from effcompile.core.stages import first_line
+from effcompile.ir.export import allowed, mend_views, resized, sizes_of
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program, TensorSpec
 
@@ -44,8 +45,18 @@ def verify_capture(program: Program, model: nn.Module) -> list[Check]:
     """
     with as_reference(model):
         wanted = _guarded(lambda args, kwargs: model(*args, **kwargs))
-        found = _guarded(lambda args, kwargs: program.module(*args, **kwargs))
+        found = _guarded(partial(_run, program))
         return [_check(program, variant, wanted, found) for variant in _variants(program, _accepts(program, model))]
+
+
+def _run(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the captured graph returns. Views that it has and that are none with the kernels' real layouts are mended for good."""
+    try:
+        return program.module(*args, **kwargs)
+    except RuntimeError:
+        if not mend_views(program.module, args, {name: kwargs[name] for name in program.kwargs}):
+            raise
+        return program.module(*args, **kwargs)
 
 
 def variants(program: Program) -> list[Variant]:

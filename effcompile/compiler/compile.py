@@ -18,11 +18,20 @@ from effcompile.compiler import measure
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.inputs import guards_of
 from effcompile.compiler.machine import AUTO, Machine, resolve, usable_backends
-from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.progress import QUIET, Progress, entry
 from effcompile.compiler.search import Search, explain_infeasible, fingerprint
 from effcompile.compiler.settle import Outcome, Workshop, settle
 from effcompile.compiler.verify import references, worst
-from effcompile.core.errors import CaptureError, EffcompileError, FormatError, InfeasibleError, LoweringError, UsageError, VerificationError
+from effcompile.core.errors import (
+    CaptureError,
+    EffcompileError,
+    FormatError,
+    InfeasibleError,
+    InternalError,
+    LoweringError,
+    UsageError,
+    VerificationError,
+)
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_error, format_seconds
 from effcompile.estimate import sensitivity
@@ -52,6 +61,7 @@ _LEFT_AS_WRITTEN = {"": "fused, it rounds otherwise, and this model makes more o
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
+@entry("plan")
 def make_plan(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -81,6 +91,7 @@ def make_plan(
     return replace(best, candidates=tuple(candidates), guards=guards_of(program), notes=(*best.notes, *machine.keep_timings()))
 
 
+@entry("optimize")
 def optimize(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -131,7 +142,7 @@ def optimize(
 
     try:
         best = best_of(program)
-    except (VerificationError, LoweringError) as failure:
+    except (VerificationError, LoweringError, InternalError) as failure:
         if program.left == _LEFT_AS_WRITTEN or not attentions(program):
             raise
         try:
@@ -157,6 +168,7 @@ def _stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[st
     return notes
 
 
+@entry("frontier")
 def frontier(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, points: int = 8, target: str | Target = AUTO,
     backend: str | None = None, passes: Sequence[str] | None = None, dynamic: bool | Mapping[str, Any] | None = None,
@@ -286,24 +298,30 @@ def _plans(
     """A plan per backend, best predicted first, and a candidate line for each backend.
 
     Raises:
-        InfeasibleError: no backend can meet the goal.
+        InfeasibleError: no backend can meet the goal. InternalError, LoweringError: none can be priced; the first one's.
     """
     plans: list[tuple[Backend, Plan]] = []
     candidates = [Candidate(backend=name, note=reason) for name, reason in absent.items()]
     infeasible: dict[str, InfeasibleError] = {}
+    failed: list[EffcompileError] = []
     for backend in backends:
-        if (reason := backend.refuses(search.program, search.goal)) is not None:
-            candidates.append(Candidate(backend=backend.name, note=reason))
-            continue
-        with progress.step(f"price and solve for {backend.name}"):
-            try:
-                plans.append((backend, search.plan_for(backend)))
-            except InfeasibleError as error:
-                infeasible[backend.name] = error
-                candidates.append(Candidate(backend=backend.name, note=f"infeasible: {error}"))
+        try:
+            with progress.step(f"price and solve for {backend.name}"):
+                if (reason := backend.refuses(search.program, search.goal)) is None:
+                    plans.append((backend, search.plan_for(backend)))
+                else:
+                    candidates.append(Candidate(backend=backend.name, note=reason))
+        except InfeasibleError as error:
+            infeasible[backend.name] = error
+            candidates.append(Candidate(backend=backend.name, note=f"infeasible: {error}"))
+        except (InternalError, LoweringError) as error:  # the others are there
+            failed.append(error)
+            candidates.append(Candidate(backend=backend.name, note=f"failed: {error}"))
     if not plans:
         if infeasible:
             raise explain_infeasible(infeasible)
+        if failed:
+            raise failed[0]
         raise UsageError("No backend takes this model: " + "; ".join(f"{c.backend}: {c.note}" for c in candidates))
     plans.sort(key=lambda pair: pair[1].certificate.objective)
     candidates = [Candidate(backend=b.name, predicted_seconds=p.predicted.seconds) for b, p in plans] + candidates
@@ -317,7 +335,7 @@ def _workshop(
     flat = [program.flat_inputs(args, kwargs) for args, kwargs in inputs[:8]] or [program.flat_inputs()]
     with progress.step("reference outputs"):
         cases = references(program, model, goal, inputs)
-    return Workshop(program=program, passes=passes, goal=goal, cases=cases, calibration=flat, progress=progress)
+    return Workshop(model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat, progress=progress)
 
 
 def _generated(program: Program) -> list[Inputs]:

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 from effcompile.backends.base import Lowered
 from effcompile.compiler.gradients import GradientGuard
 from effcompile.compiler.inputs import GraphInputs, guards_of
-from effcompile.core.errors import Fallback, GuardError, InputsError
+from effcompile.core.errors import EffcompileError, Fallback, GuardError, InputsError, LoweringError
+from effcompile.core.stages import first_line
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -70,8 +71,25 @@ class Executable(nn.Module):
             if self.fallback is None:
                 raise
             return self.fallback(error, args, kwargs)
-        outputs = self._gradients.results(tensors, self._lowered(*tensors))
-        return pytree.tree_unflatten(outputs, self._output_spec)
+        outputs = self._gradients.results(tensors, self._run(tensors))
+        sizes = self._inputs.sizes(tensors) if self._program.returned else {}
+        return pytree.tree_unflatten(self._program.with_plain_results(outputs, sizes), self._output_spec)
+
+    def _run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The lowered model's outputs.
+
+        Raises:
+            LoweringError: it cannot run with these tensors.
+        """
+        try:
+            return self._lowered(*tensors)
+        except EffcompileError:
+            raise
+        except Exception as error:
+            raise LoweringError(
+                f"{self._program.name} as lowered to {self.plan.backend} failed with these inputs: {first_line(error)}. If the model "
+                "itself takes them, please report it, and plan with these inputs as the example or with another backend=."
+            ) from error
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
         """Print the plan."""

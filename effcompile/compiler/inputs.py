@@ -63,6 +63,11 @@ class GraphInputs:
             self._check_bound(bound, tensors[bound.index])
         return [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+        """The sizes that the named axes have in a call."""
+        pairs = ((dim, size) for spec, t in zip(self._program.inputs, tensors, strict=True) for dim, size in zip(spec.shape, t.shape, strict=True))
+        return {dim: size for dim, size in pairs if isinstance(dim, str) and dim.isidentifier()}
+
     def listed(self) -> Iterator[Guard]:
         """What is checked."""
         places = self._program.call.tensors if self._program.call is not None else ()

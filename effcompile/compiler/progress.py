@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ParamSpec, Protocol, TypeVar
+
+from effcompile.core.stages import stage
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Progress(Protocol):
@@ -25,3 +32,34 @@ class Quiet:
 
 
 QUIET: Progress = Quiet()
+
+
+class _Staged:
+    """The steps of another, each a stage that an error which nobody foresaw is named after."""
+
+    def __init__(self, steps: Progress) -> None:
+        self._steps = steps
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        with self._steps.step(name), stage(name):
+            yield
+
+    def update(self, name: str, done: int, total: int) -> None:
+        self._steps.update(name, done, total)
+
+
+def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates an entry point that takes `progress`: only EffcompileErrors leave it, whichever step they come from."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            progress = kwargs.get("progress", QUIET)
+            kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
+            with stage(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    return decorate

@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.verify import relative_error
+from effcompile.compiler.executable import Executable
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.verify import Reference, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
+from effcompile.core.stages import stage, without
 from effcompile.core.units import format_error
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Check, Plan
@@ -50,6 +53,7 @@ class Outcome:
 class Workshop:
     """What every round of settling needs."""
 
+    model: nn.Module
     program: Program
     passes: tuple[Pass, ...]
     goal: Goal
@@ -122,9 +126,10 @@ def apply_passes(program: Program, passes: Sequence[Pass], plan: Plan, example: 
     before: list[str] = []
     reference: Any = None
     for each in passes:
-        edited = each.apply(program, plan)
-        if edited.module is not program.module:
-            edited.graph.lint()
+        with stage(f"pass {each.name}", without(each.name)):
+            edited = each.apply(program, plan)
+            if edited.module is not program.module:
+                edited.graph.lint()
         if each.exact and edited.module is not program.module and plan.goal.reads == "all" and not _approximates(each, plan):
             with torch.no_grad():
                 reference = program.module(*program.args, **program.kwargs) if reference is None else reference
@@ -153,7 +158,7 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
         tagged = apply_passes(shop.program, shop.passes, plan, next(iter(shop.cases), None))
         lowered = backend.lower(tagged, plan, shop.calibration)
     with shop.progress.step(f"verify {backend.name}"):
-        checks = verify(lowered, tagged, shop.cases, shop.goal)
+        checks = verify(Executable(shop.model, tagged, lowered, plan), tagged, shop.cases, shop.goal)
     plan = _counted(plan, shop.program, lowered)
     plan = replace(plan, checks=tuple(checks), settings=dict(lowered.settings))
     return Outcome(plan=plan, program=tagged, lowered=lowered, checks=tuple(checks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from effcompile.backends.base import Lowered
 from effcompile.capture import variants
 from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
-from effcompile.core.errors import LoweringError
+from effcompile.core.errors import EffcompileError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_error
 from effcompile.ir.plan import Check
@@ -37,8 +36,11 @@ class Reference:
     """
 
     name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
+    plain: tuple[Any, ...]
     rounding: Callable[[], float] = lambda: 0.0
 
     def limit(self, goal: Goal, error: float) -> float:
@@ -69,7 +71,8 @@ def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequ
                 continue
             inputs, read = tuple(program.flat_inputs(args, kwargs)), tuple(_read(_tensors(outputs), goal))
             rounding = partial(_rounding, exact, name, read, _mask(program, inputs))
-            found.append(Reference(name=name, inputs=inputs, outputs=read, rounding=rounding))
+            plain = tuple(_plain(outputs))
+            found.append(Reference(name=name, args=args, kwargs=kwargs, inputs=inputs, outputs=read, plain=plain, rounding=rounding))
     return found
 
 
@@ -97,9 +100,12 @@ def _rounding(
     return max((relative_error(_seen(a, mask).double(), _seen(b, mask)) for a, b in zip(outputs, truth, strict=True)), default=0.0)
 
 
-def verify(lowered: Lowered, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
-    """One check per case: relative L2 error over all outputs, against the goal's tolerance."""
-    return [_check(lowered, program, case, goal) for case in cases]
+def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
+    """One check per case: relative L2 error over all outputs, against the goal's tolerance.
+
+    run: called as a user calls the model, with each case's own arguments; returns what the model returns.
+    """
+    return [_check(run, program, case, goal) for case in cases]
 
 
 def worst(checks: Sequence[Check]) -> float:
@@ -107,15 +113,19 @@ def worst(checks: Sequence[Check]) -> float:
     return max((check.error for check in checks), default=0.0)
 
 
-def _check(lowered: Lowered, program: Program, case: Reference, goal: Goal) -> Check:
+def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
+    failed = partial(Check, name=case.name, error=math.inf, limit=goal.tolerance)
     try:
-        found = _read(lowered(*case.inputs), goal)
-    except LoweringError as failure:
-        return Check(name=case.name, error=math.inf, limit=goal.tolerance, note=str(failure))
+        outputs = run(*case.args, **case.kwargs)
+    except EffcompileError as failure:
+        return failed(note=str(failure))
+    found = _read(_tensors(outputs), goal)
     mask = _mask(program, case.inputs)
     pairs = list(zip(found, case.outputs, strict=False))
     if len(found) != len(case.outputs):
-        return Check(name=case.name, error=math.inf, limit=goal.tolerance, note=f"{len(found)} outputs instead of {len(case.outputs)}")
+        return failed(note=f"{len(found)} outputs instead of {len(case.outputs)}")
+    if (plain := tuple(_plain(outputs))) != case.plain:
+        return failed(note=f"beside the tensors it returns {plain} instead of {case.plain}")
     error = max((relative_error(_seen(a, mask), _seen(b, mask)) for a, b in pairs), default=0.0)
     limit = case.limit(goal, error)
     hidden = mask is not None and not bool(mask.bool().all())
@@ -148,3 +158,9 @@ def _mask(program: Program, inputs: Sequence[torch.Tensor]) -> torch.Tensor | No
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
     return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(outputs: Any) -> list[Any]:
+    """What is no tensor among the outputs, each with its place."""
+    leaves = pytree.tree_leaves_with_path(outputs)
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]

@@ -10,7 +10,9 @@ EffcompileError                 anything below; the CLI prints it without a trac
 │   └── MissingPackageError     an optional package is absent; prints the install line
 ├── InfeasibleError             exit 1: no plan meets the goal; carries the explanation
 ├── LoweringError               exit 1: a backend could not build what the plan says
-└── VerificationError           exit 1: the result is not within the declared error
+├── VerificationError           exit 1: the result is not within the declared error
+├── ShortOfMemoryError          exit 1: this machine has not the memory for planning or verifying
+└── InternalError               exit 1: an error that nobody foresaw; names the stage, keeps its cause, says what to report
 """
 
 from __future__ import annotations
@@ -127,3 +129,15 @@ class LoweringError(EffcompileError):
 
 class VerificationError(EffcompileError):
     """The lowered model differs from the original by more than the goal allows."""
+
+
+class ShortOfMemoryError(EffcompileError):
+    """The machine's memory was not enough for effcompile's own work."""
+
+
+class InternalError(EffcompileError):
+    """effcompile itself failed where it should not have: `__cause__` is what was raised, `stage` where."""
+
+    def __init__(self, stage: str, message: str) -> None:
+        super().__init__(message)
+        self.stage = stage

@@ -111,9 +111,27 @@ def guard_holds(guard: str, scope: dict[str, Any]) -> bool:
         return True
 
 
+#: Numbers that tracing computes with symbols.
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 def expression(size: Any) -> Any:
     """The sympy expression of a size after all that was learned while tracing; a number when it is constant."""
-    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+    return size.node.expr if isinstance(size, SYMBOLIC) else int(size)
+
+
+def unbacked(number: Any) -> bool:
+    """Whether a symbolic number is known only with the data."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(number))
+
+
+def size_functions() -> dict[str, Any]:
+    """The functions of torch's own that formulas of sizes may have, by name."""
+    from torch.utils._sympy import functions
+
+    return {name: vars(functions)[name] for name in functions.__all__ if name in vars(functions)}
 
 
 def specialised_at(value: torch.Tensor) -> dict[tuple[str, int], str]:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
 from effcompile.estimate.perturb import MERGED, Record, Site, Weights, delta_of, find_sites, static_range
+from effcompile.ir.export import LENIENT
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import linears, merges
@@ -138,6 +139,9 @@ class _Recorder(fx.Interpreter):
         self.results: dict[fx.Node, Any] = {}
         self.entering: dict[fx.Node, Any] = {}
         self.biases: dict[fx.Node, Any] = {}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(LENIENT.get(target, target), args, kwargs)  # with gradients attention is another kernel
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

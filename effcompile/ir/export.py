@@ -9,18 +9,23 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
-from effcompile.ir.program import Dim, Program
+from effcompile.ir.program import Dim, Output, Program, evaluated
+
+aten = torch.ops.aten
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+#: Views as reshapes, which copy where no view is possible. A view in a captured graph is one for the strides of the kernels that ran
+#: then; but attention and norms lay their results out by what they are given (a mask that requires a gradient, a transposed
+#: input), and tracing assumes another layout than some kernels have.
+LENIENT: Mapping[Any, Any] = {aten.view.default: aten.reshape.default}
 #: axis → what torch.export is told about it, for each tensor leaf in the order of `Program.inputs`
 Axes = Sequence[Mapping[int, Any]]
 
@@ -42,13 +47,62 @@ def domain_of(program: Program) -> Domain:
 def reexport(program: Program) -> torch.export.ExportedProgram:
     """Export `program.module`, edited or not, with its dynamic axes; works for examples of batch 1.
 
-    Nodes keep the module names (`nn_module_stack`) of the program's nodes wherever the two graphs agree.
+    Nodes keep the module names (`nn_module_stack`) of the program's nodes wherever the two graphs agree. Of a model that returns
+    other things beside tensors only the tensors are returned, as a tuple.
     """
     args, kwargs = trace_inputs(program)
+    module = _exportable(program)
     with torch.no_grad():
-        exported = torch.export.export(program.module, args, kwargs, dynamic_shapes=program.dynamic_shapes, strict=False)
+        exported = torch.export.export(module, args, kwargs, dynamic_shapes=program.dynamic_shapes, strict=False)
     _copy_module_names(program.graph, exported.graph)
     return exported
+
+
+def _exportable(program: Program) -> fx.GraphModule:
+    """A copy of the module that runs where kernels lay their results out otherwise, and returns tensors only."""
+    module = program.editable("export again").module
+    lenient_views(module.graph)
+    if any(kind is not Output.TENSOR for kind in program.returned):
+        tensors = tuple(replace(program, module=module).tensor_results())
+        module.graph.output_node().args = (tensors,)
+        codegen: Any = module.graph._codegen
+        codegen.pytree_info = codegen.pytree_info._replace(out_spec=pytree.tree_structure(tensors))
+        module.graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def lenient_views(graph: fx.Graph) -> None:
+    """Views as `LENIENT` has them."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = LENIENT.get(node.target, node.target)
+
+
+def mend_views(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Make those views reshapes that are none at these inputs, as the kernels lay out their results; whether there were any."""
+    views = _Views(module)
+    with torch.no_grad():
+        views.run(*pytree.tree_leaves((args, dict(kwargs))), enable_io_processing=False)
+    if views.mended:
+        module.recompile()
+    return views.mended
+
+
+class _Views(fx.Interpreter):
+    """Runs a graph, and changes every view that cannot be taken."""
+
+    mended = False
+
+    def run_node(self, n: fx.Node) -> Any:
+        lenient = LENIENT.get(n.target)
+        if lenient is None:
+            return super().run_node(n)
+        try:
+            return super().run_node(n)
+        except RuntimeError:
+            n.target, self.mended = lenient, True
+            return super().run_node(n)
 
 
 def trace_inputs(program: Program) -> Inputs:
@@ -107,7 +161,7 @@ def size_at(dim: Dim, sizes: Mapping[str, int]) -> int:
     """The size of an axis, which may be derived from a named one ("8*seq")."""
     if isinstance(dim, int):
         return dim
-    return sizes[dim] if dim in sizes else int(sympy.sympify(dim, locals={n: sympy.Integer(v) for n, v in sizes.items()}))
+    return sizes[dim] if dim in sizes else int(evaluated(dim, sizes))
 
 
 def allowed(program: Program, sizes: Mapping[str, int]) -> bool:
@@ -162,7 +216,10 @@ class _ShapePropagation(fx.Interpreter):
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        return self._mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        return self._mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(LENIENT.get(target, target), args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

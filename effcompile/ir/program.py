@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import enum
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core import torch_compat
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.guards import CallGuards, StateGuards
 
@@ -26,6 +29,19 @@ class TensorSpec:
     shape: tuple[Dim, ...]
 
 
+class Output(enum.Enum):
+    """What stands at a place of a model's flat outputs."""
+
+    TENSOR = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """An output that follows from the inputs' sizes: a formula in the names of their axes."""
+
+    formula: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """A captured model.
@@ -38,6 +54,8 @@ class Program:
         calibration: further inputs, (args, kwargs) each, that the user gave to measure errors and find constants with.
         recovered: what was found out of values of the graph and is shared by its copies, whose nodes keep their names.
         inputs, outputs: the flat tensors at the boundary, in order.
+        returned: what the model's flat outputs are: `Output.TENSOR` for the next one of `outputs`, a `Size`, or the plain value
+            itself (None, a number, a text). Empty where all are tensors.
         dynamic_shapes: what torch.export needs to capture `module` again.
         mends: known fixes applied at capture, in the user's words.
         fixed: axes that were asked to be dynamic and that the model's code made constant.
@@ -53,6 +71,7 @@ class Program:
     kwargs: Mapping[str, Any]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    returned: tuple[Any, ...] = ()
     dynamic_shapes: Any = None
     mends: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
@@ -73,6 +92,20 @@ class Program:
         for node in self.graph.nodes:
             if node.op == "call_function" and (not targets or node.target in targets):
                 yield node
+
+    def tensor_results(self) -> list[fx.Node]:
+        """The nodes of `outputs`; what else the model returns is left out."""
+        leaves = pytree.tree_leaves(self.graph.output_node().args[0])
+        kinds = self.returned or [Output.TENSOR] * len(leaves)
+        return [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is Output.TENSOR and isinstance(leaf, fx.Node)]
+
+    def with_plain_results(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[Any]:
+        """The flat outputs of the model: the tensors, and what it returns beside them at these sizes of the inputs' axes."""
+        made = iter(tensors)
+        kinds = self.returned or [Output.TENSOR] * len(tensors)
+        return [
+            next(made) if kind is Output.TENSOR else evaluated(kind.formula, sizes) if isinstance(kind, Size) else kind for kind in kinds
+        ]
 
     def tensor(self, node: fx.Node | None) -> torch.Tensor | None:
         """The parameter or buffer behind a get_attr node; None for anything else."""
@@ -126,6 +159,13 @@ class Program:
     def parameter_count(self) -> int:
         """Number of distinct parameter elements."""
         return sum({id(p): p.numel() for p in self.module.parameters()}.values())
+
+
+def evaluated(formula: str, sizes: Mapping[str, int]) -> int | float:
+    """A formula in the names of axes at their sizes."""
+    known = {name: sympy.Integer(size) for name, size in sizes.items()}
+    value = sympy.sympify(formula, locals={**torch_compat.size_functions(), **known})
+    return int(value) if value.is_integer else float(value)
 
 
 def module_path(node: fx.Node) -> str:

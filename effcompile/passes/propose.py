@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from effcompile.core.stages import stage, without
 from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 
@@ -21,7 +22,9 @@ def propose_all(passes: Iterable[Pass], program: Program, context: Context) -> t
     choices: dict[str, Choice] = {}
     declined: list[Declined] = []
     for each in passes:
-        for item in each.propose(program, context):
+        with stage(f"pass {each.name}", without(each.name)):
+            proposed = list(each.propose(program, context))
+        for item in proposed:
             if isinstance(item, Declined):
                 declined.append(item)
             elif item.site in choices:

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from torch import fx
 
+from effcompile.core.torch_compat_aot import is_random
 from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.program import module_path
 
@@ -16,6 +17,8 @@ LARGEST = 48
 
 def cut(forward: Sequence[fx.Node], results: Sequence[fx.Node], held: Storages) -> tuple[tuple[str, ...], dict[fx.Node, int]]:
     """(names of the stages in order, node → stage). A node is never in an earlier stage than what it reads.
+
+    Nor is a random draw in an earlier one than the draw before it: the nodes of a module used twice bear the name of its first place.
 
     Args:
         forward: what does not depend on the tangent.
@@ -31,9 +34,12 @@ def cut(forward: Sequence[fx.Node], results: Sequence[fx.Node], held: Storages) 
         names.append(_unique(name, names))
         for node in nodes:
             stage_of[node] = len(names) - 1
+    drawn = 0
     for node in forward:
         operands = [stage_of[arg] for arg in node.all_input_nodes if arg in stage_of]
         stage_of[node] = max([stage_of.get(node, 0), *operands])
+        if is_random(node.target):
+            stage_of[node] = drawn = max(stage_of[node], drawn)
     return tuple(names), stage_of
 
 

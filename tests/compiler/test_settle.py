@@ -80,7 +80,7 @@ def bench(max_error, predicted_each, passes=("quantize",), layers=8):
         sensitivity=Sensitivity(errors=errors, method="given"), formats=tuple(LINEAR_FORMATS.values()), calibration_inputs="none",
     )  # fmt: skip
     cases = references(program, model, goal)
-    return search, Workshop(program=program, passes=chosen, goal=goal, cases=cases, calibration=[program.flat_inputs()])
+    return search, Workshop(model=model, program=program, passes=chosen, goal=goal, cases=cases, calibration=[program.flat_inputs()])
 
 
 def settled(search, shop, backend):

@@ -39,7 +39,7 @@ def checks(model: nn.Module, error: float, goal: Goal) -> list[Any]:
         noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
         return [y + noise * (error * y.norm() / noise.norm())]
 
-    return verify(lowered, program, references(program, model, goal), goal)  # type: ignore[arg-type]
+    return verify(lowered, program, references(program, model, goal), goal)
 
 
 def test_a_model_that_loses_digits_allows_others_to_lose_them_too() -> None:

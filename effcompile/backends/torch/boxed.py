@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.ir.export import LENIENT
+
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
 
@@ -63,7 +65,7 @@ class _Writer:
         arguments = [self._text(arg) for arg in node.args]
         if node.kwargs:  # as a dict: `from`, which aten's random operators have, is no name in Python
             arguments.append(f"**{self._text(dict(node.kwargs))}")
-        return f"{self._constant(node.target)}({', '.join(arguments)})"
+        return f"{self._constant(LENIENT.get(node.target, node.target))}({', '.join(arguments)})"
 
     def _text(self, value: Any) -> str:
         if isinstance(value, fx.Node):

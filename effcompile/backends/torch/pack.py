@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
+from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
 
 
@@ -21,9 +22,9 @@ def flatten(program: Program) -> fx.GraphModule:
     """
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(program.graph, values)
-    result = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, fx.Node)]
-    graph.output(tuple(result))
+    graph.graph_copy(program.graph, values)
+    graph.output(tuple(values[node] for node in program.tensor_results()))
+    lenient_views(graph)
     for old, new in values.items():
         new.meta = dict(old.meta)
     holders = [node for node in graph.nodes if node.op == "placeholder"]

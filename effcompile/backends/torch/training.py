@@ -129,7 +129,7 @@ class StepRunner:
     def _values(self, leaves: list[Any], step: Step | None = None) -> dict[fx.Node, Any]:
         """Placeholder of the step (or another capture of it) → its value now."""
         step = step or self.step
-        values: dict[fx.Node, Any] = dict(zip(step.inputs, leaves, strict=True))
+        values: dict[fx.Node, Any] = {node: _laid_out(node, leaf) for node, leaf in zip(step.inputs, leaves, strict=True)}
         for node, name in step.parameters.items():
             values[node] = _fitting(node, name, held(self.model, name).detach())
         for node, name in step.buffers.items():
@@ -193,6 +193,14 @@ def held(model: nn.Module, name: str) -> torch.Tensor:
 def _autocast(devices: list[str]) -> tuple[tuple[str, torch.dtype], ...]:
     """(device, dtype) of each autocast that is on."""
     return tuple((device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device))
+
+
+def _laid_out(node: fx.Node, value: torch.Tensor) -> torch.Tensor:
+    """An input with the strides that the step was captured with, for which its views are views; a copy where it has others."""
+    wanted = node.meta["val"].stride()
+    if value.stride() == wanted:
+        return value
+    return torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _fitting(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from effcompile.compiler.machine import AUTO
-from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.progress import QUIET, Progress, entry
 from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint, cases
 from effcompile.compiler.training.confirm import verified
@@ -42,6 +42,7 @@ _REMEASURED = 3
 _DROPPED = len(DTYPES) + 2
 
 
+@entry("plan")
 def plan_training(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO,
     passes: Sequence[str] | None = None, loss: Loss | None = None, keep_outputs: bool = False, optimizer: Any = None,
@@ -65,6 +66,7 @@ def plan_training(
     return _with_levers(divisions, found, joint, made)
 
 
+@entry("optimize")
 def optimize_training(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO,
     backend: str | None = None, plan: Plan | None = None, passes: Sequence[str] | None = None, loss: Loss | None = None,
@@ -177,6 +179,7 @@ def _without_compression(
     return work, found, divisions
 
 
+@entry("frontier")
 def frontier_training(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO, points: int = 20,
     passes: Sequence[str] | None = None, loss: Loss | None = None, keep_outputs: bool = False, optimizer: Any = None,

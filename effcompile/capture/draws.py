@@ -1,0 +1,52 @@
+"""Random numbers that a training graph draws as the model does: each to the element that it goes to in eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+def separate_draws(front: fx.Graph) -> None:
+    """Give every Bernoulli draw that is out of place in the forward a contiguous tensor to take its shape from.
+
+    Its result is contiguous whatever that is. So after functionalisation, which makes both kinds one operator, a draw that takes
+    its shape from a tensor that is not contiguous was one in place.
+    """
+    for node in list(front.nodes):
+        if node.op == "call_function" and node.target in (aten.bernoulli.p, torch.bernoulli) and len(node.args) + len(node.kwargs) > 1:
+            source = node.args[0]
+            with front.inserting_before(node):
+                copy = front.call_function(torch.clone, (source,), {"memory_format": torch.contiguous_format})
+            copy.meta = dict(source.meta) if isinstance(source, fx.Node) else {}
+            node.args = (copy, *node.args[1:])
+
+
+def draw_in_memory_order(graph: fx.Graph) -> None:
+    """Draws that were in place (AlphaDropout's noise) give their numbers in the order in which the tensor lies in memory.
+
+    Functionalised they would give them in the order of the axes, which is another one where the tensor is a permuted view.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
+        source: Any = node.args[0]
+        value = source.meta["val"]
+        if value.is_contiguous():
+            continue
+        order = sorted(range(value.dim()), key=lambda axis: -value.stride(axis))  # stable, as TensorIterator's own order
+        with graph.inserting_before(node):
+            laid_out = _call(graph, node, aten.permute.default, (source, order), value.permute(order))
+        drawn = torch.empty_like(laid_out.meta["val"], memory_format=torch.contiguous_format)
+        with graph.inserting_after(node):
+            back = [order.index(axis) for axis in range(value.dim())]
+            result = _call(graph, node, aten.permute.default, (node, back), drawn.permute(back))
+        node.replace_all_uses_with(result, delete_user_cb=lambda user, kept=result: user is not kept)
+        node.args, node.meta["val"] = (laid_out, *node.args[1:]), drawn
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+    call = graph.call_function(target, args)
+    call.meta = {**like.meta, "val": value}
+    return call

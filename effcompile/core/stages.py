@@ -1,0 +1,60 @@
+"""The last line of defence: what nobody foresaw leaves effcompile as one of its own errors, which names the stage it came from."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from effcompile.core.errors import EffcompileError, InternalError, ShortOfMemoryError
+
+#: What a user may try where the stage knows nothing better.
+AROUND = "leave a pass out (--pass no-NAME, passes=['no-NAME']), choose another backend (backend=...), or fix all shapes (dynamic=False)"
+
+#: How allocators word it; torch raises a plain RuntimeError on a CPU.
+_SHORT = re.compile(r"out of memory|can't allocate memory|not enough memory|bad_alloc|cannot allocate memory", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def stage(name: str, around: str = AROUND) -> Iterator[None]:
+    """Whatever is raised within and is no error of ours becomes one that names this stage; the innermost stage wins.
+
+    Args:
+        name: what is being done: "capture", "lower to onnxruntime".
+        around: what the user may try instead, as the end of "To get around it, ...".
+
+    Raises:
+        ShortOfMemoryError: the memory was not enough. InternalError: anything else that was not foreseen.
+    """
+    try:
+        yield
+    except EffcompileError:
+        raise
+    except Exception as error:
+        raise wrapped(error, name, around) from error
+
+
+def without(name: str) -> str:
+    """How to get around a pass."""
+    return f"leave it out with --pass no-{name}, or passes=['no-{name}']"
+
+
+def wrapped(error: Exception, name: str, around: str = AROUND) -> EffcompileError:
+    """The error of ours that stands for one that nobody foresaw."""
+    said = first_line(error)
+    if isinstance(error, MemoryError) or _SHORT.search(str(error)):
+        return ShortOfMemoryError(
+            f"The memory of this machine was not enough at the stage {name!r}: {said}. Free memory, give a smaller batch as the example, "
+            "or plan on a machine that has more (effcompile.plan runs nothing of a training step)."
+        )
+    return InternalError(
+        name,
+        f"effcompile failed at the stage {name!r}: {said}. This is a bug in effcompile, not in your model. Please report this message with "
+        f"its traceback, your model and the versions of effcompile and torch. To get around it, {around}.",
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """`Type: first line` of an exception, at most 300 characters."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {line}"[:300]
