@@ -68,8 +68,8 @@ def table(tokens: int, options: argparse.Namespace, data: list[dict[str, Any]]) 
 
     from effcompile.estimate.prediction import figure_of
     from effcompile.ops.attention import attention
-    from effcompile.sites.attention.predictor import Predictor, exact_mass, visible_tiles
     from effcompile.ops.tile_predictors import METHODS, STATIC, fit_low_rank
+    from effcompile.sites.attention.predictor import Predictor, exact_mass, visible_tiles
 
     names = ("q", "k", "v", "scale", "lo", "hi", "chunk", "valid")
     given, other = (

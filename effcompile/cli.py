@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from effcompile import console, report
-from effcompile.core.errors import EffcompileError, UsageError
+from effcompile.core.errors import EffcompileError, InternalError, UsageError
 from effcompile.core.files import write_atomically
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_seconds
@@ -365,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         app(args=arguments, prog_name="effcompile", obj=arguments)
     except EffcompileError as error:
-        if os.environ.get("EFFCOMPILE_DEBUG"):
+        if os.environ.get("EFFCOMPILE_DEBUG") or isinstance(error, InternalError):
             traceback.print_exc()
         status = console.tell(error, "--json" in arguments)
     except KeyboardInterrupt:

@@ -21,6 +21,7 @@ from effcompile import compiler
 from effcompile.compiler import Executable
 from effcompile.core.errors import EffcompileError, GuardError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.stages import stage
 
 _OPTIONS = ("target", "backend", "passes", "calibration")
 _MOST_SHAPES = 8  # sets of sizes that one dynamic graph is optimized for; more run the original
@@ -94,7 +95,8 @@ def _needs_gradients(inputs: Sequence[Any]) -> bool:
 def _training_step(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal) -> Callable[..., Sequence[Any]]:
     """The graph's forward and backward as planned; the graph itself, with a warning, where it cannot be."""
     try:
-        step: Callable[..., Sequence[Any]] = compiler.training_backend(gm, example_inputs, goal)
+        with stage("plan a graph of torch.compile's"):
+            step: Callable[..., Sequence[Any]] = compiler.training_backend(gm, example_inputs, goal)
     except EffcompileError as error:
         _compilations.append(Compilation(fallback=str(error)))
         warnings.warn(f"effcompile runs this graph unplanned: {error}", stacklevel=2)
@@ -129,7 +131,7 @@ class _Graph:
             return self._original(inputs, "its weights are not those that it was optimized with (compile it again: torch.compiler.reset())")
         try:
             return list(executable(*self._activations(inputs)))
-        except GuardError as error:
+        except EffcompileError as error:
             return self._original(inputs, str(error))
 
     def _activations(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -137,7 +139,8 @@ class _Graph:
 
     def _build(self, inputs: Sequence[Any]) -> tuple[Executable, list[tuple[torch.Tensor, int]]] | None:
         try:
-            model = DynamoGraph(self.gm, inputs, self.names).eval()
+            with stage("take a graph of torch.compile's"):
+                model = DynamoGraph(self.gm, inputs, self.names).eval()
             executable = compiler.optimize(model, tuple(self._activations(inputs)), {}, goal=self.goal, **self.request)
         except EffcompileError as error:
             self._fall_back(str(error))

@@ -13,6 +13,7 @@ from torch import fx, nn
 from effcompile.capture.draws import draw_in_memory_order, separate_draws
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import CaptureError
+from effcompile.ir.program import module_path
 
 aten = torch.ops.aten
 
@@ -152,6 +153,7 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
     module.graph.output_node().meta.pop("desc", None)
     constants = {node: lifted.tensors[i] for i, node in nodes.items() if lifted.names[i][0] == "constant"}
     constants |= _lift_constants(module)
+    _refuse_sparse_gradients(module.graph, model)
     draw_in_memory_order(module.graph)
     _tidy(module.graph)
     of_kind = {kind: {nodes[i]: name for i, (k, name) in enumerate(lifted.names) if k == kind} for kind in ("parameter", "buffer")}
@@ -171,6 +173,18 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
         differentiated=differentiated,
         wanted=tuple(nodes[i] for i in of_inputs),
     )
+
+
+def _refuse_sparse_gradients(graph: fx.Graph, model: nn.Module) -> None:
+    """Raises CaptureError where a lookup asks for a sparse gradient: the optimizers that want one refuse a dense one, and reversely."""
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        names = [argument.name for argument in schema.arguments] if schema is not None and "embedding" in schema.name else []
+        if "sparse" in names and (node.kwargs.get("sparse") or dict(zip(names, node.args, strict=False)).get("sparse")):
+            raise CaptureError(
+                f"{type(model).__name__} asks for sparse gradients ({module_path(node) or node.target}: nn.Embedding(sparse=True)), and a "
+                "planned step makes dense ones. Set its `sparse` to False, with an optimizer that takes dense gradients."
+            )
 
 
 def _updated(results: Sequence[torch_compat_aot.Role], lifted: Lifted, model: nn.Module) -> dict[str, int]:

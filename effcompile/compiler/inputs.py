@@ -65,7 +65,11 @@ class GraphInputs:
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The sizes that the named axes have in a call."""
-        pairs = ((dim, size) for spec, t in zip(self._program.inputs, tensors, strict=True) for dim, size in zip(spec.shape, t.shape, strict=True))
+        pairs = (
+            (dim, size)
+            for spec, t in zip(self._program.inputs, tensors, strict=True)
+            for dim, size in zip(spec.shape, t.shape, strict=True)
+        )
         return {dim: size for dim, size in pairs if isinstance(dim, str) and dim.isidentifier()}
 
     def listed(self) -> Iterator[Guard]:

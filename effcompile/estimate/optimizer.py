@@ -6,6 +6,7 @@ modelled: an update reads and writes parameter and states and reads the gradient
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,10 +56,10 @@ def state_bytes(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Gro
     return StateBytes(state_bytes=states, working_bytes=working, largest=largest, moved_bytes=2 * states + 3 * tensors)
 
 
-def measured_seconds(form: Form, optimizer: Optimizer, group: Group, dtype: torch.dtype, elements: int) -> float:
-    """Seconds of one step for so many elements: a smaller tensor's update, run here."""
-    size = min(max(elements, 1), _TIMED)
-    given = torch.zeros(size, dtype=dtype)
+def measured_seconds(form: Form, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int) -> float:
+    """Seconds of one step for so many elements: the update, run here, of a parameter like the largest one, of fewer rows if need be."""
+    given = torch.zeros(_timed_shape(tuple(largest.shape)), dtype=largest.dtype)
+    size = max(given.numel(), 1)
     makers = [torch.nn.Parameter(piece) for piece in pieces(form, given)]
     inner = build(form, optimizer, group, makers)
     for piece in makers:
@@ -71,6 +72,13 @@ def measured_seconds(form: Form, optimizer: Optimizer, group: Group, dtype: torc
             inner.step()
             best = min(best, perf_counter() - start)
     return best * elements / size
+
+
+def _timed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with as many rows as make it small enough to time; an update may ask for matrices (Muon)."""
+    if math.prod(shape) <= _TIMED:
+        return shape
+    return (max(1, _TIMED // math.prod(shape[1:])), *shape[1:])
 
 
 def modelled_seconds(found: StateBytes, target: Target, count: int) -> float:
@@ -108,16 +116,24 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def _traced(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor], device: str) -> tuple[int, int, int]:
     """(bytes of states, working bytes of a step, bytes made by the first step of one piece) of these tensors."""
-    parameters = [torch.nn.Parameter(piece) for tensor in tensors for piece in pieces(form, tensor)]
-    for p in parameters:
-        p.grad = torch.empty_like(p)
-    unfused = Form(form.name, False, form.piece)  # the fused kernels do not run without data; they make the same states
-    inner = build(unfused, optimizer, {**group, "fused": None} if group.get("fused") else group, parameters)
-    states, working, first = _run(inner)
+    try:
+        inner = _unfused(form, optimizer, group, tensors)
+        states, working, first = _run(inner)
+    except (RuntimeError, NotImplementedError):  # it reads numbers from its tensors (Adafactor, ASGD)
+        inner = _unfused(form, optimizer, group, [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors])
+        states, working, first = _run(inner)
     untraced = _tables(inner) + (_counters(inner) if device == "cpu" else 0)
     states, first = states + untraced, first + untraced
     scalars = _SCALARS if device == "cpu" else 0
     return states, scalars + (0 if form.fused else working), scalars + (states if form.fused else first)
+
+
+def _unfused(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor]) -> Optimizer:
+    """The optimizer of parameters like these; the fused kernels do not run without data, and the others make the same states."""
+    parameters = [torch.nn.Parameter(piece) for tensor in tensors for piece in pieces(form, tensor)]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    return build(Form(form.name, False, form.piece), optimizer, {**group, "fused": None} if group.get("fused") else group, parameters)
 
 
 def _tables(inner: Optimizer) -> int:
@@ -128,7 +144,8 @@ def _tables(inner: Optimizer) -> int:
 def _counters(inner: Optimizer) -> int:
     """Bytes of step counters and learning rates, which torch makes on the CPU, past what is traced."""
     kept = [*inner.state.values(), *inner.param_groups]
-    return sum(v.nbytes for values in kept for v in values.values() if isinstance(v, torch.Tensor) and v.device.type == "cpu")
+    numbers = [v for values in kept for v in values.values() if isinstance(v, torch.Tensor) and v.device.type == "cpu"]
+    return sum(v.nbytes for v in numbers if v.numel() == 1)
 
 
 def _run(inner: Optimizer) -> tuple[int, int, int]:

@@ -93,6 +93,10 @@ class Program:
             if node.op == "call_function" and (not targets or node.target in targets):
                 yield node
 
+    def at_boundary(self, dtype: str) -> str | None:
+        """The first input or output that has this dtype."""
+        return next((spec.name for spec in (*self.inputs, *self.outputs) if spec.dtype == dtype), None)
+
     def tensor_results(self) -> list[fx.Node]:
         """The nodes of `outputs`; what else the model returns is left out."""
         leaves = pytree.tree_leaves(self.graph.output_node().args[0])

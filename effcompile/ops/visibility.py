@@ -58,7 +58,7 @@ class Visibility:
         """The tile lists, equal to `TileList.from_dense` of the dense mask, which is not built where closed forms say it all."""
         check_blocks(block_q, block_k)
         if self.mask is not None or not q_len or not k_len:
-            return TileList.from_dense(self.dense(1 if self.mask is None else self.mask.shape[0], q_len, k_len), block_q, block_k)
+            return TileList.from_dense(self.dense(self._batch, q_len, k_len), block_q, block_k)
         bounds = self._bounds(block_q, block_k, q_len, k_len)
         full = bounds.every
         partial = bounds.some & ~full
@@ -87,6 +87,11 @@ class Visibility:
             yield self.q_ids[b.clamp(max=self.q_ids.shape[0] - 1), i] == self.k_ids[b.clamp(max=self.k_ids.shape[0] - 1), j]
         if self.valid is not None:
             yield self.valid[b.clamp(max=self.valid.shape[0] - 1), j]
+
+    @property
+    def _batch(self) -> int:
+        """Batches that see otherwise; 1 where all see the same."""
+        return max([1, *(t.shape[0] for t in (self.q_ids, self.k_ids, self.valid, self.mask) if t is not None)])
 
     @property
     def _device(self) -> torch.device:

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
 import effcompile
-from effcompile.core.errors import CaptureError, InternalError, LoweringError, VerificationError
+from effcompile.core.errors import CaptureError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
 
@@ -200,3 +200,16 @@ def _same(run: Any, model: nn.Module, *inputs: Tensor) -> None:
     for (place, a), (other, b) in zip(found, wanted, strict=True):
         assert place == other
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5) if isinstance(b, Tensor) else (a == b and type(a) is type(b))
+
+
+@pytest.mark.parametrize("backend", [None, "onnxruntime"])
+def test_a_model_in_bf16_goes_to_a_backend_that_takes_it(backend: str | None) -> None:
+    """No arrays of that dtype are to be had for the others: they are left out with the reason, and refused where they are asked for."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.GELU()).bfloat16().eval(), torch.randn(4, 16).bfloat16()
+    if backend is not None:
+        with pytest.raises(UsageError, match="is bfloat16, and ONNX Runtime is given NumPy's arrays"):
+            effcompile.optimize(model, inputs=x, backend=backend)
+        return
+    run = effcompile.optimize(model, inputs=x)
+    assert "is bfloat16" in {c.backend: c.note for c in run.plan.candidates}["onnxruntime"]
+    assert torch.allclose(run(x), model(x))

@@ -158,3 +158,17 @@ def test_golden_counts_of_the_facts() -> None:
     for counts, form in table.items():
         assert form.tiles(64, 64, q_len=256, k_len=256).counts == counts
         assert TileList.from_dense(form.dense(1, 256, 256), 64, 64).counts == counts
+
+
+def test_a_window_of_each_head_with_padding_of_each_batch() -> None:
+    """A dense mask by head and closed forms by batch together: the tiles are those of the dense mask."""
+    heads = torch.ones(1, 3, 12, 12, dtype=torch.bool).tril()
+    heads[:, 1] &= torch.ones(12, 12, dtype=torch.bool).triu(-3)
+    valid = torch.ones(2, 12, dtype=torch.bool)
+    valid[1, :5] = False
+    form = Visibility(mask=heads, valid=valid)
+    found, wanted = form.tiles(4, 4, q_len=12, k_len=12), TileList.from_dense(heads & valid[:, None, None], 4, 4)
+    assert torch.equal(form.dense(2, 12, 12), heads & valid[:, None, None])
+    for name in ("partial_count", "partial_index", "full_count", "full_index"):
+        if hasattr(wanted, name):
+            assert torch.equal(getattr(found, name), getattr(wanted, name)), name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -15,6 +16,7 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.room import NoRoomError, Room
 from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.alive import alive_bytes
+from effcompile.compiler.training.exact import in_float64
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.lean import lean
 from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
@@ -122,30 +124,32 @@ def _checked(
     """
     work = original.work
     if parts is None or not isinstance(runner, MicrobatchRunner):
-        return [_compared(work, plan, found, wanted)]
+        return [_compared(original, plan, found, wanted)]
     try:
         if not parts.step.random:
-            return [_compared(work, plan, found, wanted)]
+            return [_compared(original, plan, found, wanted)]
         name = "run the original step in micro-batches"
         apart = original.run(eager_in_parts(work, runner), name)
         with without_dropout(work.model):
             each, whole = (original.run(step, name) for step in (eager_in_parts(work, runner), work.eager_loss))
         same = _passed(verify.compare(each, whole, work.goal.max_error))
-        return [_compared(work, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
+        return [_compared(original, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
     except TooCoarseError:
         raise
     except VerificationError as error:
         raise InseparableError(str(error)) from error
 
 
-def _compared(work: Work, plan: Plan, found: verify.Result, wanted: verify.Result) -> Check:
+def _compared(original: _Original, plan: Plan, found: verify.Result, wanted: verify.Result) -> Check:
     """Loss and gradients against eager's: the whole gradient where values are rounded, else each parameter's.
 
     Raises:
         VerificationError: they differ by more than rounding. TooCoarseError: by more than the goal allows, in 8 or 16 bits.
     """
+    work = original.work
     if not rounds(plan):
-        return _passed(verify.compare(found, wanted, work.goal.max_error))
+        exact = partial(in_float64, work, original.room, wanted, plan.baseline.peak_bytes or 0)
+        return _passed(verify.compare(found, wanted, work.goal.max_error, exact))
     check = verify.compare_whole(found, wanted, work.goal.tolerance)
     if not check.passed:
         raise TooCoarseError(f"the whole gradient's relative error was {check.error:.2e}, above the goal's {check.limit:.2e}")

@@ -33,6 +33,11 @@ aten = torch.ops.aten
 Capture = Callable[..., Step]
 #: Captures the step with a `Capture`, in the forms that its attentions may have.
 Capturer = Callable[[Capture], Captured]
+#: Operators that write a tensor into another of the same dtype → which argument is the source.
+_WRITES = {
+    aten.index_put.default: 2, aten._unsafe_index_put.default: 2, aten.index_copy.default: 3, aten.index_add.default: 3,
+    aten.scatter.src: 3, aten.scatter_add.default: 3, aten.scatter_reduce.two: 3, aten.masked_scatter.default: 2,
+}  # fmt: skip
 #: Loss scales that are too small to be of use: an fp16 step that overflows still is given up.
 _LEAST_SCALE = 2.0**-14
 
@@ -53,11 +58,24 @@ def with_narrow(wide: Captured, precision: Precision, figures: Figures, capture:
         if reason is None:
             try:
                 narrow = Narrow(dtype=dtype, captured=capture(under(dtype, wide.step)), only=precision.always)
-                return replace(wide, narrow=narrow, refused=tuple(refused))
+                reason = _mixed_write(narrow.captured.step)
+                if reason is None:
+                    return replace(wide, narrow=narrow, refused=tuple(refused))
             except EffcompileError as error:
                 reason = f"the step cannot be captured under it: {str(error).splitlines()[0]}"
         refused.append(declined_dtype(dtype, reason))
     return replace(wide, narrow=None, refused=tuple(refused))
+
+
+def _mixed_write(step: Step) -> str | None:
+    """Why no kernel runs a step: it writes one dtype into another, which tracing lets pass."""
+    for node in step.graph.nodes:
+        if node.target in _WRITES:
+            into, source = node.args[0], node.args[_WRITES[node.target]]
+            dtypes = [str(value.meta["val"].dtype).removeprefix("torch.") for value in (into, source) if isinstance(value, fx.Node)]
+            if len(set(dtypes)) > 1:
+                return f"{node.target} would write {dtypes[1]} into {dtypes[0]}, which PyTorch refuses"
+    return None
 
 
 def under(dtype: str, wide: Step) -> Capture:

@@ -29,6 +29,10 @@ _SEED = 20
 _PIECE = 1 << 20
 #: A gradient whose elements are smaller than this share of the usual one is compared with that share.
 _NEGLIGIBLE = 1e-3
+#: A gradient may be so many times as far from float64's as the model's own, or as gradients usually are.
+_AS_NEAR = 4.0
+#: Where there is none in float64: the difference that is rounding, as a share of the usual gradient (some 16 units in the last place).
+_ROUNDED_AWAY = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,32 +96,82 @@ def seconds(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves =
         return perf_counter() - start
 
 
-def compare(found: Result, wanted: Result, limit: float | None) -> Check:
-    """Loss and gradients of the planned step against the model's own.
+def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[[], Result | None] = lambda: None) -> Check:
+    """Loss and gradients of the planned step against the model's own, each relative to its own norm.
+
+    A gradient that is mathematically zero (a key's bias: softmax does not see it) is rounding in both, and its relative error says
+    nothing. So one that fails is compared with what the step makes in float64: it has to be as near to that as the model's own. Where
+    there is nothing in float64, it has to be within rounding of the whole gradient's scale.
+
+    Args:
+        found: of the planned step.
+        wanted: of the original one.
+        limit: the goal's error.
+        exact: the original in float64, where it runs so; called only when a gradient fails.
 
     Raises:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
     """
+    _require_numbers(wanted)
+    rounded = [_ROUNDING.get(dtype, EXACT_TOLERANCE) for dtype in (wanted.loss.dtype, *_autocast_dtypes())]
+    allowed = max(limit or 0.0, *rounded, *(_rounding(g) for g in wanted.gradients.values()))
+    usual = _root_mean_square(wanted.gradients.values())
+    errors, same = _errors(found, wanted, _NEGLIGIBLE * usual)
+    failed = [name for name, error in errors.items() if name != "loss" and not error <= allowed and math.isfinite(error)]
+    truth = exact() if failed else None
+    scale = usual * _ROUNDED_AWAY if truth is None else _AS_NEAR * _usual_rounding(wanted, truth)
+    nothing = [name for name in failed if _is_rounding(name, found, wanted, truth, scale)]
+    for name in nothing:
+        errors[name] = _relative(found.gradients[name], wanted.gradients[name], usual)
+    where = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])  # NaN is the worst
+    notes = ["bit-identical" if same else f"largest at {where}"]
+    if nothing:
+        more = f" and {len(nothing) - 1} more" if len(nothing) > 1 else ""
+        beside = "as near to float64's as eager's" if truth is not None else "measured by the scale of the whole gradient"
+        notes.append(f"{nothing[0]}{more}: zero but for rounding, {beside}")
+    return Check(name="loss and all gradients, as eager", error=errors[where], limit=allowed, note="; ".join(notes))
+
+
+def _require_numbers(wanted: Result) -> None:
     if not math.isfinite(float(wanted.loss)):
         raise _nothing_to_compare(f"loss is {float(wanted.loss)}")
     for name, gradient in wanted.gradients.items():
         if gradient is not None and not bool(gradient.isfinite().all()):
             raise _nothing_to_compare(f"gradient of {name} is not finite")
-    same = torch.equal(found.loss, wanted.loss)
-    worst, where = _relative(found.loss, wanted.loss, 0.0), "loss"
-    usual = _root_mean_square(wanted.gradients.values())
+
+
+def _errors(found: Result, wanted: Result, floor: float) -> tuple[dict[str, float], bool]:
+    """Relative errors of the loss and of every gradient that one of the two has; whether all are equal to the bit."""
+    errors, same = {"loss": _relative(found.loss, wanted.loss, 0.0)}, torch.equal(found.loss, wanted.loss)
     for name, gradient in wanted.gradients.items():
         other = found.gradients.get(name)
         if gradient is None and other is None:
             continue
-        error = _relative(other, gradient, _NEGLIGIBLE * usual)
-        same = same and error == 0.0 and gradient is not None and other is not None and torch.equal(other, gradient)
-        if not (error <= worst or math.isnan(worst)):  # NaN is the worst
-            worst, where = error, name
-    rounded = [_ROUNDING.get(dtype, EXACT_TOLERANCE) for dtype in (wanted.loss.dtype, *_autocast_dtypes())]
-    allowed = max(limit or 0.0, *rounded, *(_rounding(g) for g in wanted.gradients.values()))
-    note = "bit-identical" if same else f"largest at {where}"
-    return Check(name="loss and all gradients, as eager", error=worst, limit=allowed, note=note)
+        errors[name] = _relative(other, gradient, floor)
+        same = same and errors[name] == 0.0 and gradient is not None and other is not None and torch.equal(other, gradient)
+    return errors, same
+
+
+def _usual_rounding(wanted: Result, truth: Result) -> float:
+    """How far an element of the model's own gradient usually is from float64's."""
+    apart, count = 0.0, 0
+    for name, gradient in wanted.gradients.items():
+        exact = truth.gradients.get(name)
+        if gradient is not None and exact is not None:
+            apart, count = apart + Sums.of(gradient, exact).apart, count + gradient.numel()
+    return math.sqrt(apart / max(1, count))
+
+
+def _is_rounding(name: str, found: Result, wanted: Result, truth: Result | None, scale: float) -> bool:
+    """Whether a gradient is off by rounding alone: no further from the truth than the model's own, or by `scale` an element."""
+    ours, theirs = found.gradients.get(name), wanted.gradients.get(name)
+    if ours is None or theirs is None:
+        return False
+    exact = None if truth is None else truth.gradients.get(name)
+    least = scale * math.sqrt(theirs.numel())
+    if exact is None:
+        return math.sqrt(Sums.of(ours, theirs).apart) <= least
+    return math.sqrt(Sums.of(ours, exact).apart) <= max(_AS_NEAR * math.sqrt(Sums.of(theirs, exact).apart), least)
 
 
 def compare_whole(found: Result, wanted: Result, limit: float) -> Check:

@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch.optim import Optimizer
 
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import EffcompileError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.stages import first_line
 from effcompile.core.units import format_bytes
 from effcompile.estimate.optimizer import StateBytes, measured_seconds, modelled_host_seconds, modelled_seconds, state_bytes
 from effcompile.ir.footprint import STATES, Footprint
@@ -118,7 +119,20 @@ class States:
         mine = [(names[id(p)], group, p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         if not mine:
             raise UsageError("The optimizer has none of the model's trainable parameters. Make it of model.parameters().")
-        price = _Pricer(optimizer, mine, target, here)
+        try:
+            return self._priced(optimizer, _Pricer(optimizer, mine, target, here), goal, target)
+        except EffcompileError:
+            raise
+        except Exception as error:  # an optimizer of any kind, run on parameters like the model's with dense gradients
+            raise UsageError(
+                f"{type(optimizer).__name__} cannot be planned: its step raises on parameters like the model's with dense gradients: "
+                f"{first_line(error)}. Leave the optimizer out, and count its states in `memory` yourself."
+            ) from error
+
+    def _priced(
+        self, optimizer: Optimizer, price: _Pricer, goal: Goal, target: Target
+    ) -> tuple[tuple[StatesOption, ...], tuple[Declined, ...]]:
+        """`options` of an optimizer that has parameters of the model's."""
         forms, refused = self._forms(optimizer, goal, target.device)
         found = [price(form, on_host=False) for form in forms]
         reason = self._no_host(optimizer, price, target, forms[0])
@@ -213,5 +227,5 @@ class _Pricer:
             return modelled_host_seconds(taken, self.target, link, count) if copies else modelled_seconds(taken, self.target, count)
         if form not in self.times:
             _, group, p = max(self.mine, key=lambda item: item[2].numel())
-            self.times[form] = measured_seconds(form, self.optimizer, group, p.dtype, self.count)
+            self.times[form] = measured_seconds(form, self.optimizer, group, p, self.count)
         return self.times[form]

@@ -1,0 +1,174 @@
+"""Training steps of an unusual kind are planned and right, or refused in words."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import effcompile
+from effcompile.compiler.training.verify import Result, compare
+from effcompile.core.errors import CaptureError, InternalError, UsageError
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x))).square().mean()
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids).square().mean()
+
+
+def test_sparse_gradients_are_refused_in_words() -> None:
+    with pytest.raises(CaptureError, match=r"table: nn.Embedding\(sparse=True\).*`sparse` to False"):
+        effcompile.optimize(Lookup(), inputs=torch.randint(0, 50, (4, 8)), mode="training")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.ASGD])
+def test_optimizers_that_want_matrices_or_read_their_tensors(kind: Any) -> None:
+    """Two planned updates are the optimizer's own."""
+    model, x = Small(), torch.randn(4, 16)
+    twin = copy.deepcopy(model)
+    planned = effcompile.optimize(model, inputs=x, mode="training", optimizer=kind(model.parameters(), lr=0.01))
+    theirs = kind(twin.parameters(), lr=0.01)
+    for _ in range(2):
+        for stepped, optimizer in ((planned, planned.optimizer), (twin, theirs)):
+            optimizer.zero_grad()
+            stepped(x).backward()
+            optimizer.step()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_an_optimizer_of_sparse_gradients_is_refused_in_words() -> None:
+    model = Small()
+    with pytest.raises(UsageError, match=r"SparseAdam cannot be planned: its step raises .* Leave the optimizer out"):
+        effcompile.optimize(model, inputs=torch.randn(4, 16), mode="training", optimizer=torch.optim.SparseAdam(list(model.parameters())))
+
+
+class Writes(nn.Module):
+    """Under autocast it writes the products of a linear layer, in 16 bits, into a tensor in 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        z[order] = self.a(x)
+        return self.b(z).square().mean()
+
+
+def test_a_dtype_in_which_no_kernel_writes_is_declined() -> None:
+    inputs = (torch.randn(4, 8, 16), torch.tensor([3, 1, 0, 2]))
+    planned = effcompile.optimize(Writes(), inputs=inputs, mode="training", max_error=0.05, passes=["precision.always=true"])
+    reasons = {refusal.option: refusal.reason for refusal in planned.plan.declined if refusal.by == "precision"}
+    assert any("index_put" in reason and "which PyTorch refuses" in reason for reason in reasons.values()), reasons
+    planned(*inputs).backward()
+
+
+def test_a_stage_of_training_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise IndexError("boom")
+
+    monkeypatch.setattr("effcompile.compiler.training.work.prepare", broken)
+    with pytest.raises(InternalError, match=r"at the stage 'plan': IndexError: boom.*report"):
+        effcompile.plan(Small(), inputs=torch.randn(4, 16), mode="training")
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_torch_compile_falls_back_on_errors_that_nobody_foresaw(grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise IndexError("boom")
+
+    place = "effcompile.compiler.training_backend" if grad else "effcompile.compiler.compile.capture"
+    monkeypatch.setattr(place, broken)
+    torch._dynamo.reset()
+    model, x = Small(), torch.randn(4, 16)
+    compiled = torch.compile(model, backend="effcompile")
+    with torch.set_grad_enabled(grad), pytest.warns(UserWarning, match="IndexError: boom"):
+        found = compiled(x)
+    assert torch.allclose(found, model(x))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_torch_compile_of_a_layer_with_a_fast_path(grad: bool) -> None:
+    """nn.TransformerEncoderLayer's fast path is one operator without a derivative."""
+    torch._dynamo.reset()
+    layer, x = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval(), torch.randn(2, 5, 16)
+    compiled = torch.compile(layer, backend="effcompile", options={"max_error": 0.05})
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = compiled(x)
+        assert float((found - layer(x)).norm() / found.norm()) < 0.05
+
+
+def _result(**gradients: Tensor) -> Result:
+    return Result(loss=torch.tensor(1.0), gradients=gradients, peak_bytes=None)
+
+
+WEIGHT = torch.randn(64, generator=torch.Generator().manual_seed(0))
+NOISE = torch.full((8,), 3e-8)  # of the size that rounding leaves where the gradient is zero
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_passes() -> None:
+    """A key's bias: mathematically zero, and so its relative error is about 1 between any two orders of summing."""
+    wanted, truth = _result(w=WEIGHT, k_bias=NOISE), _result(w=WEIGHT.double() + 1e-8, k_bias=torch.zeros(8).double())
+    found = _result(w=WEIGHT, k_bias=-NOISE)
+    check = compare(found, wanted, None, lambda: truth)
+    assert check.passed and "k_bias: zero but for rounding, as near to float64's as eager's" in check.note
+    without = compare(found, wanted, None)
+    assert without.passed and "by the scale of the whole gradient" in without.note
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0])
+def test_a_gradient_that_is_wrong_fails_however_small_it_is(size: float, exact: bool) -> None:
+    small = size * WEIGHT[:8]
+    wanted, truth = _result(w=WEIGHT, b=small), _result(w=WEIGHT.double(), b=small.double())
+    slightly = [small * 1.01] if exact or size > 1e-4 else []  # 1e-7 of the usual gradient is rounding, as far as fp32 alone can tell
+    for wrong in (-small, torch.zeros(8), NOISE, *slightly):
+        check = compare(_result(w=WEIGHT, b=wrong), wanted, None, (lambda: truth) if exact else (lambda: None))
+        assert not check.passed and "largest at b" in check.note
+
+
+def test_float64_is_asked_only_where_a_gradient_fails() -> None:
+    def never() -> Result:
+        raise AssertionError("asked")
+
+    assert compare(_result(w=WEIGHT), _result(w=WEIGHT), None, never).note == "bit-identical"
+    assert compare(_result(w=WEIGHT * (1 + 1e-6)), _result(w=WEIGHT), None, never).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [None, 0.7])
+def test_clip_with_its_contrastive_loss(share: float | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 99, "max_position_embeddings": 20, "bos_token_id": 0, "eos_token_id": 98}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).train()
+    inputs = {
+        "input_ids": torch.randint(0, 99, (8, 10)),
+        "attention_mask": torch.ones(8, 10, dtype=torch.long),
+        "pixel_values": torch.randn(8, 3, 32, 32),
+        "return_loss": True,
+    }
+    memory = None if share is None else int(share * effcompile.plan(model, inputs, mode="training").predicted.peak_bytes)
+    planned = effcompile.optimize(model, inputs=inputs, mode="training", memory=memory)
+    assert all(check.passed for check in planned.plan.checks)
