@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from effcompile import compiler
 from effcompile.compiler import Executable
-from effcompile.core.errors import EffcompileError, GuardError, UnknownNameError, UsageError
+from effcompile.core.errors import EffcompileError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.stages import stage
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from effcompile.backends.base import Backend
 from effcompile.capture import capture, variants, verify_capture
 from effcompile.compiler import measure
 from effcompile.compiler.executable import Executable
-from effcompile.compiler.inputs import guards_of
+from effcompile.compiler.inputs import as_captured, guards_of
 from effcompile.compiler.machine import AUTO, Machine, resolve, usable_backends
 from effcompile.compiler.progress import QUIET, Progress, entry
 from effcompile.compiler.search import Search, explain_infeasible, fingerprint
@@ -84,8 +85,8 @@ def make_plan(
     backends, absent = _backends_for(target, backend, lowered=False)
     machine = resolve(target, backends)
     given = list(calibration) if calibration is not None else None
-    program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), given)
-    search = _search(program, goal, machine, load_passes(passes), given, progress)
+    program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), model, given)
+    search = _search(program, goal, machine, load_passes(passes), progress)
     plans, candidates = _plans(search, backends, absent, progress)
     best = plans[0][1]
     return replace(best, candidates=tuple(candidates), guards=guards_of(program), notes=(*best.notes, *machine.keep_timings()))
@@ -134,10 +135,10 @@ def optimize(
     program, checked = _captured(model, args, kwargs, dynamic, progress)
 
     def best_of(program: Program) -> Outcome:
-        program = _with_calibration(program, given)
-        search = _search(program, goal, machine, load_passes(passes), given, progress)
+        program = _with_calibration(program, model, given)
+        search = _search(program, goal, machine, load_passes(passes), progress)
         plans, candidates = _plans(search, backends, absent, progress)
-        shop = _workshop(program, model, search.passes, goal, given, progress)
+        shop = _workshop(program, model, search.passes, goal, progress)
         return _finish(model, program, *_settle_all(shop, search, plans, candidates), goal, progress)
 
     try:
@@ -179,8 +180,8 @@ def frontier(
     backends, absent = _backends_for(target, backend, lowered=False)
     machine = resolve(target, backends)
     given = list(calibration) if calibration is not None else None
-    program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), given)
-    search = _search(program, goal, machine, load_passes(passes), given, progress)
+    program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), model, given)
+    search = _search(program, goal, machine, load_passes(passes), progress)
     plans, _ = _plans(search, backends, absent, progress)
     found = search.frontier(plans[0][0], points)
     machine.keep_timings()
@@ -216,9 +217,14 @@ def _as_written(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     return replace(capture(model, args, kwargs, dynamic=dynamic), left=_LEFT_AS_WRITTEN)
 
 
-def _with_calibration(program: Program, given: Sequence[Inputs] | None) -> Program:
-    """The program with the user's calibration inputs, for passes that find constants on them."""
-    return replace(program, calibration=tuple(given or ()))
+def _with_calibration(program: Program, model: nn.Module, given: Sequence[Inputs] | None) -> Program:
+    """The program with the user's calibration inputs, positional and by keyword as at capture.
+
+    Raises:
+        InputsError: others than the example has.
+    """
+    signature = inspect.signature(model.forward)
+    return replace(program, calibration=tuple(as_captured(program, signature, tuple(args), kwargs) for args, kwargs in given or ()))
 
 
 def _captured(
@@ -245,11 +251,9 @@ def _captured(
     return program, (f"captured graph equals the model on: {names}",)
 
 
-def _search(
-    program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], calibration: Iterable[Inputs] | None, progress: Progress
-) -> Search:
+def _search(program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], progress: Progress) -> Search:
     options = {} if goal.exact else _measured_options(passes)
-    measured, text = _sensitivity(program, goal, passes, options, calibration, progress)
+    measured, text = _sensitivity(program, goal, passes, options, progress)
     notes = (*machine.notes, *program.mends, *(f"fixed: {line}" for line in program.fixed))
     return Search(
         program=program, goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
@@ -273,14 +277,13 @@ def _measured_options(passes: tuple[Pass, ...]) -> dict[str, tuple[Form, ...]]:
 
 
 def _sensitivity(
-    program: Program, goal: Goal, passes: tuple[Pass, ...], options: Mapping[str, tuple[Form, ...]],
-    calibration: Iterable[Inputs] | None, progress: Progress,
-) -> tuple[Sensitivity, str]:  # fmt: skip
+    program: Program, goal: Goal, passes: tuple[Pass, ...], options: Mapping[str, tuple[Form, ...]], progress: Progress
+) -> tuple[Sensitivity, str]:
     """Errors of every low-precision option, where the goal allows any; and which inputs they were measured on."""
     if goal.exact:
         return Sensitivity(errors={}, method="the goal allows no error"), ""
-    given = list(calibration) if calibration is not None else []
-    inputs = given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
+    given = program.calibration
+    inputs = list(given) or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
     weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
     for each in passes:
@@ -328,10 +331,8 @@ def _plans(
     return plans, candidates
 
 
-def _workshop(
-    program: Program, model: nn.Module, passes: tuple[Pass, ...], goal: Goal, given: list[Inputs] | None, progress: Progress
-) -> Workshop:
-    inputs = given or ([] if goal.exact else _generated(program))
+def _workshop(program: Program, model: nn.Module, passes: tuple[Pass, ...], goal: Goal, progress: Progress) -> Workshop:
+    inputs = list(program.calibration) or ([] if goal.exact else _generated(program))
     flat = [program.flat_inputs(args, kwargs) for args, kwargs in inputs[:8]] or [program.flat_inputs()]
     with progress.step("reference outputs"):
         cases = references(program, model, goal, inputs)
@@ -418,8 +419,8 @@ def _reapply(
             f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {program.name} has "
             f"{fingerprint(program)}. Plan this model anew with `effcompile optimize` without --plan."
         )
-    program = _with_calibration(program, given)
-    shop = _workshop(program, model, load_passes(passes), plan.goal, given, progress)
+    program = _with_calibration(program, model, given)
+    shop = _workshop(program, model, load_passes(passes), plan.goal, progress)
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None, candidates=())
     outcome = settle(shop, backends[0], fresh, None)
     candidates = [Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note="from a saved plan, not solved again")]

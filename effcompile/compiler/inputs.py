@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import GuardError, InputsError
 from effcompile.ir.export import allowed, size_at
 from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec, shape_of
@@ -113,6 +115,30 @@ def guards_of(program: Program) -> tuple[Guard, ...]:
     """All guards of a program, for its plan."""
     assert program.call is not None and program.state is not None
     return (*GraphInputs(program).listed(), *program.call.listed(), *program.state.listed())
+
+
+def as_captured(
+    program: Program, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """The same arguments, positional and by keyword as they were at capture.
+
+    Raises:
+        InputsError: other ones than at capture.
+    """
+    if len(args) == len(program.args) and set(kwargs) == set(program.kwargs):
+        return args, kwargs
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+        captured = signature.bind(*program.args, **program.kwargs).arguments
+    except TypeError as error:
+        raise InputsError(f"{program.name} cannot be called so: {error}.") from error
+    given = {name: value for name, value in given.items() if value is not None or name in captured}
+    if set(given) != set(captured):
+        extra, missing = sorted(set(given) - set(captured)), sorted(set(captured) - set(given))
+        parts = [f"not planned for: {', '.join(extra)}"] * bool(extra) + [f"missing: {', '.join(missing)}"] * bool(missing)
+        raise InputsError(f"The inputs differ from those the plan was made with ({'; '.join(parts)}). Plan again with the inputs you use.")
+    names = list(captured)
+    return tuple(given[name] for name in names[: len(program.args)]), {name: given[name] for name in program.kwargs}
 
 
 def _refused(spec: TensorSpec, said: str) -> GuardError:

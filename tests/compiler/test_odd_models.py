@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
 import effcompile
-from effcompile.core.errors import CaptureError, InternalError, LoweringError, UsageError, VerificationError
+from effcompile.core.errors import CaptureError, InputsError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
 
@@ -213,3 +213,12 @@ def test_a_model_in_bf16_goes_to_a_backend_that_takes_it(backend: str | None) ->
     run = effcompile.optimize(model, inputs=x)
     assert "is bfloat16" in {c.backend: c.note for c in run.plan.candidates}["onnxruntime"]
     assert torch.allclose(run(x), model(x))
+
+
+def test_calibration_inputs_by_name_for_an_example_by_position(target: Target) -> None:
+    model, x = Of(lambda h, x: h).eval(), torch.randn(2, 5, 16)
+    calibration = [{"x": torch.randn(2, 5, 16)}, torch.randn(2, 5, 16)]
+    run = effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=calibration)
+    assert float((run(x) - model(x)).norm() / model(x).norm()) <= 3e-2
+    with pytest.raises(InputsError, match="cannot be called so"):
+        effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=[{"y": x}])

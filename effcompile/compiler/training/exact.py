@@ -26,7 +26,9 @@ def in_float64(work: Work, room: Room, wanted: verify.Result, peak_bytes: int) -
     try:
         model = copy.deepcopy(work.model).double()
         args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (work.args, dict(work.kwargs))
+            torch.Tensor,
+            lambda t: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t,
+            (work.args, dict(work.kwargs)),
         )
         wide = replace(work, model=model, args=args, kwargs=kwargs)
         found = verify.run(wide.eager_loss, model, wide.leaves)
