@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 
+from effcompile.backends.torch.refusing import refusing
 from effcompile.core import torch_compat
 from effcompile.core.errors import InputsError
 
-#: What makes autograd take the results for differentiable; no gradient ever arrives at it.
-_ANCHOR = torch.zeros((), requires_grad=True)
+_NO_BACKWARD = (
+    "A gradient arrived at what the optimized {name} returned. A lowered model has no backward, and {said} one, which would be lost. "
+    "To train through it, use the model itself, or plan its training step (mode='training'); its .train() runs the model itself, too. "
+    "If no gradient is wanted, call it under torch.no_grad() or take .detach() of the result."
+)
 
 
 class GradientGuard:
@@ -42,26 +46,4 @@ class GradientGuard:
             said = "parameters of the model require"
         else:
             return outputs
-        made: tuple[Any, ...] = _Refusing.apply(_ANCHOR, outputs, (self._name, said))
-        return list(made)
-
-
-class _Refusing(torch.autograd.Function):
-    """Hands on what was computed; its backward says why there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, outputs: list[Any], said: tuple[str, str]) -> tuple[Any, ...]:
-        ctx.said = said
-        made = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in outputs)  # never an input's own object
-        tensors = [value for value in made if isinstance(value, torch.Tensor)]
-        ctx.mark_non_differentiable(*(t for t in tensors if not (t.is_floating_point() or t.is_complex())))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        name, said = ctx.said
-        raise InputsError(
-            f"A gradient arrived at what the optimized {name} returned. A lowered model has no backward, and {said} one, which would be "
-            "lost. To train through it, use the model itself, or plan its training step (mode='training'); its .train() runs the model "
-            "itself, too. If no gradient is wanted, call it under torch.no_grad() or take .detach() of the result."
-        )
+        return list(refusing(outputs, _NO_BACKWARD.format(name=self._name, said=said)))

@@ -204,3 +204,15 @@ def test_a_frozen_parameter_is_not_updated_in_the_backward(net: Any) -> None:
     model.head.requires_grad_(False)
     with pytest.raises(InputsError, match="is frozen now, and the planned backward would update it"):
         executable(x, y)
+
+
+@pytest.mark.parametrize("passes", [["no-pointwise"], ["no-pointwise", "microbatch.count=2"]])
+def test_a_penalty_on_the_gradient_is_refused_in_words(net: Any, passes: list[str]) -> None:
+    model, x, y = net
+    executable = optimize(model, (x, y), passes=passes)
+    gradients = torch.autograd.grad(executable(x, y), list(model.parameters()), create_graph=True)
+    eager = twin(model)
+    wanted = torch.autograd.grad(eager(x, y), list(eager.parameters()))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, wanted, strict=True))
+    with pytest.raises(InputsError, match=r"differentiated again .* the second derivative would be lost"):
+        (executable(x, y) + sum(g.square().sum() for g in gradients)).backward()

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import times, unscaled_factor
-from effcompile.backends.torch.training import StepRunner, held
+from effcompile.backends.torch.training import StepRunner, first_order, held
 from effcompile.core.errors import InputsError
 from effcompile.ir.step import DividedStep, Step
 from effcompile.schedule.emit import Emitted
@@ -115,7 +114,6 @@ class _Accumulated(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, tangent: torch.Tensor) -> tuple[Any, ...]:
         if ctx.sums is None:
             raise InputsError(
@@ -123,4 +121,6 @@ class _Accumulated(torch.autograd.Function):
                 "Call the model again for a new loss."
             )
         sums, ctx.sums = ctx.sums, None
-        return (None, None, *times(sums, float(tangent) if ctx.runner.loss_scale is None else unscaled_factor(tangent)))
+        with torch.no_grad():
+            gradients = times(sums, float(tangent) if ctx.runner.loss_scale is None else unscaled_factor(tangent))
+        return (None, None, *first_order(tuple(gradients)))

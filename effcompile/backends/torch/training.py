@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.autograd.function import once_differentiable
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
+from effcompile.backends.torch.refusing import refusing
 from effcompile.core import torch_compat
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.ir.step import Step
@@ -222,6 +222,17 @@ def _cut_off(name: str) -> str:
     )
 
 
+def first_order(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradients; with create_graph=True ones that refuse to be differentiated again, for a penalty on them would be lost."""
+    if not torch.is_grad_enabled():
+        return gradients
+    return refusing(
+        gradients,
+        "A gradient of a planned step was differentiated again (create_graph=True, as for a gradient penalty): the plan has one backward, "
+        "and the second derivative would be lost. Use the model's own forward there.",
+    )
+
+
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: StepRunner, values: dict[fx.Node, Any], *parameters: torch.Tensor) -> tuple[Any, ...]:
@@ -232,7 +243,6 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, tangent: torch.Tensor | None, *shown: torch.Tensor | None) -> tuple[Any, ...]:
         for i, gradient in enumerate(shown):
             if gradient is not None:
@@ -252,4 +262,6 @@ class _Function(torch.autograd.Function):
                 )
         saved, ctx.saved = ctx.saved, None
         values, ctx.values = ctx.values, None
-        return (None, None, *ctx.runner.run_backward(saved, values, tangent))
+        with torch.no_grad():
+            gradients = ctx.runner.run_backward(saved, values, tangent)
+        return (None, None, *first_order(gradients))

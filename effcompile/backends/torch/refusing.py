@@ -1,0 +1,34 @@
+"""Values that say why they have no gradient, to whoever differentiates them: never a gradient that is lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from effcompile.core.errors import InputsError
+
+#: What makes autograd take the values for differentiable; no gradient ever arrives at it.
+_ANCHOR = torch.zeros((), requires_grad=True)
+
+
+def refusing(values: Sequence[Any], said: str) -> tuple[Any, ...]:
+    """The same values, whose backward raises InputsError with what is `said`. What is no floating-point tensor stays as it is."""
+    with torch.enable_grad():
+        made: tuple[Any, ...] = _Refusing.apply(_ANCHOR, values, said)
+    return made
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, values: Sequence[Any], said: str) -> tuple[Any, ...]:
+        ctx.said = said
+        made = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)  # never a caller's own object
+        tensors = [value for value in made if isinstance(value, torch.Tensor)]
+        ctx.mark_non_differentiable(*(t for t in tensors if not (t.is_floating_point() or t.is_complex())))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise InputsError(ctx.said)
