@@ -1,0 +1,200 @@
+"""Random modules under random budgets and levers: three planned steps are eager's, and no step is over its budget or its prediction.
+
+The oracles share no code with the plan: eager PyTorch on a copy of the model; and bytes as the model's own tensors, told apart by
+address, plus what the allocator's record says was added to them.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fuzz_settings import fuzzed
+from hypothesis import assume, given, note
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from training_models import CASES, LEVERS, RANDOM, Case, Levers
+
+from effcompile.compiler import optimize_training
+from effcompile.core.errors import CaptureError, InfeasibleError, InputsError
+from effcompile.core.goal import Goal
+from effcompile.estimate import operators
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Operators are timed once and blocks searched briefly: plans of another quality, of the same correctness."""
+    measured = operators._seconds
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EFFCOMPILE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
+        patch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.1)
+        patch.setattr("effcompile.compiler.training.confirm._TIMING_SECONDS", 0.0)
+        yield
+
+
+@fuzzed(12)
+@given(case=CASES, levers=LEVERS)
+def test_planned_steps_are_eagers_within_the_budget(case: Case, levers: Levers, tally: Counter[str]) -> None:
+    tally["training: cases"] += 1
+    assume(runs(case))
+    model, inputs = case.model(), case.inputs()
+    twin, given_inputs = copy.deepcopy(model), case.inputs()
+    try:
+        planned = plan(model, inputs, levers)
+    except (CaptureError, InputsError) as refused:  # in words: counted, and shown if anything fails
+        tally["training: refused at capture"] += 1
+        note(str(refused))
+        return
+    tally["training: planned"] += 1
+    ours = planned.optimizer or levers.made(model.parameters())
+    theirs = levers.made(twin.parameters())
+    divided = any(d.kind == "microbatch" for d in planned.plan.decisions)
+    exact = not (divided and (RANDOM & set(case.kinds)))
+    for number in range(STEPS):
+        peak = step(planned, inputs, ours, case.seed + number, model, levers, measured=number < 2)
+        loss, gradients, state = eager(twin, given_inputs, theirs, case.seed + number)
+        if exact:
+            same(peak.loss, loss, "loss")
+            compare(peak.gradients, gradients, planned.plan.decisions)
+            assert torch.equal(peak.state, state), "the generator is in another state"
+            for (name, a), (_, b) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
+                same(a, b, name)
+            tally["training: steps compared"] += 1
+        if peak.nbytes is not None:
+            limit = planned.plan.goal.memory
+            assert limit is None or peak.nbytes <= limit, f"{peak.nbytes} bytes over a budget of {limit}: {peak.nbytes - limit}"
+            predicted = planned.plan.predicted.peak_bytes
+            assert predicted is not None and peak.nbytes <= predicted, f"predicted {predicted}, {peak.nbytes - predicted} too low"
+            tally["training: peaks measured"] += 1
+
+
+def runs(case: Case) -> bool:
+    """Whether eager PyTorch takes the module, and a gradient is more than rounding."""
+    try:
+        model, inputs = case.model(), case.inputs()
+        loss = model(**inputs)
+        loss.backward()
+    except RuntimeError:
+        return False
+    return bool(loss.isfinite()) and all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def plan(model: nn.Module, inputs: dict[str, Tensor], levers: Levers) -> Any:
+    """The planned model; a budget of the least that the planner names must be feasible."""
+    optimizer = levers.made(model.parameters()) if levers.optimizer else None
+
+    def planned(memory: int | None) -> Any:
+        goal = Goal(mode="training", memory=memory, max_error=levers.max_error)
+        return optimize_training(
+            model, (), inputs, goal=goal, passes=None if levers.passes is None else list(levers.passes), optimizer=optimizer
+        )
+
+    if levers.budget == "none":
+        return planned(None)
+    with pytest.raises(InfeasibleError) as refused:
+        planned(1)
+    least = int(refused.value.nearest["memory"])
+    if levers.budget == "least":
+        return planned(least)
+    assert isinstance(levers.budget, float)
+    return planned(int(least * (1 + 0.5 * levers.budget)))
+
+
+class Stepped:
+    """What a planned step made."""
+
+    def __init__(self, loss: Tensor, gradients: dict[str, Tensor | None], state: Tensor, nbytes: int | None) -> None:
+        self.loss, self.gradients, self.state, self.nbytes = loss, gradients, state, nbytes
+
+
+def step(
+    planned: Any, inputs: dict[str, Tensor], optimizer: Any, seed: int, model: nn.Module, levers: Levers, *, measured: bool
+) -> Stepped:
+    """One step with its update; bytes where no optimizer's own states of before would be missed."""
+    there = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive(model, inputs, optimizer)}.values())
+    torch.manual_seed(seed)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        loss = planned(**inputs)
+        loss.backward()
+        gradients = {name: t.grad for name, t in differentiated(model, inputs)}
+        if levers.optimizer:
+            optimizer.step()
+    nbytes = there + highest(record) if measured else None
+    state = torch.get_rng_state()
+    if not levers.optimizer:
+        optimizer.step()
+    clear(model, inputs)
+    return Stepped(loss.detach(), gradients, state, nbytes)
+
+
+def eager(model: nn.Module, inputs: dict[str, Tensor], optimizer: Any, seed: int) -> tuple[Tensor, dict[str, Tensor | None], Tensor]:
+    torch.manual_seed(seed)
+    loss = model(**inputs)
+    loss.backward()
+    state = torch.get_rng_state()
+    gradients = {name: t.grad for name, t in differentiated(model, inputs)}
+    optimizer.step()
+    clear(model, inputs)
+    return loss.detach(), gradients, state
+
+
+def differentiated(model: nn.Module, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from ((f"input {name}", t) for name, t in inputs.items() if t.requires_grad)
+
+
+def clear(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    for _, t in differentiated(model, inputs):
+        t.grad = None
+
+
+def alive(model: nn.Module, inputs: dict[str, Tensor], optimizer: Any) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+    yield from inputs.values()
+    if not getattr(optimizer, "on_host", False):
+        for state in optimizer.state.values():
+            yield from (t for t in state.values() if isinstance(t, Tensor))
+
+
+def highest(record: Any) -> int:
+    """The highest running sum of what the allocator gave out and took back."""
+    live = top = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type().name == "CPU":
+            live += event.nbytes()
+            top = max(top, live)
+    return top
+
+
+def same(a: Tensor, b: Tensor, what: str, limit: float = 3e-5) -> None:
+    if a.is_floating_point():
+        limit = max(limit, {torch.bfloat16: 3e-2, torch.float16: 5e-3}.get(a.dtype, 0.0))
+        apart, size = float((a.double() - b.double()).norm()), float(b.double().norm())
+        assert apart <= limit * max(size, 1e-4), f"{what}: off by {apart / max(size, 1e-4):.2e}"
+    else:
+        assert torch.equal(a, b), what
+
+
+def compare(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], decisions: Any) -> None:
+    """Every gradient; those that the backward handed to the optimizer are seen in the parameters of the next steps."""
+    consumed = any(d.kind == "optimizer states" and "backward" in json.dumps(str(d.option)) for d in decisions)
+    whole = max((float(g.norm()) for g in theirs.values() if g is not None), default=0.0)
+    for name, wanted in theirs.items():
+        found = ours[name]
+        if consumed and found is None:
+            continue
+        if wanted is None or found is None:
+            assert wanted is found or not float((wanted if found is None else found).norm()), f"{name}: no gradient"  # type: ignore[union-attr]
+            continue
+        apart = float((found.double() - wanted.double()).norm())
+        limit = 3e-2 if wanted.dtype is torch.bfloat16 else 5e-5
+        assert apart <= limit * max(float(wanted.double().norm()), 1e-3 * whole), f"gradient of {name}: off by {apart:.2e}"
