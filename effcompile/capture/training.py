@@ -217,8 +217,10 @@ def _run_eager(subject: _Subject) -> None:
     """
     subject.layout = None
     buffers = {buffer: buffer.detach().clone() for buffer in subject.model.buffers()}
+    nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda held: held)
     try:
-        _StepModule(subject)(*(tensor.clone() for tensor in subject.tensors))
+        with nothing_saved:  # no backward follows: activations are not kept for one
+            _StepModule(subject)(*(tensor.clone() for tensor in subject.tensors))
     except EffcompileError:
         raise
     except Exception as error:

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from effcompile.core.errors import EffcompileError
+from effcompile.core.errors import EffcompileError, OutOfMemoryError
+from effcompile.core.stages import is_no_memory
 from effcompile.core.units import format_bytes
 from effcompile.machine import memory
 
 _BEYOND = 1 << 30
 #: Share of what is free that a step may take: others allocate too.
 _SHARE = 0.9
+
+
+@contextlib.contextmanager
+def out_of_memory_in_words() -> Iterator[None]:
+    """Memory that runs out within is an error in words, wherever the system refuses it instead of ending the process.
+
+    Raises:
+        OutOfMemoryError: the system, a limit of it, or a GPU gave no more.
+    """
+    try:
+        yield
+    except EffcompileError:
+        raise
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_no_memory(error):
+            raise
+        free = memory.free_bytes()
+        there = "" if free is None else f", {format_bytes(free)} free"
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise OutOfMemoryError(
+            f"Memory ran out while the model was planned or verified ({format_bytes(memory.resident_bytes())} resident{there}): "
+            f"{said[:200]}. Raise the limit (ulimit -v, the control group's memory), close what else holds memory, or use `plan`, "
+            "which runs nothing of the model."
+        ) from error
 
 
 class NoRoomError(EffcompileError):

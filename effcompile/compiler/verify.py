@@ -16,11 +16,13 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import variants
 from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
+from effcompile.compiler.room import Room
 from effcompile.core.errors import EffcompileError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_error
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program
+from effcompile.ir.resident import resident_bytes
 
 Run = Callable[..., Any]
 
@@ -78,7 +80,10 @@ def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequ
 
 def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> dict[str, list[torch.Tensor]]:
     """What a copy of the model in float64 returns, by case; a model that does not run so is left out."""
-    found = {}
+    found: dict[str, list[torch.Tensor]] = {}
+    nbytes = resident_bytes(model)
+    if Room.of(device_of(model), nbytes, goal.memory).refusal(3 * nbytes, 4 * nbytes):  # a copy, and what double() makes of it
+        return found
     try:
         wide = deepcopy(model).double()
         with as_reference(wide), torch.no_grad():
@@ -88,6 +93,11 @@ def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[
     except Exception:  # dtypes that the model fixes, or state that cannot be copied: the plain limit holds
         return found
     return found
+
+
+def device_of(model: nn.Module) -> str:
+    """The type of device of a model's first parameter."""
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def _rounding(

@@ -11,7 +11,7 @@ EffcompileError                 anything below; the CLI prints it without a trac
 ├── InfeasibleError             exit 1: no plan meets the goal; carries the explanation
 ├── LoweringError               exit 1: a backend could not build what the plan says
 ├── VerificationError           exit 1: the result is not within the declared error
-├── ShortOfMemoryError          exit 1: this machine has not the memory for planning or verifying
+├── OutOfMemoryError            exit 1: this machine has not the memory for planning or verifying
 └── InternalError               exit 1: an error that nobody foresaw; names the stage, keeps its cause, says what to report
 """
 
@@ -123,16 +123,16 @@ class InfeasibleError(EffcompileError):
         return InfeasibleError(whole, binding=self.binding, nearest=nearest, smallest=smallest, more=self.more)
 
 
+class OutOfMemoryError(EffcompileError, MemoryError):
+    """Planning or verifying itself ran out of memory."""
+
+
 class LoweringError(EffcompileError):
     """A backend failed to build, load or run what the plan says."""
 
 
 class VerificationError(EffcompileError):
     """The lowered model differs from the original by more than the goal allows."""
-
-
-class ShortOfMemoryError(EffcompileError):
-    """The machine's memory was not enough for effcompile's own work."""
 
 
 class InternalError(EffcompileError):

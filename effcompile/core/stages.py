@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterator
 
-from effcompile.core.errors import EffcompileError, InternalError, ShortOfMemoryError
+from effcompile.core.errors import EffcompileError, InternalError
 
 #: What a user may try where the stage knows nothing better.
 AROUND = "leave a pass out (--pass no-NAME, passes=['no-NAME']), choose another backend (backend=...), or fix all shapes (dynamic=False)"
@@ -24,13 +25,15 @@ def stage(name: str, around: str = AROUND) -> Iterator[None]:
         around: what the user may try instead, as the end of "To get around it, ...".
 
     Raises:
-        ShortOfMemoryError: the memory was not enough. InternalError: anything else that was not foreseen.
+        InternalError: what was not foreseen. Memory that runs out is passed on: the entry point says it (compiler/room.py).
     """
     try:
         yield
     except EffcompileError:
         raise
     except Exception as error:
+        if is_no_memory(error):
+            raise
         raise wrapped(error, name, around) from error
 
 
@@ -39,14 +42,14 @@ def without(name: str) -> str:
     return f"leave it out with --pass no-{name}, or passes=['no-{name}']"
 
 
+def is_no_memory(error: BaseException) -> bool:
+    """Whether the system, a limit of it or an allocator gave no more memory."""
+    return isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or bool(_SHORT.search(str(error)))
+
+
 def wrapped(error: Exception, name: str, around: str = AROUND) -> EffcompileError:
     """The error of ours that stands for one that nobody foresaw."""
     said = first_line(error)
-    if isinstance(error, MemoryError) or _SHORT.search(str(error)):
-        return ShortOfMemoryError(
-            f"The memory of this machine was not enough at the stage {name!r}: {said}. Free memory, give a smaller batch as the example, "
-            "or plan on a machine that has more (effcompile.plan runs nothing of a training step)."
-        )
     return InternalError(
         name,
         f"effcompile failed at the stage {name!r}: {said}. This is a bug in effcompile, not in your model. Please report this message with "

@@ -18,7 +18,11 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.timing import median_seconds
+from effcompile.machine import memory
 from effcompile.ops import block_sparse, grouped
+
+#: Bytes of operands and results from which on it is asked whether they fit beside the model.
+_LARGE = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +61,23 @@ def measure(
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     for done, (name, node) in enumerate(todo.items()):
         progress(done, len(todo))
+        if not _fits(node):
+            continue
         try:
             with torch.random.fork_rng(devices=devices):
                 known[name] = _measure(node, seconds_each)
         except Exception:  # an operator that needs real values (data-dependent): the target's law stands in
             continue
+
+
+def _fits(node: fx.Node) -> bool:
+    """Whether operands and results, made up beside the model, fit what is free; large ones are looked at only."""
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    nbytes = sum(t.numel() * t.element_size() for t in _tensors(values))
+    if nbytes < _LARGE:
+        return True
+    free = memory.free_bytes("cuda" if any(t.is_cuda for t in _tensors(values)) else "cpu")
+    return free is None or 2 * nbytes < free
 
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:

@@ -57,7 +57,14 @@ def given_form(optimizer: Optimizer, device: str) -> Form:
     """The user's optimizer; by torch's fused kernels where it has them and the user has not chosen others."""
     plain = all(not group.get(key) for group in optimizer.param_groups for key in ("foreach", "capturable", "differentiable"))
     chosen = any(group.get("fused") is False for group in optimizer.param_groups)
-    return Form(fused=type(optimizer) in _FUSED and plain and not chosen and not optimizer.state and device in ("cpu", "cuda"))
+    able = type(optimizer) in _FUSED and device in ("cpu", "cuda") and not (device == "cpu" and _is_narrow_sgd(optimizer))
+    return Form(fused=able and plain and not chosen and not optimizer.state)
+
+
+def _is_narrow_sgd(optimizer: Optimizer) -> bool:
+    """SGD of 16-bit parameters, which torch's fused CPU kernel updates wrongly (2.13.0: off by as much as the update itself)."""
+    narrow = (torch.bfloat16, torch.float16)
+    return type(optimizer) is torch.optim.SGD and any(p.dtype in narrow for group in optimizer.param_groups for p in group["params"])
 
 
 def check(optimizer: object) -> Optimizer:

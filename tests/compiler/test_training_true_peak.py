@@ -226,3 +226,26 @@ def test_the_simulation_is_not_below_the_allocator(name: str) -> None:
     planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"])
     peak = true_peak(planned, model, batch)
     assert planned.plan.predicted.peak_bytes in (peak, peak + _TANGENT)
+
+
+class Narrow(nn.Module):
+    """A layer whose weights are in 16 bits, beside wide ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.wide(x)
+        return nn.functional.cross_entropy(self.head(h + self.narrow(h.bfloat16()).float()), y)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_update_in_16_bits_is_compared_within_their_rounding(kind: type[torch.optim.SGD]) -> None:
+    torch.manual_seed(0)
+    model = Narrow().train()
+    batch = {"x": torch.randn(ROWS, WIDTH), "y": torch.randint(0, 4, (ROWS,))}
+    optimizer = kind(model.parameters(), lr=0.1)
+    planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint", "states"], optimizer=optimizer)
+    update = planned.plan.checks[-1]
+    assert update.name == f"parameters after two updates, as {kind.__name__}'s" and update.passed

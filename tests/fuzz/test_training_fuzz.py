@@ -62,11 +62,12 @@ def test_planned_steps_are_eagers_within_the_budget(case: Case, levers: Levers, 
         peak = step(planned, inputs, ours, case.seed + number, model, levers, measured=number < 2)
         loss, gradients, state = eager(twin, given_inputs, theirs, case.seed + number)
         if exact:
-            same(peak.loss, loss, "loss")
-            compare(peak.gradients, gradients, planned.plan.decisions)
+            rough = "bf16" in case.kinds  # from the second step on parameters differ by a rounding of theirs
+            same(peak.loss, loss, "loss", 3e-2 if rough else 3e-5)
+            compare(peak.gradients, gradients, planned.plan.decisions, 5e-2 if rough else 5e-5)
             assert torch.equal(peak.state, state), "the generator is in another state"
             for (name, a), (_, b) in zip(model.named_buffers(), twin.named_buffers(), strict=True):
-                same(a, b, name)
+                same(a, b, name, 3e-2 if rough else 3e-5)
             tally["training: steps compared"] += 1
         if peak.nbytes is not None:
             limit = planned.plan.goal.memory
@@ -175,16 +176,15 @@ def highest(record: Any) -> int:
     return top
 
 
-def same(a: Tensor, b: Tensor, what: str, limit: float = 3e-5) -> None:
+def same(a: Tensor, b: Tensor, what: str, limit: float) -> None:
     if a.is_floating_point():
-        limit = max(limit, {torch.bfloat16: 3e-2, torch.float16: 5e-3}.get(a.dtype, 0.0))
         apart, size = float((a.double() - b.double()).norm()), float(b.double().norm())
         assert apart <= limit * max(size, 1e-4), f"{what}: off by {apart / max(size, 1e-4):.2e}"
     else:
         assert torch.equal(a, b), what
 
 
-def compare(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], decisions: Any) -> None:
+def compare(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], decisions: Any, limit: float) -> None:
     """Every gradient; those that the backward handed to the optimizer are seen in the parameters of the next steps."""
     consumed = any(d.kind == "optimizer states" and "backward" in json.dumps(str(d.option)) for d in decisions)
     whole = max((float(g.norm()) for g in theirs.values() if g is not None), default=0.0)
@@ -196,5 +196,4 @@ def compare(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None], de
             assert wanted is found or not float((wanted if found is None else found).norm()), f"{name}: no gradient"  # type: ignore[union-attr]
             continue
         apart = float((found.double() - wanted.double()).norm())
-        limit = 3e-2 if wanted.dtype is torch.bfloat16 else 5e-5
         assert apart <= limit * max(float(wanted.double().norm()), 1e-3 * whole), f"gradient of {name}: off by {apart:.2e}"

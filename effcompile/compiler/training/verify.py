@@ -114,7 +114,7 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     """
     _require_numbers(wanted)
     rounded = [_ROUNDING.get(dtype, EXACT_TOLERANCE) for dtype in (wanted.loss.dtype, *_autocast_dtypes())]
-    allowed = max(limit or 0.0, *rounded, *(_rounding(g) for g in wanted.gradients.values()))
+    allowed = max(limit or 0.0, *rounded, *(rounding(g) for g in wanted.gradients.values()))
     usual = _root_mean_square(wanted.gradients.values())
     errors, same = _errors(found, wanted, _NEGLIGIBLE * usual)
     failed = [name for name, error in errors.items() if name != "loss" and not error <= allowed and math.isfinite(error)]
@@ -239,7 +239,8 @@ class Sums:
         return cls(*(float(each) for each in sums))
 
 
-def _rounding(gradient: torch.Tensor | None) -> float:
+def rounding(gradient: torch.Tensor | None) -> float:
+    """Relative error that sums in another order make in a tensor's dtype."""
     return 0.0 if gradient is None else _ROUNDING.get(gradient.dtype, EXACT_TOLERANCE)
 
 
