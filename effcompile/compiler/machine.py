@@ -65,6 +65,7 @@ def resolve(target: str | Target, backends: Iterable[Backend]) -> Machine:
     calibration, note = store.load_or_none()
     if calibration is None:
         calibration = store.calibrate({})
+    note = note or store.without_busy(calibration)
     here = store.this_machine(calibration, _measures(backends), budget_seconds=PROBE_SECONDS)
     return Machine(target=here, calibration=calibration, notes=(note,) if note else ())
 

@@ -21,6 +21,7 @@ from effcompile.core.files import cache_folder, read_bounded, write_atomically
 from effcompile.ir.formats import USUAL_GROUP, W4, W8, W8_CHANNEL
 from effcompile.machine import native
 from effcompile.machine.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
+from effcompile.machine.load import busy
 from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
 
 FORMAT = "effcompile-calibration"
@@ -49,6 +50,7 @@ class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
         absent: kernel → shapes it does not have; `missing`: kernels it has at no shape.
         failures: kernel call → the error its measurement raised (counted as absent).
         versions: package → version it was measured with; our compiled kernels count as one.
+        busy: how busy the machine was with other work meanwhile, in words; "" for not at all.
     """
 
     overhead: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
@@ -57,6 +59,7 @@ class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
     missing: set[str] = set()
     failures: dict[str, str] = {}
     versions: dict[str, str] = {}
+    busy: str = ""
 
     def known(self, call: KernelCall) -> tuple[bool, float | None]:
         """(True, seconds or None for an absent kernel) when this call was tried before, else (False, None)."""
@@ -152,7 +155,7 @@ def calibrate(
 
 
 def _measure_backend(name: str, measure: Measure, calls: tuple[KernelCall, ...], progress: Progress | None) -> BackendPoints:
-    points = BackendPoints(versions=_versions_of(name))
+    points = BackendPoints(versions=_versions_of(name), busy=busy())
     launch = KernelCall("pointwise/fp32", (1,))
     for done, call in enumerate((launch, *calls)):
         if not points.known(call)[0]:
@@ -163,6 +166,7 @@ def _measure_backend(name: str, measure: Measure, calls: tuple[KernelCall, ...],
             points.missing.add(call.kernel)
         if progress is not None and done:
             progress(name, done, len(calls))
+    points.busy = points.busy or busy()
     return points
 
 
@@ -235,11 +239,23 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
     )
 
 
+#: Seconds of timing between two looks at who else uses the machine.
+_LOOK_AGAIN = 3.0
+
+
 class _Prober:
     """Target.probe: measure once, remember, and fall back to the law when the time is used up."""
 
     def __init__(self, calibration: Calibration, measures: Mapping[str, Measure], budget_seconds: float) -> None:
         self.calibration, self.measures, self.left = calibration, measures, budget_seconds
+        self.looked = -_LOOK_AGAIN
+
+    def _busy(self) -> str:
+        """Whether others use the machine now, looked at every few seconds."""
+        if perf_counter() - self.looked < _LOOK_AGAIN:
+            return ""
+        self.looked = perf_counter()
+        return busy()
 
     def __call__(self, backend: str, call: KernelCall) -> float | None:
         points = self.calibration.backends.get(backend)
@@ -252,6 +268,7 @@ class _Prober:
             return law.seconds(call) if law is not None else None
         if points is None:
             points = self.calibration.backends[backend] = BackendPoints(versions=_versions_of(backend))
+        points.busy = points.busy or self._busy()
         start = perf_counter()
         seconds = _measured(points, measure, call)
         self.left -= perf_counter() - start
@@ -326,6 +343,23 @@ def load_or_none(path: Path | None = None) -> tuple[Calibration | None, str | No
     changed = [name for name, points in calibration.backends.items() if not points.points and not points.missing]
     note = f"Kernel timings of {', '.join(changed)} are measured again: its version changed." if changed else None
     return calibration, note
+
+
+def without_busy(calibration: Calibration) -> str | None:
+    """Empties the backends whose kernels were timed while others used the machine, where they do not now; says so.
+
+    They are measured again when they are asked for. While the machine is still busy their times stay: they are as good as new ones.
+    """
+    found = {name: points.busy for name, points in calibration.backends.items() if points.busy}
+    if not found:
+        return None
+    what = f"Kernel times of {', '.join(found)} were taken on a busy machine ({next(iter(found.values()))})"
+    if now := busy():
+        return f"{what}; it is still busy ({now}), so that predicted times may be off."
+    for name in found:
+        calibration.backends[name] = BackendPoints(versions=_versions_of(name))
+    calibration.dirty = True
+    return f"{what}, and are taken again."
 
 
 def _parsed(raw: bytes, path: Path) -> Calibration:

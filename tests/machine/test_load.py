@@ -1,0 +1,72 @@
+"""Times that are taken while others use the machine are known as such, and taken again when it is quiet."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+
+import pytest
+
+from effcompile.machine import calibration as store
+from effcompile.machine import load
+from effcompile.machine.target import KernelCall
+
+CALL = KernelCall("pointwise/fp32", (64,))
+
+
+def spin(started: multiprocessing.synchronize.Event) -> None:
+    started.set()
+    while True:
+        pass
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that pins processes to cores")
+def test_work_beside_ours_is_seen() -> None:
+    """Ours and three others on one core: repeats are as long as a turn of all four, now and then."""
+    before, context = os.sched_getaffinity(0), multiprocessing.get_context("fork")
+    started = [context.Event() for _ in range(3)]
+    os.sched_setaffinity(0, {min(before)})
+    others = [context.Process(target=spin, args=(event,), daemon=True) for event in started]
+    try:
+        for other, event in zip(others, started, strict=True):
+            other.start()
+            event.wait(20)
+        assert max(load.spread() for _ in range(5)) > load.APART
+    finally:
+        for other in others:
+            other.kill()
+        os.sched_setaffinity(0, before)
+
+
+def measured(seconds: float) -> Callable[[KernelCall], float]:
+    return lambda call: seconds
+
+
+def test_times_taken_on_a_busy_machine_are_taken_again_when_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "busy", lambda: "load 9")
+    found = store.calibrate({"torch": measured(0.5)}, quick=True)
+    assert found.backends["torch"].busy == "load 9"
+    note = store.without_busy(found)
+    assert note and "still busy" in note and found.backends["torch"].points  # nothing better can be had now
+    monkeypatch.setattr(store, "busy", lambda: "")
+    note = store.without_busy(found)
+    assert note and "taken again" in note and "load 9" in note and not found.backends["torch"].points and found.dirty
+    assert store.without_busy(found) is None
+    target = store.this_machine(found, {"torch": measured(0.25)})
+    assert target.probe is not None and target.probe("torch", CALL) == 0.25 and not found.backends["torch"].busy
+
+
+def test_what_a_plan_times_itself_is_marked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "busy", lambda: "")
+    found = store.calibrate({}, quick=True)
+    monkeypatch.setattr(store, "busy", lambda: "load 3")
+    target = store.this_machine(found, {"torch": measured(0.25)})
+    assert target.probe is not None and target.probe("torch", CALL) == 0.25
+    assert found.backends["torch"].busy == "load 3"
+
+
+def test_the_mark_is_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(store, "busy", lambda: "load 9")
+    path = store.save(store.calibrate({"torch": measured(0.5)}, quick=True), tmp_path / "calibration.json")
+    assert store.load(path).backends["torch"].busy == "load 9"
