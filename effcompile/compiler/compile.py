@@ -16,6 +16,7 @@ from effcompile.backends import load_backend
 from effcompile.backends.base import Backend
 from effcompile.capture import capture, variants, verify_capture
 from effcompile.compiler import measure
+from effcompile.compiler.borne_out import confirmed, stale_timings
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.inputs import as_captured, guards_of
 from effcompile.compiler.machine import AUTO, Machine, resolve, usable_backends
@@ -34,7 +35,7 @@ from effcompile.core.errors import (
     VerificationError,
 )
 from effcompile.core.goal import Goal
-from effcompile.core.units import format_error, format_seconds
+from effcompile.core.units import format_error
 from effcompile.estimate import sensitivity
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Sensitivity
@@ -49,9 +50,6 @@ from effcompile.sites.parts import attentions
 
 #: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong.
 SHORTLIST = 1.08
-
-#: A backend predicted this much slower than it is measured has kernel times that do not hold.
-_FAR_OFF = 1.6
 
 #: Seconds for measuring how much each low-precision option changes the output.
 SENSITIVITY_SECONDS = 15.0
@@ -139,7 +137,19 @@ def optimize(
         search = _search(program, goal, machine, load_passes(passes), progress)
         plans, candidates = _plans(search, backends, absent, progress)
         shop = _workshop(program, model, search.passes, goal, progress)
-        return _finish(model, program, *_settle_all(shop, search, plans, candidates), goal, progress)
+        outcomes, told = _settle_all(shop, search, plans, candidates)
+        best = _finish(model, program, outcomes, told, goal, progress)
+
+        def solved_again() -> Outcome:
+            for backend in backends:
+                machine.distrust(backend.name)
+            again = replace(search, _proposals={})
+            solved, considered = _plans(again, backends, absent, progress)
+            return _finish(model, program, *_settle_all(shop, again, solved, considered, outcomes), goal, progress)
+
+        if not machine.here:
+            return best
+        return confirmed(best, lambda: _finish(model, program, outcomes, told, goal, progress), solved_again)
 
     try:
         best = best_of(program)
@@ -151,22 +161,8 @@ def optimize(
         except EffcompileError:
             raise failure from None
         checked = (*checked, f"attention is left as written: {failure}")
-    notes = (*best.plan.notes, *checked, *_stale_timings(machine, best.plan.candidates), *machine.keep_timings())
+    notes = (*best.plan.notes, *checked, *stale_timings(machine, best.plan.candidates), *machine.keep_timings())
     return Executable(model, best.program, best.lowered, replace(best.plan, notes=tuple(dict.fromkeys(notes))))
-
-
-def _stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[str]:
-    """Forget the kernel times of backends whose whole-model prediction is far off: they were taken on a busy machine.
-
-    A sum of kernels that is too small by as much is not the kernels' fault alone, so only one that is too large counts.
-    """
-    notes = []
-    for candidate in candidates:
-        predicted, measured = candidate.predicted_seconds, candidate.measured_seconds
-        if predicted and measured and predicted > _FAR_OFF * measured and machine.distrust(candidate.backend):
-            text = f"predicted {format_seconds(predicted)}, measured {format_seconds(measured)}"
-            notes.append(f"{candidate.backend}: {text}: its kernel times look stale and are forgotten; the next plan takes them again")
-    return notes
 
 
 @entry("frontier")
@@ -351,9 +347,11 @@ def _generated(program: Program) -> list[Inputs]:
 
 
 def _settle_all(
-    shop: Workshop, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: list[Candidate]
+    shop: Workshop, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: list[Candidate], built: Sequence[Outcome] = ()
 ) -> tuple[list[Outcome], list[Candidate]]:
     """Lower and verify every backend on the shortlist; a backend that fails is told and passed over while another works.
+
+    `built`: outcomes of an earlier solve, which are taken where the plan is still the same.
 
     Raises:
         EffcompileError: all failed; the first one's error.
@@ -367,6 +365,9 @@ def _settle_all(
             why = f"not built: predicted {plan.certificate.objective / best:.2f}× the best"
             candidates = [replace(c, note=why) if c.backend == backend.name else c for c in candidates]
             continue
+        if (same := next((o for o in built if o.plan.backend == backend.name and o.plan.options() == plan.options()), None)) is not None:
+            outcomes.append(replace(same, plan=_priced_again(same.plan, plan)))
+            continue
         try:
             outcomes.append(settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building))
         except EffcompileError as error:
@@ -375,6 +376,15 @@ def _settle_all(
     if not outcomes:
         raise failures[0]
     return outcomes, candidates
+
+
+def _priced_again(built: Plan, plan: Plan) -> Plan:
+    """A plan that was built, with the figures and the proof of another solve with the same choices."""
+    applied = {d.site: d.applied for d in built.decisions}
+    decisions = tuple(replace(d, applied=applied.get(d.site, d.applied)) for d in plan.decisions)
+    return replace(
+        built, decisions=decisions, declined=plan.declined, certificate=plan.certificate, predicted=plan.predicted, baseline=plan.baseline
+    )
 
 
 def _finish(

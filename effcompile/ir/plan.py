@@ -214,6 +214,10 @@ class LeverRow:
     peak_bytes: int
 
 
+#: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a call itself takes in Python.
+FAR_APART, _CALL_SECONDS = 1.5, 5e-3
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """See the module's docstring. `rows` of equal decisions are grouped by the report, not here."""
@@ -258,6 +262,14 @@ class Plan:
     def met(self) -> bool:
         """True when every check passed and the memory limit holds; in training for the predicted and the measured peak."""
         return self.over_memory is None and all(check.passed for check in self.checks)
+
+    @property
+    def misjudged(self) -> float | None:
+        """Predicted over measured seconds where the two are further apart than models of time are; None where they agree."""
+        predicted, measured = self.predicted.seconds, self.measured.seconds if self.measured else None
+        if not predicted or not measured or abs(predicted - measured) < _CALL_SECONDS:
+            return None
+        return None if 1 / FAR_APART <= predicted / measured <= FAR_APART else predicted / measured
 
     @property
     def over_memory(self) -> tuple[str, int] | None:

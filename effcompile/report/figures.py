@@ -157,6 +157,13 @@ def _speed(speed: float) -> str:
     return f"{format_ratio(speed)} faster" if speed > 1 else f"{format_ratio(1 / speed)} slower"
 
 
+def borne_out(plan: Plan) -> list[str]:
+    """Nothing where the measured time agrees with the predicted one; else what that means for the proof."""
+    if (ratio := plan.misjudged) is None:
+        return []
+    return [f"predicted ÷ measured time is {format_ratio(ratio)}: the proof is of the predicted times, which this run does not bear out"]
+
+
 def proof(certificate: Certificate, objective: str) -> list[str]:
     """What the certificate says, no more than it says; one line per statement."""
     better = "faster" if objective == "time" else "smaller"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effcompile.compiler.compile import _stale_timings
+from effcompile.compiler.borne_out import stale_timings
 from effcompile.compiler.machine import Machine
 from effcompile.ir.plan import Candidate
 from effcompile.machine.calibration import BackendPoints, Calibration
@@ -22,7 +22,7 @@ def test_a_backend_that_is_far_faster_than_its_kernels_is_measured_again() -> No
         Candidate(backend="onnxruntime", predicted_seconds=0.220, measured_seconds=0.040),
         Candidate(backend="openvino", predicted_seconds=0.041, measured_seconds=0.038),
     ]
-    (note,) = _stale_timings(here, candidates)
+    (note,) = stale_timings(here, candidates)
     assert note.startswith("onnxruntime: predicted 220 ms, measured 40.0 ms")
     assert here.calibration is not None
     assert set(here.calibration.backends) == {"openvino"}
@@ -31,6 +31,6 @@ def test_a_backend_that_is_far_faster_than_its_kernels_is_measured_again() -> No
 
 def test_what_was_not_built_is_left_alone() -> None:
     here = machine()
-    assert _stale_timings(here, [Candidate(backend="onnxruntime", predicted_seconds=9.0)]) == []
+    assert stale_timings(here, [Candidate(backend="onnxruntime", predicted_seconds=9.0)]) == []
     assert here.calibration is not None
     assert not here.calibration.dirty

@@ -11,6 +11,7 @@ from torch import nn
 
 from effcompile.compiler.machine import AUTO
 from effcompile.compiler.progress import QUIET, Progress, entry
+from effcompile.compiler.training.attend import Captured
 from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint, cases
 from effcompile.compiler.training.confirm import verified
@@ -40,6 +41,7 @@ from effcompile.planner.remat import BlockFront
 _REMEASURED = 3
 #: Levers that are left out when running shows that they must be: each dtype, compression, micro-batches.
 _DROPPED = len(DTYPES) + 2
+_PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again and the plan was solved again"
 
 
 @entry("plan")
@@ -99,11 +101,13 @@ def optimize_training(
     work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
     if not work.figures.here:
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
-    found = work.prepare(work.capture(keep_outputs))
+    first = work.capture(keep_outputs)
+    step: Captured | None = first
+    found = work.prepare(first)
     states = max((way.resident_bytes for way in work.ways(found.captured)[0]), default=0)
     budget = limit(goal.memory, found.footprint.peak_bytes + states, work.figures.target)
     divisions = Divisions(work=work)
-    for _ in range(_REMEASURED + _DROPPED):
+    for _ in range(_REMEASURED + _DROPPED + 1):
         joint = divisions.solve(found, budget)
         best = joint.schedule
         made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
@@ -114,11 +118,18 @@ def optimize_training(
             dtype = best.prepared.variant.precision
             exact = partial(_without, dtype, keep_outputs) if dtype else _without_compression
             work, found, divisions = exact(work, found, error, budget, divisions.dropped)
+            step = None
             continue
         except InseparableError as error:
             divisions.drop(error)
             continue
         taken = divisions, found, joint
+        if (not over or budget is None) and step is not None and result.plan.misjudged is not None:
+            work.notes.append(_PRICED_AGAIN.format(f"{result.plan.misjudged:.2f}"))
+            work.forget(found)
+            found, step = work.prepare(step), None
+            divisions = Divisions(work=work, dropped=divisions.dropped)
+            continue
         if not over or budget is None:
             break
         work.notes.append(f"the allocator's peak was {format_bytes(over)} above the budget: solved again with so much less")

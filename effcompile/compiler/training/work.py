@@ -24,6 +24,7 @@ from effcompile.compiler.training.precision import Capture, with_narrow
 from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
 from effcompile.compiler.training.states import as_optimizer, consumed_key
 from effcompile.core.goal import Goal
+from effcompile.estimate import operators
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
@@ -102,6 +103,12 @@ class Work:
         if self.only is None:
             return found
         return [item for item in found if not isinstance(item, Declined) and keys(item[1]) == self.only]
+
+    def forget(self, found: Preparation) -> None:
+        """Forget what was measured of the operators of all variants: it does not agree with what the step takes."""
+        graphs = (found.captured.graph, *(prepared.step.graph for prepared in found.variants))
+        for node in (node for graph in graphs for node in graph.nodes if node.op == "call_function"):
+            self.figures.known.pop(operators.key(node), None)
 
     def ways(self, step: Step) -> tuple[tuple[StatesOption, ...], tuple[Declined, ...]]:
         """The ways to hold the optimizer's states, priced; none without an optimizer."""

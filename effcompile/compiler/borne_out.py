@@ -1,0 +1,70 @@
+"""Does the measured time bear the predicted one out? Where it does not, the prices were another minute's: they are taken again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from effcompile.compiler.machine import Machine
+from effcompile.compiler.settle import Outcome
+from effcompile.core.units import format_seconds
+from effcompile.ir.plan import Candidate, Plan
+
+#: A backend predicted this much slower than it is measured has kernel times that do not hold.
+_FAR_OFF = 1.6
+
+
+def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again: Callable[[], Outcome]) -> Outcome:
+    """The outcome, or where its times are far apart a better one, and notes that say what was done.
+
+    First the chosen plan and the runners-up are timed once more, in turn: the measurement may have been the busy minute. If that does
+    not bear the prediction out, kernels are timed and the plan is solved anew, and the faster of the two is taken, each in units of the
+    original that was timed beside it.
+
+    Args:
+        best: as chosen and measured.
+        measured_again: times the original and all that was built in turn, and chooses again.
+        solved_again: forgets the kernels' times, takes them again, solves, builds and measures.
+    """
+    if best.plan.misjudged is None:
+        return best
+    first = _times(best.plan)
+    best = measured_again()
+    if best.plan.misjudged is None:
+        return _noted(best, f"measured again: {first} did not hold; {_times(best.plan)} does")
+    second = solved_again()
+    taken, other = (second, best) if _share(second.plan) <= _share(best.plan) else (best, second)
+    what = f"{first} did not agree: kernels were timed again and the plan was solved again"
+    return _noted(
+        taken, f"{what} ({'taken' if taken is second else 'the first plan is faster, and stays'}: {_times(taken.plan)})", *other.plan.notes
+    )
+
+
+def _times(plan: Plan) -> str:
+    measured = plan.measured.seconds if plan.measured is not None else None
+    return f"predicted {format_seconds(plan.predicted.seconds or 0.0)}, measured {format_seconds(measured or 0.0)}"
+
+
+def _share(plan: Plan) -> float:
+    """Measured seconds over the original's, timed in turn with it."""
+    ours = plan.measured.seconds if plan.measured is not None else None
+    theirs = plan.measured_baseline.seconds if plan.measured_baseline is not None else None
+    return float("inf") if ours is None or not theirs else ours / theirs
+
+
+def _noted(outcome: Outcome, *notes: str) -> Outcome:
+    return replace(outcome, plan=replace(outcome.plan, notes=tuple(dict.fromkeys((*outcome.plan.notes, *notes)))))
+
+
+def stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[str]:
+    """Forget the kernel times of backends whose whole-model prediction is far off: they were taken on a busy machine.
+
+    A sum of kernels that is too small by as much is not the kernels' fault alone, so only one that is too large counts.
+    """
+    notes = []
+    for candidate in candidates:
+        predicted, measured = candidate.predicted_seconds, candidate.measured_seconds
+        if predicted and measured and predicted > _FAR_OFF * measured and machine.distrust(candidate.backend):
+            text = f"predicted {format_seconds(predicted)}, measured {format_seconds(measured)}"
+            notes.append(f"{candidate.backend}: {text}: its kernel times look stale and are forgotten; the next plan takes them again")
+    return notes

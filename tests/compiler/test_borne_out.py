@@ -1,0 +1,67 @@
+"""Times that are far off are measured again, then priced and solved again; what stays off is said beside the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from effcompile.compiler.borne_out import confirmed
+from effcompile.compiler.settle import Outcome
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.report.figures import borne_out
+
+
+def outcome(predicted: float, measured: float, original: float = 1.0, note: str = "") -> Outcome:
+    certificate = Certificate(
+        status="optimal within gap", objective=1.0, bound=1.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="z3"
+    )
+    plan = Plan(
+        model="Net", fingerprint="", parameters=0, goal=Goal(), target="this machine", target_line="", backend="torch-eager", decisions=(),
+        declined=(), certificate=certificate, baseline=Totals(), predicted=Totals(seconds=predicted), measured=Totals(seconds=measured),
+        measured_baseline=Totals(seconds=original), notes=(note,) if note else (),
+    )  # fmt: skip
+    return Outcome(plan=plan, program=cast("Any", None), lowered=cast("Any", None), checks=())
+
+
+def never() -> Outcome:
+    raise AssertionError("not asked for")
+
+
+def counted(result: Outcome, calls: list[Outcome]) -> Callable[[], Outcome]:
+    return lambda: (calls.append(result), result)[1]
+
+
+@pytest.mark.parametrize(("predicted", "measured"), [(0.1, 0.1), (0.1, 0.14), (0.14, 0.1), (1e-4, 4e-3), (4e-3, 1e-4)])
+def test_times_that_agree_are_taken_as_they_are(predicted: float, measured: float) -> None:
+    """Differences of a few milliseconds are those of a call in Python."""
+    best = outcome(predicted, measured)
+    assert confirmed(best, never, never) is best and borne_out(best.plan) == []
+
+
+@pytest.mark.parametrize(("predicted", "measured"), [(0.012, 0.1), (0.1, 0.012)])
+def test_a_busy_minute_of_measuring_is_measured_again(predicted: float, measured: float) -> None:
+    found = confirmed(outcome(predicted, measured), lambda: outcome(predicted, predicted * 1.1), never)
+    assert found.plan.misjudged is None
+    assert any("measured again" in note for note in found.plan.notes)
+
+
+@pytest.mark.parametrize(("second", "share"), [(0.3, 0.3), (0.6, 0.5)])
+def test_prices_of_another_minute_are_taken_again_and_the_faster_plan_stays(second: float, share: float) -> None:
+    """Each in units of the original that was timed beside it: the machine may be slower by now."""
+    calls: list[Outcome] = []
+    first = outcome(4.0, 1.0, original=2.0, note="first")
+    found = confirmed(first, lambda: first, counted(outcome(2 * second, 2 * second, original=2.0, note="second"), calls))
+    assert len(calls) == 1
+    assert found.plan.measured is not None and found.plan.measured.seconds == 2 * share
+    assert {"first", "second"} <= set(found.plan.notes)
+    assert any("timed again and the plan was solved again" in note for note in found.plan.notes)
+
+
+def test_what_stays_off_is_said_beside_the_proof() -> None:
+    off = outcome(0.012, 0.1)
+    found = confirmed(off, lambda: off, lambda: off)
+    (line,) = borne_out(found.plan)
+    assert line.startswith("predicted ÷ measured time is 0.12") and "does not bear out" in line
