@@ -57,6 +57,10 @@ Mode = Annotated[
     str | None, typer.Option(metavar="inference|training", help="A forward call, or a step with its backward.", rich_help_panel=_GOAL)
 ]
 Reads = Annotated[str | None, typer.Option(metavar="all|last", help="Which rows of the logits are read.", rich_help_panel=_GOAL)]
+Robust = Annotated[
+    bool | None,
+    typer.Option("--robust", help="The limit on the error holds for scaled, outlying and zero inputs too.", rich_help_panel=_GOAL),
+]
 TargetName = Annotated[str, typer.Option("--target", help="A machine (see `effcompile targets`) or a .toml file.", rich_help_panel=_HOW)]
 BackendName = Annotated[str | None, typer.Option("--backend", help="Only this backend; otherwise the fastest.", rich_help_panel=_HOW)]
 PassNames = Annotated[
@@ -152,6 +156,7 @@ def optimize(
     minimize: Minimize = None,
     mode: Mode = None,
     reads: Reads = None,
+    robust: Robust = None,
     keep_outputs: KeepOutputs = False,
     target: TargetName = "auto",
     backend: BackendName = None,
@@ -163,7 +168,7 @@ def optimize(
     as_json: AsJson = False,
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
-    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
     given = None if plan is None else Plan.load(plan)
     if output is not None:
@@ -193,6 +198,7 @@ def plan_command(
     minimize: Minimize = None,
     mode: Mode = None,
     reads: Reads = None,
+    robust: Robust = None,
     keep_outputs: KeepOutputs = False,
     target: TargetName = "auto",
     backend: BackendName = None,
@@ -205,7 +211,7 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
-    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
     if output is not None:
         saved.check_folder(output)
@@ -232,6 +238,7 @@ def frontier(
     minimize: Minimize = None,
     mode: Mode = None,
     reads: Reads = None,
+    robust: Robust = None,
     keep_outputs: KeepOutputs = False,
     target: TargetName = "auto",
     backend: BackendName = None,
@@ -244,7 +251,7 @@ def frontier(
     as_json: AsJson = False,
 ) -> None:
     """What each byte of memory buys: predicted plans, none both larger and slower than another."""
-    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads}
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
     if output is not None:
         console.check_writable(output)

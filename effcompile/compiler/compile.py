@@ -23,7 +23,7 @@ from effcompile.compiler.machine import AUTO, Machine, resolve, usable_backends
 from effcompile.compiler.progress import QUIET, Progress, entry
 from effcompile.compiler.search import Search, explain_infeasible, fingerprint
 from effcompile.compiler.settle import Outcome, Workshop, settle
-from effcompile.compiler.verify import references, worst
+from effcompile.compiler.verify import references, stress_references, stressed, worst
 from effcompile.core.errors import (
     CaptureError,
     EffcompileError,
@@ -37,6 +37,7 @@ from effcompile.core.errors import (
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_error
 from effcompile.estimate import sensitivity
+from effcompile.estimate.inputs import stress_inputs
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.formats import FP32, Form, WeightFormat
@@ -147,9 +148,9 @@ def optimize(
             solved, considered = _plans(again, backends, absent, progress)
             return _finish(model, program, *_settle_all(shop, again, solved, considered, outcomes), goal, progress)
 
-        if not machine.here:
-            return best
-        return confirmed(best, lambda: _finish(model, program, outcomes, told, goal, progress), solved_again)
+        if machine.here:
+            best = confirmed(best, lambda: _finish(model, program, outcomes, told, goal, progress), solved_again)
+        return _stressed(shop, best)
 
     try:
         best = best_of(program)
@@ -279,7 +280,7 @@ def _sensitivity(
     if goal.exact:
         return Sensitivity(errors={}, method="the goal allows no error"), ""
     given = program.calibration
-    inputs = list(given) or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]
+    inputs = [*(given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]), *_stress(program, goal)]
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
     weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
     for each in passes:
@@ -329,10 +330,22 @@ def _plans(
 
 def _workshop(program: Program, model: nn.Module, passes: tuple[Pass, ...], goal: Goal, progress: Progress) -> Workshop:
     inputs = list(program.calibration) or ([] if goal.exact else _generated(program))
-    flat = [program.flat_inputs(args, kwargs) for args, kwargs in inputs[:8]] or [program.flat_inputs()]
+    seen = [*inputs[:8], *_stress(program, goal)]
+    flat = [program.flat_inputs(args, kwargs) for args, kwargs in seen] or [program.flat_inputs()]
     with progress.step("reference outputs"):
-        cases = references(program, model, goal, inputs)
-    return Workshop(model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat, progress=progress)
+        cases, stress = references(program, model, goal, inputs), stress_references(program, model, goal)
+    return Workshop(model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat, stress=stress, progress=progress)
+
+
+def _stress(program: Program, goal: Goal) -> list[Inputs]:
+    """What a robust goal also calibrates with."""
+    return [(args, kwargs) for _, args, kwargs in stress_inputs(program)] if goal.robust else []
+
+
+def _stressed(shop: Workshop, best: Outcome) -> Outcome:
+    """The outcome with its error under stress inputs, for which the goal promises nothing."""
+    run = Executable(shop.model, best.program, best.lowered, best.plan)
+    return replace(best, plan=replace(best.plan, stress=stressed(run, best.program, shop.stress, shop.goal)))
 
 
 def _generated(program: Program) -> list[Inputs]:
@@ -431,9 +444,9 @@ def _reapply(
         )
     program = _with_calibration(program, model, given)
     shop = _workshop(program, model, load_passes(passes), plan.goal, progress)
-    fresh = replace(plan, checks=(), measured=None, measured_baseline=None, candidates=())
+    fresh = replace(plan, checks=(), stress=(), measured=None, measured_baseline=None, candidates=())
     outcome = settle(shop, backends[0], fresh, None)
     candidates = [Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note="from a saved plan, not solved again")]
-    best = _finish(model, program, [outcome], candidates, plan.goal, progress)
+    best = _stressed(shop, _finish(model, program, [outcome], candidates, plan.goal, progress))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))
     return Executable(model, best.program, best.lowered, replace(best.plan, notes=notes))

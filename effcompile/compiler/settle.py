@@ -59,6 +59,7 @@ class Workshop:
     goal: Goal
     cases: Sequence[Reference]
     calibration: Sequence[Sequence[torch.Tensor]]
+    stress: Sequence[Reference] = ()
     progress: Progress = QUIET
 
 

@@ -20,6 +20,7 @@ from effcompile.compiler.room import Room
 from effcompile.core.errors import EffcompileError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_error
+from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program
 from effcompile.ir.resident import resident_bytes
@@ -57,12 +58,27 @@ class Reference:
 
 
 def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequence[tuple[Any, Any]] = ()) -> list[Reference]:
-    """The original's outputs on the example, a second shape, a padded mask, and one calibration input.
+    """The original's outputs on the example, a second shape, a padded mask, and one calibration input; with a robust goal on stress inputs.
 
     Computed once: a plan that is corrected and lowered again is compared with the same outputs.
     """
     cases = variants(program)
     cases += [("calibration input", args, dict(kwargs)) for args, kwargs in list(calibration)[:1]]
+    return _references(program, model, goal, cases + (stress_inputs(program) if goal.robust else []))
+
+
+def stress_references(program: Program, model: nn.Module, goal: Goal) -> list[Reference]:
+    """The original's outputs on stress inputs, where a goal that allows errors promises nothing of them."""
+    return [] if goal.exact or goal.robust else _references(program, model, goal, stress_inputs(program))
+
+
+def stressed(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> tuple[Check, ...]:
+    """How far the result is off under stress inputs; results that are not finite are left out, as are inputs that overflow the model."""
+    found = (_check(run, program, case, goal) for case in cases if all(bool(t.isfinite().all()) for t in case.outputs))
+    return tuple(check for check in found if math.isfinite(check.error))
+
+
+def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> list[Reference]:
     exact = cache(partial(_in_float64, model, program, goal, cases))
     found = []
     with as_reference(model):

@@ -30,6 +30,7 @@ class Goal:
             exact choices (verified to EXACT_TOLERANCE).
         reads: which positions of the output's sequence axis are read: "all", or "last" for a generator
             that reads only the last token's logits (inference only).
+        robust: the limit on the error holds for stress inputs too: scaled, one outlier channel, zeros (inference only).
     """
 
     mode: Mode = "inference"
@@ -37,6 +38,7 @@ class Goal:
     memory: int | None = None
     max_error: float | None = None
     reads: Reads = "all"
+    robust: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", get_args(Mode)), ("minimize", get_args(Objective)), ("reads", get_args(Reads))):
@@ -44,6 +46,10 @@ class Goal:
                 raise UsageError(f"{name} = {getattr(self, name)!r} is not allowed. Choose one of: {', '.join(allowed)}.")
         if self.mode == "training" and self.reads != "all":
             raise UsageError("reads = 'last' is for inference: a training step reads every position. Leave it out.")
+        if not isinstance(self.robust, bool):
+            raise UsageError(f"robust = {self.robust!r} must be True or False.")
+        if self.mode == "training" and self.robust:
+            raise UsageError("robust = True is for inference: a training step is compared on the inputs that it is given. Leave it out.")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_bytes(self.memory))
         if self.max_error is not None:
@@ -81,6 +87,8 @@ class Goal:
             limits.append(f"peak memory ≤ {format_bytes(self.memory)}")
         if self.reads == "last":
             limits.append("last token read")
+        if self.robust:
+            limits.append("under stress inputs too")
         if self.mode == "training":
             return ", ".join([*reversed(limits), f"least {self.minimize}"])
         return f"least {self.minimize}, " + ", ".join(limits)

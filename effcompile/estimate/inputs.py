@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,48 @@ def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inp
         pytree.tree_unflatten([_drawn(leaf, limit, generator) for leaf, limit in zip(leaves, rows, strict=False)], structure)
         for _ in range(count)
     ]
+
+
+def stress_inputs(program: Program) -> list[tuple[str, tuple[Any, ...], Mapping[str, Any]]]:
+    """Inputs unlike the example on purpose, as (what they are, args, kwargs): numbers a hundred times as large, one outlier channel, zeros.
+
+    Of integers that index an embedding only zeros are made, one token everywhere: they cannot be scaled. Masks are kept.
+    """
+    leaves, structure = pytree.tree_flatten((program.args, dict(program.kwargs)))
+    rows = [_rows_indexed(program, node) for node in program.graph.nodes if node.op == "placeholder"]
+    rows += [None] * (len(leaves) - len(rows))
+    found = []
+    for what, change in _STRESSES.items():
+        changed = [change(leaf) if _is_data(leaf, limit) else leaf for leaf, limit in zip(leaves, rows, strict=False)]
+        if any(new is not old for new, old in zip(changed, leaves, strict=True)):
+            found.append((what, *pytree.tree_unflatten(changed, structure)))
+    return found
+
+
+def _is_data(leaf: Any, rows: int | None) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or leaf.numel() == 0:
+        return False
+    return not bool(((leaf == 0) | (leaf == 1)).all()) if leaf.is_floating_point() else rows is not None and rows > 2
+
+
+def _scaled(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf * 100 if leaf.is_floating_point() else leaf
+
+
+def _with_outlier(leaf: torch.Tensor) -> torch.Tensor:
+    if not leaf.is_floating_point() or leaf.dim() == 0:
+        return leaf
+    changed = leaf.clone()
+    changed[..., 0] *= 100
+    return changed
+
+
+#: What is done to each tensor of data.
+_STRESSES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "scaled ×100": _scaled,
+    "one outlier channel ×100": _with_outlier,
+    "zeros": torch.zeros_like,
+}
 
 
 def _drawn(leaf: Any, rows: int | None, generator: torch.Generator) -> Any:

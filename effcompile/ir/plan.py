@@ -238,6 +238,7 @@ class Plan:
     measured_baseline: Totals | None = None
     candidates: tuple[Candidate, ...] = ()
     checks: tuple[Check, ...] = ()
+    stress: tuple[Check, ...] = ()  # the error under inputs that no limit was promised for
     inputs: tuple[str, ...] = ()
     calibration_inputs: str = ""  # "the user's" or how they were generated
     settings: Mapping[str, Any] = field(default_factory=dict)  # backend settings tuned by measurement

@@ -278,6 +278,9 @@ def _checks(plan: Plan) -> str:
                 f'<span class="dim">{escape(c.note)}</span>',
             ]
         )
+    for c in plan.stress:
+        note = "" if c.passed else "above the limit for usual inputs"
+        rows.append(["· stress", escape(c.name), escape(format_error(c.error)), "none", f'<span class="dim">{note}</span>'])
     source = f'<p class="dim">Each option’s error was measured on {escape(plan.calibration_inputs)}.</p>' if plan.calibration_inputs else ""
     table = _table(["", "check", "#error", "#limit", ""], rows) if rows else "<p>Nothing was run: this is a prediction.</p>"
     return _section("Verification", table + source)

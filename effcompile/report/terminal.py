@@ -229,7 +229,9 @@ def _checks(page: Page, plan: Plan) -> None:
     if plan.checks:
         page.blank()
         columns = [Column(header="verified"), Column(fit="cut"), Column(header="error", right=True), Column(header="limit", right=True)]
-        page.table([*columns, Column(fit="wrap", style=DIM)], [_check(check) for check in plan.checks])
+        page.table(
+            [*columns, Column(fit="wrap", style=DIM)], [_check(check) for check in plan.checks] + [_stress(check) for check in plan.stress]
+        )
     if plan.calibration_inputs:
         if not plan.checks:
             page.blank()
@@ -239,6 +241,12 @@ def _checks(page: Page, plan: Plan) -> None:
 def _check(check: Check) -> Row:
     mark = Text("✔ passed", style=GOOD) if check.passed else Text("✘ failed", style=BAD)
     return Row(cells=[mark, check.name, format_error(check.error), format_error(check.limit), check.note])
+
+
+def _stress(check: Check) -> Row:
+    """An error that no limit was promised for."""
+    note = "above the limit for usual inputs" if not check.passed else check.note
+    return Row(cells=[Text("· stress", style=DIM), check.name, format_error(check.error), "none", note])
 
 
 def _next(page: Page, plan: Plan, directory: str | None) -> None:
