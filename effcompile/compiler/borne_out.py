@@ -19,7 +19,7 @@ def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again
 
     First the chosen plan and the runners-up are timed once more, in turn: the measurement may have been the busy minute. If that does
     not bear the prediction out, kernels are timed and the plan is solved anew, and the faster of the two is taken, each in units of the
-    original that was timed beside it.
+    original that was timed beside it; the same plan is taken with its new prices.
 
     Args:
         best: as chosen and measured.
@@ -33,7 +33,8 @@ def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again
     if best.plan.misjudged is None:
         return _noted(best, f"measured again: {first} did not hold; {_times(best.plan)} does")
     second = solved_again()
-    taken, other = (second, best) if _share(second.plan) <= _share(best.plan) else (best, second)
+    same = second.plan.backend == best.plan.backend and second.plan.options() == best.plan.options()
+    taken, other = (second, best) if same or _share(second.plan) <= _share(best.plan) else (best, second)
     what = f"{first} did not agree: kernels were timed again and the plan was solved again"
     return _noted(
         taken, f"{what} ({'taken' if taken is second else 'the first plan is faster, and stays'}: {_times(taken.plan)})", *other.plan.notes

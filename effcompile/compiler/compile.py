@@ -142,9 +142,7 @@ def optimize(
         best = _finish(model, program, outcomes, told, goal, progress)
 
         def solved_again() -> Outcome:
-            for backend in backends:
-                machine.distrust(backend.name)
-            again = replace(search, _proposals={})
+            again = replace(search, machine=machine.priced_anew(backends), _proposals={})
             solved, considered = _plans(again, backends, absent, progress)
             return _finish(model, program, *_settle_all(shop, again, solved, considered, outcomes), goal, progress)
 

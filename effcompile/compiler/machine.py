@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +45,16 @@ class Machine:
         if found and self.calibration is not None:
             self.calibration.dirty = True
         return found
+
+    def priced_anew(self, backends: Iterable[Backend]) -> Machine:
+        """The same machine with all kernel times of these backends forgotten: they are taken again as they are asked for."""
+        if self.calibration is None:
+            return self
+        backends = tuple(backends)
+        for backend in backends:
+            self.distrust(backend.name)
+        fresh = store.this_machine(self.calibration, _measures(backends), budget_seconds=PROBE_SECONDS)
+        return replace(self, target=fresh)
 
     def keep_timings(self) -> tuple[str, ...]:
         """Save what was measured since; returns a note where it could not be."""

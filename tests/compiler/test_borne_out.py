@@ -14,12 +14,12 @@ from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.report.figures import borne_out
 
 
-def outcome(predicted: float, measured: float, original: float = 1.0, note: str = "") -> Outcome:
+def outcome(predicted: float, measured: float, original: float = 1.0, note: str = "", backend: str = "torch-eager") -> Outcome:
     certificate = Certificate(
         status="optimal within gap", objective=1.0, bound=1.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="z3"
     )
     plan = Plan(
-        model="Net", fingerprint="", parameters=0, goal=Goal(), target="this machine", target_line="", backend="torch-eager", decisions=(),
+        model="Net", fingerprint="", parameters=0, goal=Goal(), target="this machine", target_line="", backend=backend, decisions=(),
         declined=(), certificate=certificate, baseline=Totals(), predicted=Totals(seconds=predicted), measured=Totals(seconds=measured),
         measured_baseline=Totals(seconds=original), notes=(note,) if note else (),
     )  # fmt: skip
@@ -53,11 +53,18 @@ def test_prices_of_another_minute_are_taken_again_and_the_faster_plan_stays(seco
     """Each in units of the original that was timed beside it: the machine may be slower by now."""
     calls: list[Outcome] = []
     first = outcome(4.0, 1.0, original=2.0, note="first")
-    found = confirmed(first, lambda: first, counted(outcome(2 * second, 2 * second, original=2.0, note="second"), calls))
+    found = confirmed(
+        first, lambda: first, counted(outcome(2 * second, 2 * second, original=2.0, note="second", backend="openvino"), calls)
+    )
     assert len(calls) == 1
     assert found.plan.measured is not None and found.plan.measured.seconds == 2 * share
     assert {"first", "second"} <= set(found.plan.notes)
     assert any("timed again and the plan was solved again" in note for note in found.plan.notes)
+
+
+def test_the_same_plan_is_taken_with_its_new_prices() -> None:
+    found = confirmed(outcome(4.0, 1.0), lambda: outcome(4.0, 1.0), lambda: outcome(1.1, 1.05))
+    assert found.plan.predicted.seconds == 1.1 and found.plan.misjudged is None
 
 
 def test_what_stays_off_is_said_beside_the_proof() -> None:
