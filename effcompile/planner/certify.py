@@ -28,6 +28,7 @@ from typing import Literal
 
 import z3
 
+from effcompile.planner.ask import ask
 from effcompile.planner.reduce import Link, Reduced
 
 _GRID = 1 << 20
@@ -131,7 +132,7 @@ def _relaxation(row: _Row) -> bool:
         terms += [f"(* {v * _GRID // unit}.0 {x})" for v, x in zip(coefficients, names, strict=True) if v]
     solver = z3.SolverFor("QF_LRA")
     solver.from_string("\n".join([*lines, f"(assert (<= (+ {' '.join(terms)} 0.0) (- {_GRID}.0)))"]))
-    return bool(solver.check() == z3.unsat)
+    return bool(ask(solver) == z3.unsat)
 
 
 def _branch(reduced: Reduced, target: int | None, surrogates: Sequence[Weights], deadline: float) -> Verdict:
@@ -179,7 +180,7 @@ def _search(solver: z3.Solver, names: list[list[z3.BoolRef]], reduced: Reduced, 
         if left <= 0:
             break
         solver.set("timeout", max(1, int(left * 1000)))
-        answer = solver.check()
+        answer = ask(solver)
         if answer == z3.unsat:
             return Verdict("refuted")
         if answer != z3.sat:

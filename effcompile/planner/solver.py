@@ -54,6 +54,11 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float, describe: Des
         outcome = optimise(reduced, base=base, gap=gap, deadline=start + timeout)
     except Impossible:
         raise explain(problem, describe, timeout) from None
+    except z3.Z3Exception as error:
+        said = str(error).strip()
+        raise UndecidedError(
+            f"The solver stopped before it found a choice within the limits, perhaps for lack of memory: {said}."
+        ) from error
     except Undecided:
         raise UndecidedError(
             f"No choice within the limits was found in {timeout:g} s, nor a proof that there is none. Raise the timeout or loosen a limit."

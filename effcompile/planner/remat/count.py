@@ -36,6 +36,7 @@ from typing import Literal
 
 import z3
 
+from effcompile.planner.ask import ask
 from effcompile.planner.remat.links import Links, Way
 
 _Q = 1 << 20
@@ -113,14 +114,14 @@ class _System:
             if left < 0:  # hopeless, and z3's simplex says so at once when asked for nothing else
                 alone = z3.Solver()
                 alone.add(*(n >= 0 for counts in self.counts for n in counts), surrogate)
-                return alone.check(), []
+                return ask(alone), []
             solver.add(self._instant(i, phase), surrogate)
         if self.links.host is not None:
             solver.add(_sum([(way.host, n) for way, n in self._ways()]) <= self.links.host)
         terms = [(way.ticks // grain, n) for way, n in self._ways()]
         solver.add(_sum(terms) <= (target - 1) // grain)
         solver.set("timeout", max(1, int(seconds * 1000)))
-        answer = solver.check()
+        answer = ask(solver)
         if answer != z3.sat:
             return answer, []
         model = solver.model()

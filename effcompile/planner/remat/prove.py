@@ -38,6 +38,7 @@ import time
 
 import z3
 
+from effcompile.planner.ask import ask
 from effcompile.planner.remat.layout import Layout
 from effcompile.planner.remat.search import Front, Grid, Point, lateness, replayed
 
@@ -82,7 +83,7 @@ def _another(terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, 
     solver.push()
     solver.add(*_uncovered(terms, _under(front, limit)))
     solver.set("timeout", max(1, int(left * 1000)))
-    answer = solver.check()
+    answer = ask(solver)
     model = solver.model() if answer == z3.sat else None
     solver.pop()
     if model is None:
