@@ -370,14 +370,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its own start and stop to stderr
     try:
-        app(args=arguments, prog_name="effcompile", obj=arguments)
+        with console.stoppable():
+            app(args=arguments, prog_name="effcompile", obj=arguments)
     except EffcompileError as error:
         if os.environ.get("EFFCOMPILE_DEBUG") or isinstance(error, InternalError):
             traceback.print_exc()
         status = console.tell(error, "--json" in arguments)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, console.Stopped) as error:
         sys.stderr.write("Interrupted.\n")
-        status = 130
+        status = error.status if isinstance(error, console.Stopped) else 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1

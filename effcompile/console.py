@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -20,6 +23,32 @@ from rich.text import Text
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.report import Steps, print_infeasible
+
+
+class Stopped(BaseException):
+    """The process was told to end: by SIGTERM, or by its terminal going away. It cleans up, as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.status = 128 + number
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Signals that end a process raise `Stopped` in the main thread."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def emit(data: Any) -> None:
