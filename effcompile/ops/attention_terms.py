@@ -17,6 +17,10 @@ from effcompile.ops.devices import one_device
 
 #: Dtypes of q, k and v.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: The operators' arguments that say who sees whom: numbers, and tensors of ids and padding; and all tensors beside q, k and v.
+BAND = ("lo", "hi", "chunk")
+IDS = ("q_ids", "k_ids", "valid")
+OPERANDS = ("bias", "sink", "mask", *IDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

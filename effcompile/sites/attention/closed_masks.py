@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.ir.program import Program, dtype_of, shape_of
+from effcompile.ops.attention_terms import BAND, OPERANDS
 from effcompile.sites.attention.expand import arguments
 from effcompile.sites.attention.find.fx_queries import aten
 from effcompile.sites.attention.find.match import SDPA, match
@@ -120,8 +121,8 @@ def _guard(emit: Emitter, node: fx.Node, mask: GraphMask, written: fx.Node) -> f
     (out,) = (user for user in node.users if user.target is operator.getitem)
     emit.before(node)
     holds = conjunction(emit, [guard.holds(emit) for guard in mask.guards])
-    closed = [given[name] for name in ("bias", "sink", "mask", "q_ids", "k_ids", "valid")]
-    form = {name: given[name] for name in ("scale", "softcap", "lo", "hi", "chunk", "uniform_empty")}
+    closed = [given[name] for name in OPERANDS]
+    form = {name: given[name] for name in ("scale", "softcap", *BAND, "uniform_empty")}
     call = emit.call(torch.ops.effcompile.attention_guarded.default, (given["q"], given["k"], given["v"], holds, written, *closed), form)
     call.meta = {**node.meta, **call.meta}
     out.replace_all_uses_with(call)
@@ -142,7 +143,7 @@ def set_flex(program: Program, nodes: Sequence[fx.Node]) -> None:
     for node in nodes:
         given = arguments(node)
         with program.graph.inserting_before(node):
-            form = {name: given[name] for name in ("scale", "softcap", "lo", "hi", "chunk")}
+            form = {name: given[name] for name in ("scale", "softcap", *BAND)}
             flex = program.graph.call_function(torch.ops.effcompile.attention_flex.default, (given["q"], given["k"], given["v"]), form)
         (out,) = list(node.users)
         flex.meta = {**node.meta, "val": out.meta["val"]}

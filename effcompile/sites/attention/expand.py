@@ -12,12 +12,13 @@ from torch import fx
 
 from effcompile.core.errors import LoweringError
 from effcompile.ir.program import Program
+from effcompile.ops.attention_terms import BAND, IDS
 from effcompile.sites.attention.find.fx_queries import aten
 from effcompile.sites.attention.find.normal_form import tensor_of
 from effcompile.sites.attention.node_builder import Emitter
 
 #: Arguments that say who sees whom in closed form.
-_CLOSED = ("q_ids", "k_ids", "valid", "tiles", "lo", "hi", "chunk")
+_CLOSED = (*IDS, "tiles", *BAND)
 
 
 def ours(program: Program) -> list[fx.Node]:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.errors import UsageError
 from effcompile.ir.formats import Form
 from effcompile.ops.attention import attention
+from effcompile.ops.attention_terms import BAND, OPERANDS
 from effcompile.ops.tile_predictors import METHODS, STATIC, check, exact, listed, pooled_rows, tile_mass
 from effcompile.ops.tiles import TileList
 from effcompile.ops.visibility import Visibility
@@ -24,8 +25,6 @@ _SCHEMA = (
     "(Tensor q, Tensor k, Tensor? valid=None, Tensor[]? factors=None, *, str method, float scale, float mass, int detail=0, int pool=8, "
     "int block=64, SymInt? lo=None, SymInt? hi=None, SymInt chunk=0) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-#: Arguments of `effcompile::attention` that the predictors know beside q and k.
-_SEEN = ("lo", "hi", "chunk")
 
 
 @torch.library.custom_op("effcompile::predicted_tiles", mutates_args=(), schema=_SCHEMA)
@@ -150,7 +149,7 @@ class Predictor:
         """The lists for an attention's arguments by name."""
         if self.static:
             return tuple(constants)
-        seen = {name: given[name] for name in (*_SEEN, "scale")}
+        seen = {name: given[name] for name in (*BAND, "scale")}
         result: tuple[Tensor, ...] = predicted_tiles(given["q"], given["k"], given["valid"], list(constants) or None, **self.form, **seen)
         return result
 
@@ -165,11 +164,11 @@ class Predictor:
         given = arguments(node)
         lists: list[fx.Node] = list(constants)
         if not self.static:
-            seen = {name: given[name] for name in (*_SEEN, "scale")}
+            seen = {name: given[name] for name in (*BAND, "scale")}
             args = (given["q"], given["k"], given["valid"], list(constants) or None)
             made = emit.before(node).call(torch.ops.effcompile.predicted_tiles.default, args, {**self.form, **seen})
             lists = [emit.call(operator.getitem, (made, position)) for position in range(4)]
-        tensors = ("q", "k", "v", "bias", "sink", "mask", "q_ids", "k_ids", "valid")
+        tensors = ("q", "k", "v", *OPERANDS)
         node.args = (*(given[name] for name in tensors), lists)
         node.kwargs = {**node.kwargs, "block_q": self.block, "block_k": self.block}
 

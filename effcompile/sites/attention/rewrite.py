@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from effcompile.ops.attention import attention
+from effcompile.ops.attention_terms import BAND
 from effcompile.sites.attention.find.fx_queries import ASSERTS, aten
 from effcompile.sites.attention.find.match import SDPA, match
 from effcompile.sites.attention.find.normal_form import AttentionMatch, Fill, NotThisFormError, Operand, Term, Unmatched
@@ -61,7 +62,7 @@ class Rewritten:
 
 ABSORBING = -1e20  # added to a score in fp32, nothing of the score is left
 _NOTHING = Masking()
-_PLAIN = ("lo", "hi", "chunk", "block_q", "block_k", "uniform_empty", "fills")
+_PLAIN = (*BAND, "block_q", "block_k", "uniform_empty", "fills")
 
 
 def as_numbers(found: AttentionMatch) -> Masking:

@@ -41,10 +41,10 @@ def test_meets_the_contract_and_names_the_install_line(monkeypatch: pytest.Monke
 
 def test_refuses_bf16_beside_fp32(program: Program) -> None:
     first, *rest = [site.site for site in linears(program)]
-    assert OpenVino().refuses(program.tagged(dict.fromkeys(rest, "bf16"), "test"), Goal())
-    assert OpenVino().refuses(program.tagged(dict.fromkeys([first, *rest], "bf16"), "test"), Goal()) is None
+    assert OpenVino().refuses(program.tagged(dict.fromkeys(rest, form("bf16")), "test"), Goal())
+    assert OpenVino().refuses(program.tagged(dict.fromkeys([first, *rest], form("bf16")), "test"), Goal()) is None
     with pytest.raises(LoweringError, match="bf16"):
-        lower(program, dict.fromkeys(rest, "bf16"))
+        lower(program, dict.fromkeys(rest, form("bf16")))
 
 
 @installed

@@ -69,7 +69,7 @@ def test_padding_counts_at_any_shape(kind: str, forms: tuple[str, str]) -> None:
 
 def test_a_row_that_is_all_padding_is_as_in_the_model() -> None:
     model, program = captured("boolean")
-    lowered = TorchEager().lower(program.tagged({site.site: "math" for site in attentions(program)}, "test"), None, [])
+    lowered = TorchEager().lower(program.tagged({site.site: Form(word="math") for site in attentions(program)}, "test"), None, [])
     x, mask = inputs_of(2, 6)
     mask[1] = 0
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_a_row_that_is_all_padding_is_as_in_the_model() -> None:
 
 def test_the_mask_is_still_there_in_the_artifact(tmp_path) -> None:
     model, program = captured("boolean")
-    lowered = TorchEager().lower(program.tagged({site.site: "math" for site in attentions(program)}, "test"), None, [])
+    lowered = TorchEager().lower(program.tagged({site.site: Form(word="math") for site in attentions(program)}, "test"), None, [])
     run = load(lowered.save(tmp_path)[0])
     x, mask = inputs_of(2, 6)
     mask[0, :3] = 0
