@@ -45,7 +45,7 @@ from effcompile.ir.plan import Candidate, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
-from effcompile.passes import Pass, load_passes
+from effcompile.passes import OPTIONAL, Pass, load_passes
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.parts import attentions
 
@@ -441,7 +441,8 @@ def _reapply(
             f"{fingerprint(program)}. Plan this model anew with `effcompile optimize` without --plan."
         )
     program = _with_calibration(program, model, given)
-    shop = _workshop(program, model, load_passes(passes), plan.goal, progress)
+    named = OPTIONAL & {decision.by for decision in plan.decisions}  # the plan says how, they carry it out
+    shop = _workshop(program, model, load_passes((*(passes or ()), *sorted(named))), plan.goal, progress)
     fresh = replace(plan, checks=(), stress=(), measured=None, measured_baseline=None, candidates=())
     outcome = settle(shop, backends[0], fresh, None)
     candidates = [Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note="from a saved plan, not solved again")]

@@ -14,6 +14,7 @@ from effcompile.capture import capture
 from effcompile.compiler import optimize
 from effcompile.core.goal import Goal
 from effcompile.ir.formats import Form
+from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.passes.attention import Attention
@@ -220,6 +221,9 @@ def test_end_to_end_with_quantized_linears_verified_and_told() -> None:
     assert made.plan.checks and all(check.passed for check in made.plan.checks)
     want = model(tokens(seed=9))
     assert float((made(tokens(seed=9)) - want).norm() / want.norm()) < 0.1
+    again = optimize(model, (tokens(),), {}, goal=made.plan.goal, plan=Plan.from_dict(made.plan.to_dict()))
+    told = [d for d in again.plan.decisions if d.kind == "attention"]
+    assert [(d.form, d.applied) for d in told] == [(d.form, d.option) for d in taken], "the plan says how, no pass has to be set up again"
 
 
 def test_other_decisions_are_left_to_the_attention_pass(sharp: Program) -> None:
