@@ -207,11 +207,13 @@ class LeverRow:
         levers: their names; none: everything is kept.
         seconds: of the fastest step with them that fits; None where none does.
         peak_bytes: its peak; where none fits, the least that these levers reach.
+        every: of whole blocks that are remade, how many there are to each; 0 where the planner chose freely.
     """
 
     levers: tuple[str, ...]
     seconds: float | None
     peak_bytes: int
+    every: int = 0
 
 
 #: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a call itself takes in Python.

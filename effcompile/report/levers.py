@@ -46,6 +46,8 @@ def lever_name(plan: Plan, row: LeverRow) -> str:
     """What a row is: none of the levers, one alone, the best pair, all."""
     if not row.levers:
         return "none: everything kept"
+    if row.every:
+        return "every block remade, as HF does" if row.every == 1 else f"one block in {row.every} remade"
     if row is plan.levers[-1]:
         return "all of them: this plan"
     return f"{row.levers[0]} alone" if len(row.levers) == 1 else f"best pair: {' + '.join(row.levers)}"

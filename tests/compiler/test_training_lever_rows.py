@@ -19,7 +19,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.plan import LeverRow, Plan
 from effcompile.machine.machines import load_target
 from effcompile.passes import Levers
-from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.checkpoint import Checkpoint, carried_out, periodic
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.offload import Offload
 from effcompile.report import print_plan
@@ -53,7 +53,8 @@ def rows(plan: Plan) -> dict[tuple[str, ...], LeverRow]:
 
 
 def test_each_lever_alone_is_told_and_none_is_better_than_all(plan: Plan) -> None:
-    none, *alone, pair, joint = plan.levers
+    none, periodic, *alone, pair, joint = plan.levers
+    assert periodic.levers == ("periodic",) and periodic.every == 1
     assert none.levers == ()
     assert none.seconds is None  # the budget binds
     assert {row.levers for row in alone} == {(name,) for name in joint.levers}
@@ -61,7 +62,7 @@ def test_each_lever_alone_is_told_and_none_is_better_than_all(plan: Plan) -> Non
     assert len(pair.levers) == 2
     assert (joint.seconds, joint.peak_bytes) == (plan.predicted.seconds, plan.predicted.peak_bytes)
     limit: Any = plan.goal.memory
-    for row in (none, *alone, pair):
+    for row in (none, periodic, *alone, pair):
         assert row.seconds is not None or row.peak_bytes > limit
         assert row.seconds is None or (row.peak_bytes <= limit and joint.seconds <= row.seconds + 0.0101 * joint.seconds)
     assert rows(plan)[("optimizer states",)].peak_bytes < none.peak_bytes
@@ -85,10 +86,31 @@ def test_pairs_that_are_not_looked_at_are_told() -> None:
     joint = subsets.solve(subsets.names, None)
     assert subsets.names == ("recompute", "offload", "loss head")
     shown, note = lever_rows(subsets, joint, 1 << 40, seconds=0.0)
-    assert [len(row.levers) for row in shown] == [0, 1, 1, 1, 2, 3]
+    assert [len(row.levers) for row in shown if not row.every] == [0, 1, 1, 1, 2, 3]
     assert len(note) == 1
     assert "best of 1 of 3" in note[0]
     assert lever_rows(subsets, joint, 1 << 40)[1] == []
+
+
+def test_whole_blocks_at_a_fixed_period_cost_their_forwards_and_hold_their_inputs() -> None:
+    """Against the step emitted by hand: of every k-th block all operators run again, and its input alone is kept."""
+    model, batch = gpt2(layers=4)
+    figures = Figures(target=load_target("cpu-generic"), here=False)
+    found = prepare(capture_training(model, (), batch), Checkpoint(), None, None, figures)
+    cut = found.variants[0].plain
+    layers = [block for block in cut.blocks if ".h." in block.name]
+    free = periodic(cut, 99)  # the first layer alone
+    assert free is not None
+    for every, names in ((1, {0, 1, 2, 3}), (2, {0, 2}), (3, {0, 3})):
+        chosen = periodic(cut, every)
+        assert chosen is not None
+        for block, option in zip(cut.blocks, chosen, strict=True):
+            remade = block in layers and layers.index(block) in names
+            assert bool(option.recomputed) == remade and (option.kept <= set(block.problem.entering) or not remade)
+        again = sum(op.seconds for i in names for op in layers[i].problem.forward)
+        assert 0.5 * again < sum(option.seconds for option in chosen) <= again  # what only the forward reads is not made again
+        kept = [carried_out(cut, options, ())[1].saved_bytes for options in (chosen, free)]
+        assert kept[0] < kept[1]
 
 
 def test_the_table_is_printed_and_saved(plan: Plan) -> None:

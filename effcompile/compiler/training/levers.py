@@ -21,12 +21,16 @@ from effcompile.compiler.training.prepare import Figures, Preparation, Prepared,
 from effcompile.compiler.training.states import Parts
 from effcompile.core.errors import InfeasibleError, UnknownNameError
 from effcompile.core.units import format_seconds
+from effcompile.ir.footprint import excess
 from effcompile.ir.plan import LeverRow
-from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.checkpoint import Checkpoint, carried_out, periodic
 from effcompile.passes.training.levers import LEVERS, RECOMPUTE, Levers
 from effcompile.passes.training.states import StatesOption
 from effcompile.planner.remat import BlockFront
 
+#: No lever of ours: whole blocks are remade at a fixed period, as other libraries do.
+PERIODIC = "periodic"
+_EVERY = (8, 6, 4, 3, 2, 1)
 #: Pairs of levers are looked at for so long at the most.
 PAIRS_SECONDS = 30.0
 
@@ -62,7 +66,7 @@ class Subsets:
     @property
     def names(self) -> tuple[str, ...]:
         """The levers that can be taken or left: what every case has is none."""
-        used = [case.levers for case in self._cases(self.levers.names)]
+        used = [case.levers for case in self.every(self.levers.names)]
         kinds = dict.fromkeys((*KINDS, *sorted(frozenset[str]().union(*used))))
         whole = (kind for kind in kinds if 0 < sum(kind in levers for levers in used) < len(used))
         return (*self.levers.names, *whole)
@@ -79,11 +83,11 @@ class Subsets:
                 raise UnknownNameError("lever", name, known)
         others = set(known) - set(names)
         record = recorded(budget, QUIET)
-        record.search(case for case in self._cases(names) if not others & case.levers)
+        record.search(case for case in self.every(names) if not others & case.levers)
         return replace(record.best, record=record, bound=record.bound)
 
-    def _cases(self, names: Collection[str]) -> Iterator[StepCase]:
-        """Those whose blocks have these levers alone."""
+    def every(self, names: Collection[str]) -> Iterator[StepCase]:
+        """The cases whose blocks have these levers alone."""
         for count, (found, parts) in {1: (self.found, None), **self.divided}.items():
             variants = replace(found, variants=self._variants(names, found, count))
             batch = parts.step.count * parts.step.examples if parts else 1
@@ -116,7 +120,9 @@ class Subsets:
 def lever_rows(
     subsets: Subsets, joint: Joint, budget: int, progress: Progress = QUIET, *, seconds: float = PAIRS_SECONDS
 ) -> tuple[tuple[LeverRow, ...], list[str]]:
-    """None of the levers, each alone, the best pair, and all (the plan); nothing where there are not two to choose from.
+    """None of the levers, what checkpointing by a fixed period reaches, each alone, the best pair, and all (the plan).
+
+    Nothing where there are not two to choose from.
 
     Pairs of levers that need the least alone come first; after `seconds` no more are looked at, and the note says so.
     """
@@ -130,7 +136,24 @@ def lever_rows(
     cut = 0 < len(pairs) < len(ordered)
     said = f"the pair of levers is the best of {len(pairs)} of {len(ordered)}, which were looked at within {format_seconds(seconds)}"
     whole = LeverRow(levers=names, seconds=joint.seconds, peak_bytes=joint.peak_bytes)
-    return (none, *alone, *([min(pairs, key=_rank)] if pairs else []), whole), [said] * cut
+    return (none, *_periodic(subsets, budget), *alone, *([min(pairs, key=_rank)] if pairs else []), whole), [said] * cut
+
+
+def _periodic(subsets: Subsets, budget: int) -> list[LeverRow]:
+    """Every k-th block remade as a whole, for the largest k that fits; for that which needs the least where none does."""
+    case = next((case for case in subsets.every(()) if not case.levers), None)
+    rows: list[LeverRow] = []
+    if case is None:
+        return rows
+    for every in _EVERY:
+        cut = case.prepared.plain
+        chosen = periodic(cut, every)
+        if chosen is None:
+            continue
+        peak = (carried_out(cut, chosen, ())[1].footprint + case.beside).peak_bytes
+        seconds = case.seconds(case.prepared.seconds + sum(option.seconds for option in chosen))
+        rows.append(LeverRow(levers=(PERIODIC,), seconds=None if excess(peak, budget) else seconds, peak_bytes=peak, every=every))
+    return sorted(rows, key=_rank)[:1]
 
 
 def _reached(

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from effcompile.core.units import format_bytes
 from effcompile.estimate.storages import Storage
-from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, Group, in_order_of_need, joint_front
+from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, Group, in_order_of_need, joint_front, option
 from effcompile.schedule.away import Away
 from effcompile.schedule.blocks import Block, Blocks
 from effcompile.schedule.emit import Emitted, emit
@@ -63,6 +63,18 @@ class Checkpoint:
             groupable=_runs(cut) if self.groups else (),
             host=cut.host.limit,
         )
+
+
+def periodic(cut: Blocks, every: int) -> list[BlockOption] | None:
+    """Per block to keep all, or, of the repeated ones every so many-th, to keep its input alone and to run it again as a whole.
+
+    With 1 that is what HF's gradient_checkpointing_enable does. None where a block cannot run again.
+    """
+    kinds = Counter(block.stage.kind for block in cut.blocks)
+    repeated = [block for block in cut.blocks if kinds[block.stage.kind] > 1]
+    remade = {block.name for block in repeated[::every]}
+    found = [option(b.problem, b.problem.entering if b.name in remade else b.problem.nbytes) for b in cut.blocks]
+    return [o for o in found if o is not None] if remade and all(found) else None
 
 
 def kept_storages(cut: Blocks, chosen: Sequence[BlockOption], dropped: Iterable[int] = ()) -> frozenset[Storage]:

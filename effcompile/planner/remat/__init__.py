@@ -18,7 +18,7 @@ from effcompile.planner.remat.problem import (
     Op,
     Stage,
 )
-from effcompile.planner.remat.simulate import in_order_of_need, simulate_block
+from effcompile.planner.remat.simulate import in_order_of_need, option, simulate_block
 
 __all__ = [
     "BackwardStep",
@@ -37,6 +37,7 @@ __all__ = [
     "frontier_budgets",
     "in_order_of_need",
     "joint_front",
+    "option",
     "simulate_block",
     "smallest_budget",
     "smallest_words",
