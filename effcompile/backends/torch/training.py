@@ -207,9 +207,11 @@ def _fitting(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
     """The value, if it has the shape, dtype and device that the step was captured with."""
     wanted = node.meta["val"]
     if (value.shape, value.dtype, value.device.type) != (wanted.shape, wanted.dtype, wanted.device.type):
-        raise InputsError(
+        raise GuardError(
             f"{name} is {value.dtype} {tuple(value.shape)} on {value.device} now; the step was planned for {wanted.dtype} "
-            f"{tuple(wanted.shape)} on {wanted.device}. Call effcompile.optimize again."
+            f"{tuple(wanted.shape)} on {wanted.device}. Call effcompile.optimize again.",
+            place=f"model.{name}",
+            of_model=True,
         )
     return value
 
