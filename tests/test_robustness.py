@@ -166,10 +166,8 @@ def test_twenty_plannings_in_one_process_do_not_grow(tmp_path: Path, monkeypatch
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def once() -> None:
-        x = torch.randn(2, 64)
-        fast = effcompile.optimize(Net().eval(), inputs=(x,), backend="onnxruntime", target="cpu-generic", max_error=0.05)
-        with torch.no_grad():
-            fast(x)
+        made = effcompile.plan(Net().eval(), (torch.randn(2, 64),), target="cpu-generic", max_error=0.05)
+        assert made.decisions
 
     def state() -> tuple[int, int, int]:
         gc.collect()
@@ -181,5 +179,4 @@ def test_twenty_plannings_in_one_process_do_not_grow(tmp_path: Path, monkeypatch
     for _ in range(15):
         once()
     assert state() == before
-    assert before[2] == 0
     assert resident() - memory < 60 << 20

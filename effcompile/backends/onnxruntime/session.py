@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -20,6 +22,7 @@ from effcompile.core.timing import faster_half_median, interleaved
 if TYPE_CHECKING:
     import onnxruntime
 
+_open: weakref.WeakSet[onnxruntime.InferenceSession] = weakref.WeakSet()
 #: Bytes above which a protobuf message cannot be serialised; weights then go to a file beside the model.
 PROTOBUF_LIMIT = 2**31 - 2**20
 
@@ -91,9 +94,21 @@ def open_session(model: Path | bytes, settings: Settings | None = None) -> onnxr
     try:
         if library is not None:
             options.register_custom_ops_library(str(library))
-        return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        opened = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise LoweringError(f"ONNX Runtime cannot load the model that the plan describes: {_first_line(error)}") from error
+    _open.add(opened)
+    return opened
+
+
+def _keep_in_a_forked_child() -> None:
+    """A session that is freed waits for its threads, and a forked child has none of them: there it is never freed."""
+    for opened in _open:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(opened))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_a_forked_child)
 
 
 def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
