@@ -69,7 +69,6 @@ def test_the_same_call_in_other_words(args: Any, kwargs: Any) -> None:
         ([X], X),
         (object(), object()),
     ],
-    ids=repr,
 )
 def test_another_value_is_refused(captured: Any, given: Any) -> None:
     known = guards(X, text=captured)

