@@ -12,7 +12,7 @@ from torch import nn
 from train_helpers import differing, eager, measured
 
 from effcompile.compiler import optimize_training, plan_training
-from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
+from effcompile.core.errors import FormatError, InfeasibleError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 
@@ -103,6 +103,8 @@ def test_the_step_is_run_verified_saved_and_applied_again(made: Any, tmp_path: P
     again = optimize_training(model, (), batch, goal=plan.goal, plan=plan)
     assert again.plan.met and again.plan.measured.peak_bytes == executable.plan.measured.peak_bytes
     assert len(again.runner.step.graph.nodes) == len(executable.runner.step.graph.nodes)
+    with pytest.raises(FormatError, match=r"products with one = left out at step, which no pass here proposes.*Install it"):
+        optimize_training(model, (), batch, goal=plan.goal, plan=plan, passes=["no-unscale"])
 
 
 def test_without_the_package_its_name_is_unknown(made: Any) -> None:

@@ -23,6 +23,7 @@ from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.precision import Capture, with_narrow
 from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
 from effcompile.compiler.training.states import as_optimizer, consumed_key
+from effcompile.core.errors import FormatError
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.ir.plan import Declined
@@ -97,12 +98,23 @@ class Work:
         return found
 
     def _further(self, step: Step) -> list[StepForm | Declined]:
-        """The forms that passes of installed packages have; of a saved plan its own."""
+        """The forms that passes of installed packages have; of a saved plan its own.
+
+        Raises:
+            FormatError: they do not have that of the saved plan.
+        """
         context = Context(goal=self.goal, target=self.figures.target, here=self.figures.here)
         found = all_forms(self.further, step, context)
         if self.only is None:
             return found
-        return [item for item in found if not isinstance(item, Declined) and keys(item[1]) == self.only]
+        same = [item for item in found if not isinstance(item, Declined) and keys(item[1]) == self.only]
+        if not same:
+            listed = ", ".join(f"{kind} = {option} at {site}" for site, kind, option in self.only)
+            raise FormatError(
+                f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
+                "Install it, or plan again without --plan."
+            )
+        return [*same]
 
     def forget(self, found: Preparation) -> None:
         """Forget what was measured of the operators of all variants: it does not agree with what the step takes."""
