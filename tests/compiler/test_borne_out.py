@@ -14,6 +14,11 @@ from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.report.figures import borne_out
 
 
+@pytest.fixture(autouse=True)
+def _far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effcompile.ir.plan.FAR_APART", 1.5)
+
+
 def outcome(predicted: float, measured: float, original: float = 1.0, note: str = "", backend: str = "torch-eager") -> Outcome:
     certificate = Certificate(
         status="optimal within gap", objective=1.0, bound=1.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="z3"
