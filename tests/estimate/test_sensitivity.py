@@ -195,7 +195,7 @@ def test_behind_integers_the_model_is_run_instead() -> None:
 
     program = capture(Pick().eval(), (torch.randn(2, 32, 32),))
     inputs = generate_inputs(program, count=2)
-    found = measure(program, inputs, {"linear": ("w4",)})
+    found = measure(program, inputs, {"linear": (form("w4"),)})
     score = linears(program)[0].site
     assert found.errors[score, "w4"] == pytest.approx(true_error(program, inputs, {score: "w4"}), rel=1e-4)
     assert found.errors[score, "w4"] > 0
@@ -204,10 +204,10 @@ def test_behind_integers_the_model_is_run_instead() -> None:
 def test_little_time_and_nothing_to_do_still_give_an_answer() -> None:
     program = tiny("mlp")
     told: list[float] = []
-    found = measure(program, generate_inputs(program), OPTIONS, budget_seconds=0, progress=lambda what, share: told.append(share))
+    found = measure(program, generate_inputs(program), FORMS, budget_seconds=0, progress=lambda what, share: told.append(share))
     assert "one input only" in found.method and {s.site for s in linears(program)} <= {site for site, _ in found.errors}
     assert told == sorted(told) and all(0 <= share <= 1 for share in told)
-    full = measure(program, generate_inputs(program), OPTIONS, budget_seconds=600)
+    full = measure(program, generate_inputs(program), FORMS, budget_seconds=600)
     total = [sum(e for (_, o), e in f.errors.items() if o == "w4") for f in (found, full)]
     assert 0.2 < total[0] / total[1] < 5
     assert measure(program, generate_inputs(program), {}).errors == {}
