@@ -100,7 +100,8 @@ def _copy_before_views(graph: fx.Graph) -> None:
 
     Seen with T5, whose attention mask is a position bias. In ONNX the copy is an Identity, which is optimised away.
     """
-    for node in graph.find_nodes(op="call_function", target=aten.view.default):
+    views = (aten.view.default, aten.reshape.default)  # a reshape is decomposed into a view by the layout that tracing assumed
+    for node in [node for target in views for node in graph.find_nodes(op="call_function", target=target)]:
         source = node.args[0]
         if isinstance(source, fx.Node) and source.target in (aten.transpose.int, aten.permute.default):
             with graph.inserting_before(node):

@@ -44,7 +44,7 @@ def test_refuses_bf16_beside_fp32(program: Program) -> None:
     assert OpenVino().refuses(program.tagged(dict.fromkeys(rest, form("bf16")), "test"), Goal())
     assert OpenVino().refuses(program.tagged(dict.fromkeys([first, *rest], form("bf16")), "test"), Goal()) is None
     with pytest.raises(LoweringError, match="bf16"):
-        lower(program, dict.fromkeys(rest, form("bf16")))
+        lower(program, dict.fromkeys(rest, "bf16"))
 
 
 @installed
