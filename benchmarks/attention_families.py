@@ -165,7 +165,7 @@ def _step(call: torch.nn.Module, model: torch.nn.Module, inputs: dict[str, Any])
 def _replaced(row: Row, graph: fx.Graph, form: str, training: bool = False) -> int:
     from effcompile.sites.attention.rewrite import Rewritten, rewrite
 
-    outcomes = rewrite(graph, form=form, training=training)  # type: ignore[arg-type]
+    outcomes = rewrite(graph, forms=(form,), training=training)  # type: ignore[arg-type]
     done: list[Rewritten] = [outcome for outcome in outcomes if isinstance(outcome, Rewritten)]
     row.reasons += [f"{o.site}: {o.reason}" for o in outcomes if not isinstance(o, Rewritten)]
     return len(done)
