@@ -41,6 +41,6 @@ def _figures(value: object, path: str, depth: int) -> Iterator[tuple[str, float]
             yield from _figures(item, f"{path}[{index}]", depth + 1)
     elif is_dataclass(value):
         for field in fields(value):
-            signed = isinstance(value, Cost) and field.name == "seconds"  # of an option that modifies others, a fusion
+            signed = isinstance(value, Cost)  # an option that modifies others, a fusion or a merge, may take away
             item = getattr(value, field.name)
             yield from _figures(abs(item) if signed else item, f"{path}.{field.name}".lstrip("."), depth + 1)

@@ -18,8 +18,8 @@ def random_state(device: str) -> torch.Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def replay(state: torch.Tensor, device: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """`target(*args, **kwargs)` with the generator as `state` says; afterwards the generator is as it was before."""
+def replay(state: torch.Tensor, device: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """`target(*args, **kwargs)`, also of a target with a `device`, with the generator as `state` says; then it is as it was before."""
     now = random_state(device)
     _set(state, device)
     try:

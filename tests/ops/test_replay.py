@@ -20,6 +20,12 @@ def test_the_same_numbers_and_an_undisturbed_generator() -> None:
     assert torch.equal(replay(state, "cpu", functional.dropout, x, 0.3), first), "a state may be used again"
 
 
+def test_an_operator_that_makes_its_own_tensor_keeps_its_device() -> None:
+    state = random_state("cpu")
+    first = torch.rand([3, 2], device="cpu")
+    assert torch.equal(replay(state, "cpu", torch.ops.aten.rand.default, [3, 2], device=torch.device("cpu")), first)
+
+
 def test_the_generator_is_put_back_when_the_operator_raises() -> None:
     torch.manual_seed(2)
     state = random_state("cpu")
