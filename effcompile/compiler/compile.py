@@ -85,6 +85,7 @@ def make_plan(
     machine = resolve(target, backends)
     given = list(calibration) if calibration is not None else None
     program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), model, given)
+    backends = backends if machine.here else _standing_in(backends, program, goal)
     search = _search(program, goal, machine, load_passes(passes), progress)
     plans, candidates = _plans(search, backends, absent, progress)
     best = plans[0][1]
@@ -176,6 +177,7 @@ def frontier(
     machine = resolve(target, backends)
     given = list(calibration) if calibration is not None else None
     program = _with_calibration(_in_normal_form(model, args, kwargs, dynamic, progress), model, given)
+    backends = backends if machine.here else _standing_in(backends, program, goal)
     search = _search(program, goal, machine, load_passes(passes), progress)
     plans, _ = _plans(search, backends, absent, progress)
     found = search.frontier(plans[0][0], points)
@@ -198,7 +200,12 @@ def _backends_for(target: str | Target, backend: str | None, *, lowered: bool = 
     if target == AUTO or backend is not None:
         return usable_backends(backend)
     device = (target if isinstance(target, Target) else load_target(target)).device
-    return [load_backend("onnxruntime" if device == "cpu" else "torch-inductor")], {}
+    return [load_backend(name) for name in (("onnxruntime", "torch-inductor") if device == "cpu" else ("torch-inductor",))], {}
+
+
+def _standing_in(backends: list[Backend], program: Program, goal: Goal) -> list[Backend]:
+    """Of backends that stand in for those of a machine that is not here: the first that takes the program."""
+    return [backend for backend in backends if backend.refuses(program, goal) is None][:1] or backends
 
 
 def _in_normal_form(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic: Any, progress: Progress) -> Program:

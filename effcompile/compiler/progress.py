@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, Protocol, TypeVar
 
-from effcompile.compiler.room import out_of_memory_in_words
+from effcompile.compiler.room import planning
 from effcompile.core.stages import stage
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             progress = kwargs.get("progress", QUIET)
             kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
-            with stage(name), out_of_memory_in_words():
+            with stage(name), planning():
                 return function(*args, **kwargs)
 
         return run

@@ -1,10 +1,14 @@
-"""How much memory planning and verifying may take: a quarter and 1 GiB above the larger of the model and the budget."""
+"""How much memory planning and verifying may take: a quarter and 1 GiB above the larger of the model and the budget.
+
+What else the process held before planning began (the user's data, other models) is the user's and does not count.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +19,22 @@ from effcompile.core.units import format_bytes
 from effcompile.machine import memory
 
 _BEYOND = 1 << 30
+#: Resident bytes of an interpreter that has loaded torch and this package: a part of the 1 GiB.
+_LIBRARIES = 1 << 29
+#: Resident bytes when planning began.
+_BEFORE: ContextVar[int] = ContextVar("resident before planning", default=0)
 #: Share of what is free that a step may take: others allocate too.
 _SHARE = 0.9
 
 
 @contextlib.contextmanager
-def out_of_memory_in_words() -> Iterator[None]:
-    """Memory that runs out within is an error in words, wherever the system refuses it instead of ending the process.
+def planning() -> Iterator[None]:
+    """One request. Memory that runs out within is an error in words, wherever the system refuses it instead of ending the process.
 
     Raises:
         OutOfMemoryError: the system, a limit of it, or a GPU gave no more.
     """
+    before = _BEFORE.set(_BEFORE.get() or memory.resident_bytes())  # of the outermost request
     try:
         yield
     except EffcompileError:
@@ -41,6 +50,8 @@ def out_of_memory_in_words() -> Iterator[None]:
             f"{said[:200]}. Raise the limit (ulimit -v, the control group's memory), close what else holds memory, or use `plan`, "
             "which runs nothing of the model."
         ) from error
+    finally:
+        _BEFORE.reset(before)
 
 
 class NoRoomError(EffcompileError):
@@ -61,7 +72,8 @@ class Room:
     @classmethod
     def of(cls, device: str, model_bytes: int, budget: int | None) -> Room:
         """For a model of so many bytes. Without a budget only what is free counts."""
-        return cls(device=device, allowed=math.inf if budget is None else 1.25 * max(model_bytes, budget) + _BEYOND)
+        others = 0 if device == "cuda" else max(0, _BEFORE.get() - model_bytes - _LIBRARIES)
+        return cls(device=device, allowed=math.inf if budget is None else 1.25 * max(model_bytes, budget) + _BEYOND + others)
 
     def left(self) -> float:
         """Bytes that may still be allocated."""

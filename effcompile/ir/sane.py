@@ -6,14 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
-from effcompile.core.cost import Cost
-
 #: More bytes, seconds or parameters than this no plan is of.
 _MOST = 1 << 63
 #: Plans nest as deep as their dataclasses do, and a setting is a word or a number.
 _DEEPEST = 12
-#: Figures of a certificate, whose objective may be a difference.
-_SIGNED = ("objective", "bound", "gap")
+#: Figures of a certificate, whose objective may be a difference, and costs of an option that takes away, a fusion or a merge.
+_SIGNED = ("objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept", "cost.bytes_transient", "cost.bytes_link")
 
 
 def objection(plan: object) -> str | None:
@@ -41,6 +39,4 @@ def _figures(value: object, path: str, depth: int) -> Iterator[tuple[str, float]
             yield from _figures(item, f"{path}[{index}]", depth + 1)
     elif is_dataclass(value):
         for field in fields(value):
-            signed = isinstance(value, Cost)  # an option that modifies others, a fusion or a merge, may take away
-            item = getattr(value, field.name)
-            yield from _figures(abs(item) if signed else item, f"{path}.{field.name}".lstrip("."), depth + 1)
+            yield from _figures(getattr(value, field.name), f"{path}.{field.name}".lstrip("."), depth + 1)

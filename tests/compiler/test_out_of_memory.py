@@ -6,20 +6,20 @@ import sys
 import pytest
 import torch
 
-from effcompile.compiler.room import out_of_memory_in_words
+from effcompile.compiler.room import planning
 from effcompile.core.errors import OutOfMemoryError, UsageError
 
 
 def test_an_allocation_that_the_system_refuses_is_told_in_words() -> None:
-    with pytest.raises(OutOfMemoryError, match="Memory ran out while the model was planned or verified"), out_of_memory_in_words():
+    with pytest.raises(OutOfMemoryError, match="Memory ran out while the model was planned or verified"), planning():
         torch.empty(1 << 60, dtype=torch.uint8)
-    with pytest.raises(OutOfMemoryError, match="Raise the limit"), out_of_memory_in_words():
+    with pytest.raises(OutOfMemoryError, match="Raise the limit"), planning():
         raise MemoryError
 
 
 @pytest.mark.parametrize("error", [RuntimeError("another"), OSError(2, "no file"), UsageError("wrong")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error), match=str(error).replace("[", r"\[").replace("]", r"\]")), out_of_memory_in_words():
+    with pytest.raises(type(error), match=str(error).replace("[", r"\[").replace("]", r"\]")), planning():
         raise error
 
 

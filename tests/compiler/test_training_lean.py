@@ -9,13 +9,14 @@ from torch.utils.checkpoint import checkpoint
 from train_helpers import gpt2, skips
 
 from effcompile.compiler import optimize_training
-from effcompile.compiler.room import NoRoomError, Room
+from effcompile.compiler.room import NoRoomError, Room, planning
 from effcompile.compiler.training import verify
 from effcompile.compiler.training.lean import lean
 from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import Goal
+from effcompile.machine import memory
 
 PLENTY = Room(device="cpu", allowed=float("inf"))
 
@@ -97,9 +98,18 @@ def test_the_room_is_a_quarter_and_a_gibibyte_above_the_larger_of_model_and_budg
     assert Room.of("cpu", 100, 4 << 30).allowed == 6 << 30
     assert Room.of("cpu", 8 << 30, 4 << 30).allowed == 11 << 30
     assert Room.of("cpu", 100, None).allowed == float("inf")
-    refused = Room.of("cpu", 100, 100).refusal(3 << 30, 4 << 30)
-    assert refused is not None and refused.startswith("needs 4.00 GiB, ")
-    assert Room.of("cpu", 100, 1 << 30).refusal(1 << 20, 1 << 20) is None
+
+
+def test_what_the_process_held_before_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 64 << 30)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: 5 << 30)
+    with planning():
+        room = Room.of("cpu", 1 << 30, 2 << 30)
+        assert room.allowed == (2.5 + 1 + 3.5) * (1 << 30)
+        refused = room.refusal(3 << 30, 4 << 30)
+        assert refused is not None and refused.startswith("needs 4.00 GiB, more than planning")
+        assert room.refusal(1 << 30, 1 << 30) is None
+    assert Room.of("cpu", 1 << 30, 2 << 30).refusal(1, 1) is not None
 
 
 @pytest.fixture

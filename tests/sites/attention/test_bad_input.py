@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import effcompile
 from effcompile.backends.torch import TorchEager
-from effcompile.core.errors import EffcompileError
+from effcompile.core.errors import EffcompileError, GuardError
 from effcompile.machine.target import KernelCall
 
 HEADS = 2
@@ -66,6 +66,10 @@ def test_any_size_of_head(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     agrees(executable, model, inputs(s=17))
 
 
+def sized(batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(batch, length, 8), "attention_mask": torch.ones(batch, length, dtype=torch.long)}
+
+
 def test_strides_masks_and_lengths_of_a_call_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Attends(4)
     executable = optimized(model, monkeypatch)
@@ -76,9 +80,10 @@ def test_strides_masks_and_lengths_of_a_call_are_its_own(monkeypatch: pytest.Mon
     agrees(executable, model, strided)
     agrees(executable, model, {**given, "attention_mask": given["attention_mask"].flip(1)})
     agrees(executable, model, {**given, "attention_mask": torch.zeros_like(given["attention_mask"])})
-    for size in ({"b": 3, "s": 1}, {"b": 2, "s": 0}, {"b": 0, "s": 5}):
-        empty = {"x": torch.randn(size["b"], size["s"], 8), "attention_mask": torch.ones(size["b"], size["s"], dtype=torch.long)}
-        agrees(executable, model, empty)
+    agrees(executable, model, sized(3, 1))
+    for empty in (sized(2, 0), sized(0, 5)):
+        with pytest.raises(GuardError, match="no axis of it empty"):
+            executable(**empty)
 
 
 def test_mixed_dtypes_stay_within_the_limit_or_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
