@@ -53,6 +53,8 @@ class Backend(Protocol):
     #: how much slower than the best it may be predicted and still be worth building, beyond what all are allowed:
     #: above 1 where the backend fuses element-wise work that is priced kernel by kernel.
     slack: ClassVar[float]
+    #: bytes that lowering takes at its highest beside the model, in times of the program's weights; measured.
+    copies: ClassVar[float]
 
     def unavailable(self) -> str | None:
         """None, or why this backend cannot run here, with the install line."""

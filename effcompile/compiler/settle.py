@@ -15,7 +15,8 @@ from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.verify import Reference, verify, worst
+from effcompile.compiler.room import Room
+from effcompile.compiler.verify import Reference, device_of, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
 from effcompile.core.stages import stage, without
@@ -155,6 +156,12 @@ def _approximates(each: Pass, plan: Plan) -> bool:
 
 
 def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
+    needed = int(backend.copies * shop.program.weight_bytes())
+    if refusal := Room.of(device_of(shop.model), needed, None).refusal(needed, needed):
+        raise LoweringError(
+            f"Lowering to {backend.name} {refusal}: weights are held about {backend.copies} times beside the model. "
+            "Close what else holds memory, or let another backend do it (--backend torch-eager copies least)."
+        )
     with shop.progress.step(f"lower to {backend.name}"):
         tagged = apply_passes(shop.program, shop.passes, plan, next(iter(shop.cases), None))
         lowered = backend.lower(tagged, plan, shop.calibration)

@@ -6,8 +6,10 @@ import sys
 import pytest
 import torch
 
+import effcompile
 from effcompile.compiler.room import planning
-from effcompile.core.errors import OutOfMemoryError, UsageError
+from effcompile.core.errors import LoweringError, OutOfMemoryError, UsageError
+from effcompile.machine import memory
 
 
 def test_an_allocation_that_the_system_refuses_is_told_in_words() -> None:
@@ -50,3 +52,14 @@ except EffcompileError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "OutOfMemoryError", done.stderr[-2000:]
+
+
+def test_a_backend_that_copies_more_weights_than_memory_holds_gives_way_to_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512)).eval(), torch.randn(4, 512)
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 2 * weights)
+    with pytest.raises(LoweringError, match=r"Lowering to onnxruntime needs .* MiB, and .* are free: .*--backend torch-eager"):
+        effcompile.optimize(model, inputs=(x,), backend="onnxruntime")
+    with torch.no_grad():
+        assert torch.allclose(effcompile.optimize(model, inputs=(x,), backend="torch-eager")(x), model(x), atol=1e-5)

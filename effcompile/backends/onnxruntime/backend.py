@@ -24,6 +24,7 @@ from effcompile.core.units import format_seconds
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.machine.memory import give_back
 from effcompile.machine.target import KernelCall
 
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
@@ -36,6 +37,7 @@ class OnnxRuntime:
     name: ClassVar[str] = "onnxruntime"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
+    copies: ClassVar[float] = 3.25
 
     def unavailable(self) -> str | None:
         missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
@@ -68,7 +70,10 @@ class OnnxRuntime:
         names = [spec.name for spec in program.inputs]
         feeds = session.numpy_feeds(names, program.flat_inputs())
         chosen, seconds = session.tune(built.path, feeds)
-        tried = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
+        tried = (
+            ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
+            or "none: memory does not hold a second session"
+        )
         settings = {**session.settings_dict(chosen), "opset": built.opset, "tried": tried}
         if (library := library_for(built.path)) is not None:
             settings["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
@@ -92,6 +97,7 @@ class OnnxModel:
         self.applied, self.settings, self.weight_bytes = dict(applied), dict(settings), weight_bytes
         self._path, self._names, self._chosen = path, names, chosen
         self._session = session.open_session(path, chosen)
+        give_back()  # the file, read as a whole, beside what the session made of it
         present = {value.name for value in self._session.get_inputs()}
         self._present = [name in present for name in names]  # an input that changes nothing is dropped by export
         self._finalizer = weakref.finalize(self, remove, path.parent)

@@ -20,6 +20,7 @@ from effcompile.backends.onnxruntime.sparse import found_forms, make_sparse
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.program import Program
+from effcompile.machine.memory import give_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,21 @@ def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folde
 
 
 def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, opset: int) -> Built:
+    path = folder / "model.onnx"
+    applied, linears = _write(program, calibration, path, opset)
+    written = ir.load(str(path))
+    forms, weight_bytes = found_forms(written, linears.values()), _weight_bytes(written)
+    del written
+    give_back()  # what was exported and written, before a session holds the weights once more
+    _check_runs(program, path)
+    found = {site: Form(weights=forms[node]) for site, node in linears.items() if node in forms}
+    return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes)
+
+
+def _write(
+    program: Program, calibration: Sequence[Sequence[torch.Tensor]], path: Path, opset: int
+) -> tuple[dict[str, Form], Mapping[str, str]]:
+    """Write the model; (site → form found in it, linear's site → name of its node)."""
     exported = export(program, opset=opset)
     applied = apply_forms(exported, program)
     sparse = {node: block for site, node in exported.linears.items() if (block := program.format_at(site).block)}
@@ -55,21 +71,19 @@ def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], f
     formats, ranges = _planned(program, exported, calibration)
     if formats:
         linears_as_matmul(exported, formats)
-    path = folder / "model.onnx"
     model = _serialised(exported.model, path, quantising=bool(formats))
     if model is not None:
         model = quantise(model, formats, ranges)
         onnx.save_model(model, str(path))
-    found = _found(model, exported)
-    written = ir.load(str(path))
-    forms = found_forms(written, exported.linears.values())
-    found |= {site: Form(weights=forms[node]) for site, node in exported.linears.items() if node in forms}
-    # what cannot be loaded and run is a failure here, and the next opset is tried
+    return {**applied, **_found(model, exported)}, exported.linears
+
+
+def _check_runs(program: Program, path: Path) -> None:
+    """What cannot be loaded and run is a failure here, and the next opset is tried."""
     opened = open_session(path)
     given = dict(zip([spec.name for spec in program.inputs], program.flat_inputs(), strict=True))
     names = [value.name for value in opened.get_inputs()]
     run(opened, numpy_feeds(names, [given[name] for name in names]))
-    return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=_weight_bytes(written))
 
 
 def _planned(

@@ -50,6 +50,7 @@ class OpenVino:
     #: the bf16 hint holds for a whole model
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = (("fp32", "bf16"),)
     slack: ClassVar[float] = 1.2  # BERT-base 1×128 int8: predicted 45 ms, measured 38 ms
+    copies: ClassVar[float] = 3.25
 
     def unavailable(self) -> str | None:
         missing = [package for package in ("openvino", "nncf") if importlib.util.find_spec(package) is None]

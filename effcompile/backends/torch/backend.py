@@ -29,6 +29,7 @@ class TorchEager:
     name: ClassVar[str] = "torch-eager"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
+    copies: ClassVar[float] = 1.25
 
     def unavailable(self) -> str | None:
         return None
@@ -56,6 +57,7 @@ class TorchInductor:
     name: ClassVar[str] = "torch-inductor"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
+    copies: ClassVar[float] = 3.0
 
     def unavailable(self) -> str | None:
         compilers = (os.environ.get("CXX"), "g++", "clang++", "cl")

@@ -31,6 +31,7 @@ class Triton:
     name: ClassVar[str] = "triton"
     conflicts: ClassVar[tuple[tuple[str, str], ...]] = ()
     slack: ClassVar[float] = 1.0
+    copies: ClassVar[float] = 1.25
 
     def unavailable(self) -> str | None:
         return kernels.unavailable()
