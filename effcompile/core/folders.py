@@ -1,8 +1,8 @@
 """A folder that is replaced whole: whoever reads it finds the old one or the new one, also after a kill or a power cut in between.
 
 A new folder is written beside, under a hidden name, brought to the disk, and takes the place of the old one in one step: Linux exchanges
-the two names (renameat2); elsewhere the old folder is first renamed aside, where `place_of` finds it. What killed writers left
-beside is removed by the next one. A writer that lives holds a lock on its folder.
+the two names (renameat2); elsewhere the old folder is first renamed aside, where `place_of` finds it. Writers take turns by a lock on the
+folder in which all of this stands. A writer that lives also holds a lock on its new folder: what killed ones left, the next one removes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from effcompile.core.disk import lock, sync
+from effcompile.core.disk import lock, locked, sync
 from effcompile.core.errors import EffcompileError, UsageError
 
 T = TypeVar("T")
 #: The names in a folder that may be replaced; all others are the user's.
 Ours = Callable[[Path], Collection[str]]
 
-_PART, _WHOLE, _OLD = ".part", ".whole", ".old"  # being written; complete, or just exchanged for; put aside where names cannot be exchanged
+_PART, _WHOLE, _OLD = ".part", ".whole", ".old"  # worth nothing; complete, or just exchanged for; put aside where names cannot be exchanged
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
-_TRIES = 20
+_FREE_TRIES, _TRIES = 3, 20
 
 
 @contextlib.contextmanager
@@ -47,11 +48,14 @@ def replacing(folder: Path, ours: Ours) -> Iterator[Path]:
         new, handle = _claim(target)
         try:
             yield new
-            _switch(new, target, ours)
+            for path in (*new.iterdir(), new):
+                sync(path)
+            with locked(target.parent):
+                _refuse_strangers(target, ours)
+                _switch(new, target)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
             os.close(handle)
-        _collect(target, ours)
+            _collect(target, ours, own=new.stem)
     except OSError as error:
         raise UsageError(f"Cannot write {str(folder)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error
 
@@ -63,16 +67,17 @@ def check_replaceable(folder: Path, ours: Ours) -> None:
         UsageError: no folder, one that cannot be written or renamed, or one with files that are not `ours`.
     """
     target = Path(os.path.realpath(folder))
-    there = next(path for path in (target, *target.parents) if path.exists())
-    if not there.is_dir():
-        raise UsageError(f"-o {str(folder)!r}: {str(there)!r} is a file. Give a folder; it is made when it does not exist.")
-    if there == target:
-        _refuse_strangers(target, ours)
-        if target == Path(os.path.realpath(os.curdir)):
-            raise UsageError(f"{str(folder)!r} is the current folder, which cannot be replaced as a whole. {_instead(target)}")
-        if os.path.ismount(target):
-            raise UsageError(f"{str(folder)!r} is a mount point, which cannot be replaced as a whole. {_instead(target)}")
-        there = target.parent
+    with locked(target.parent, shared=True):
+        there, status = _nearest(target)
+        if not stat.S_ISDIR(status.st_mode):
+            raise UsageError(f"-o {str(folder)!r}: {str(there)!r} is a file. Give a folder; it is made when it does not exist.")
+        if there == target:
+            _refuse_strangers(target, ours)
+            there = target.parent
+            if target == Path(os.path.realpath(os.curdir)):
+                raise UsageError(f"{str(folder)!r} is the current folder, which cannot be replaced as a whole. {_instead(target)}")
+            if os.path.ismount(target):
+                raise UsageError(f"{str(folder)!r} is a mount point, which cannot be replaced as a whole. {_instead(target)}")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -81,18 +86,21 @@ def check_replaceable(folder: Path, ours: Ours) -> None:
         raise UsageError(f"Cannot write in {str(there)!r}: {error.strerror or error}. {choose}") from error
 
 
+def _nearest(target: Path) -> tuple[Path, os.stat_result]:
+    """The path itself or the first above it that exists, and what it is."""
+    for path in (target, *target.parents):
+        with contextlib.suppress(OSError):
+            return path, path.stat()
+    raise UsageError(f"Nothing of the path {str(target)!r} can be looked at. Give another folder with -o.")
+
+
 def _refuse_strangers(target: Path, ours: Ours) -> None:
-    for _ in range(_TRIES):
-        before = _identity(target)
-        strangers = sorted(set(_names(target)) - set(ours(target)))
-        if not strangers:
-            return
-        if _identity(target) == before:  # else another writer replaced it between the two looks
-            break
-    named = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
-    raise UsageError(
-        f"{str(target)!r} holds what effcompile did not write: {named}. A save replaces the folder as a whole. {_instead(target)}"
-    )
+    strangers = sorted(set(_names(target)) - set(ours(target)))
+    if strangers:
+        named = ", ".join(strangers[:3]) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else "")
+        raise UsageError(
+            f"{str(target)!r} holds what effcompile did not write: {named}. A save replaces the folder as a whole. {_instead(target)}"
+        )
 
 
 def _names(folder: Path) -> list[str]:
@@ -106,13 +114,16 @@ def _instead(target: Path) -> str:
     return f"Give a folder of its own: -o {str(target / 'effcompile')!r}"
 
 
+# ------------------------------------------------------------------ reading
+
+
 def place_of(folder: Path) -> Path:
     """The folder to read: `folder`, or where a writer was killed between two renames, the old one that it had put aside."""
-    if folder.exists():
+    if os.path.exists(folder):
         return folder
-    target = Path(os.path.realpath(folder))
-    aside = [path for path in _beside(target) if path.suffix == _OLD]
-    return max(aside, key=lambda path: path.stat().st_mtime_ns) if aside else folder
+    aside = [path for path in _beside(Path(os.path.realpath(folder))) if path.suffix == _OLD]
+    dated = [(identity[-1], path) for path in aside if (identity := _identity(path)) is not None]
+    return max(dated)[1] if dated else folder
 
 
 def read_steadily(folder: Path, read: Callable[[Path], T]) -> T:
@@ -121,18 +132,30 @@ def read_steadily(folder: Path, read: Callable[[Path], T]) -> T:
     Raises:
         UsageError: it was replaced every time. What `read` raises of a folder that stayed the same.
     """
-    for _ in range(_TRIES):
-        place = place_of(folder)
-        before = _identity(place)
-        try:
-            result = read(place)
-        except EffcompileError:
-            if _identity(place_of(folder)) == before:
-                raise
-            continue
-        if _identity(place) == before:
-            return result
+    parent = Path(os.path.realpath(folder)).parent
+    for attempt in range(_TRIES):
+        # Reading may take long, and writers need not wait for it; but who lost a few times lets none in.
+        with contextlib.nullcontext() if attempt < _FREE_TRIES else locked(parent, shared=True):
+            place = place_of(folder)
+            before = _identity(place)
+            try:
+                result = read(place)
+            except (EffcompileError, OSError):
+                if _identity(place_of(folder)) == before:
+                    raise
+                continue
+            if _identity(place) == before:
+                return result
     raise UsageError(f"{str(folder)!r} was replaced each of the {_TRIES} times that it was read. Wait until it is written.")
+
+
+def _identity(folder: Path) -> tuple[int, int, int] | None:
+    """Another folder has another one; None where there is none."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
 # ------------------------------------------------------------------ writing
@@ -140,46 +163,31 @@ def read_steadily(folder: Path, read: Callable[[Path], T]) -> T:
 
 def _claim(target: Path) -> tuple[Path, int]:
     """A new folder beside the target, and the descriptor whose lock says that its writer lives."""
-    while True:
+    with locked(target.parent):
         new = target.with_name(f"{_prefix(target)}{secrets.token_hex(4)}{_PART}")
         new.mkdir()
         handle = os.open(new, os.O_RDONLY)
-        if lock(handle) is not False and new.exists():  # else another writer took it for a dead one's
-            return new, handle
-        os.close(handle)
+        lock(handle)
+        return new, handle
 
 
-def _switch(new: Path, target: Path, ours: Ours) -> None:
-    """Bring the new folder to the disk and put it at the target's name; what was there stands beside now."""
-    for file in new.iterdir():
-        sync(file)
-    sync(new)
-    whole = new.with_suffix(_WHOLE)
-    try:
-        if target.exists():
-            _refuse_strangers(target, ours)
-            with contextlib.suppress(FileNotFoundError):
-                shutil.copymode(target, new)
-        os.rename(new, whole)
-        _put(whole, target)
-    except BaseException:
-        shutil.rmtree(whole, ignore_errors=True)
-        raise
+def _switch(new: Path, target: Path) -> None:
+    """Put the new folder at the target's name; what was there stands beside now."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copymode(target, new)
+    _put(new.rename(new.with_suffix(_WHOLE)), target)
     sync(target.parent)
 
 
 def _put(whole: Path, target: Path) -> None:
-    for _ in range(_TRIES):
-        try:
-            return os.rename(whole, target)  # also onto an empty folder
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        with contextlib.suppress(FileNotFoundError):  # another writer is between its two renames
-            if _exchange(whole, target):
-                return None
-            os.rename(target, whole.with_name(f"{_prefix(target)}{secrets.token_hex(4)}{_OLD}"))
-    raise UsageError(f"{str(target)!r} is being written by others all the time. Wait for them, or choose another folder with -o.")
+    try:
+        os.rename(whole, target)  # also onto an empty folder
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not _exchange(whole, target):
+            os.rename(target, whole.with_suffix(_OLD))
+            os.rename(whole, target)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -196,30 +204,42 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(number, os.strerror(number), str(b))
 
 
-# ------------------------------------------------------------------ what others left
+# ------------------------------------------------------------------ what is left beside
 
 
-def _collect(target: Path, ours: Ours) -> None:
-    """Remove what was replaced, and what writers of this target left beside it when they were killed."""
-    for path in _beside(target):
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                if lock(handle):
-                    _discard(path, target, ours)
-            finally:
-                os.close(handle)
+def _collect(target: Path, ours: Ours, own: str) -> None:
+    """Remove what the writer of this name replaced or gave up, and what writers of this target left when they were killed."""
+    with locked(target.parent):
+        dead = [_given_up(path, target, ours) for path in _beside(target) if path.stem == own or _is_dead(path)]
+    for path in filter(None, dead):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _discard(folder: Path, target: Path, ours: Ours) -> None:
-    """Remove a folder. What somebody else put into the one that was replaced, at the last moment, goes where the new one is."""
-    if folder.suffix != _PART:
+def _given_up(folder: Path, target: Path, ours: Ours) -> Path | None:
+    """A folder that may be removed. What somebody else put into the replaced one at the last moment goes where the new one is."""
+    if folder.suffix == _PART:
+        return folder
+    if folder.suffix == _OLD and not target.exists():  # this is what is read
+        return None
+    with contextlib.suppress(OSError):
         for name in set(_names(folder)) - set(ours(folder)):
             if os.path.lexists(target / name):
-                return
+                return None
             os.rename(folder / name, target / name)
-        folder = folder.rename(folder.with_suffix(_PART))  # half removed, it could not be told from a stranger's
-    shutil.rmtree(folder)
+        return folder.rename(folder.with_suffix(_PART))  # half removed, it could not be told from a stranger's
+    return None
+
+
+def _is_dead(folder: Path) -> bool:
+    """Whether nobody writes this folder, as far as locks can tell."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return bool(lock(handle))
+    finally:
+        os.close(handle)
 
 
 def _beside(target: Path) -> list[Path]:
@@ -233,15 +253,3 @@ def _beside(target: Path) -> list[Path]:
 def _prefix(target: Path) -> str:
     """Hidden, and short whatever the target's name is."""
     return f".effcompile-{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:12]}-"
-
-
-# ------------------------------------------------------------------ what is there
-
-
-def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """Another folder has another one; None where there is none."""
-    try:
-        status = folder.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_mtime_ns

@@ -226,12 +226,15 @@ def test_readers_beside_writers_that_are_killed_see_whole_ones(parent: Path, wri
     for _ in range(cases(15, most=200)):
         children = [writing(f"writer{i}") for i in range(writers)]
         until = time.monotonic() + dice.uniform(0.002, 0.1)
-        while time.monotonic() < until:
-            assert read(folder).startswith(("first", "writer"))
-            tally["files: reads beside writers"] += 1
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "a writer failed"
+        try:
+            while time.monotonic() < until:
+                assert read(folder).startswith(("first", "writer"))
+                tally["files: reads beside writers"] += 1
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+            ends = [os.waitpid(child, 0)[1] for child in children]
+        assert all(map(os.WIFSIGNALED, ends)), "a writer failed"
         tally["files: writers killed"] += writers
         assert read(folder).startswith(("first", "writer"))
     save("last", folder)
