@@ -254,7 +254,7 @@ def declare(goal: Goal | Mapping[str, Any] | None, changes: Mapping[str, Any]) -
     Raises:
         UsageError: a value that is not allowed.
     """
-    base = Goal.of(**goal) if isinstance(goal, Mapping) else goal
+    base = Goal.of(**{str(name): value for name, value in goal.items()}) if isinstance(goal, Mapping) else goal
     return Goal.of(base, **changes)
 
 

@@ -19,6 +19,7 @@ import typer
 from effcompile import console, report
 from effcompile.core.errors import EffcompileError, InternalError, UsageError
 from effcompile.core.files import write_atomically
+from effcompile.core.folders import check_writable, read_steadily
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_seconds
 from effcompile.ir import saved
@@ -254,7 +255,7 @@ def frontier(
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
     if output is not None:
-        console.check_writable(output)
+        check_writable(output)
     with console.steps(as_json) as steps:
         loaded, request = job.load(steps)
         with console.explaining(request.goal, as_json, context.obj):
@@ -318,11 +319,11 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Run and time a saved artifact."""
-    plan = Plan.load(directory / "plan.json")
+    plan = read_steadily(directory, lambda place: Plan.load(place / saved.PLAN))
     if plan.goal.mode == "training":
         raise UsageError(
-            f"{str(directory / 'plan.json')!r} plans a training step: there is no artifact to run. Apply it to the model in your training "
-            f"script: model = effcompile.optimize(model, plan={str(directory / 'plan.json')!r})"
+            f"{str(directory / saved.PLAN)!r} plans a training step: there is no artifact to run. Apply it to the model in your training "
+            f"script: model = effcompile.optimize(model, plan={str(directory / saved.PLAN)!r})"
         )
     with console.steps(as_json) as steps:
         from effcompile import compiler

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
+from effcompile.core.errors import EffcompileError, InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.report import Steps, print_infeasible
 
@@ -114,19 +112,3 @@ def explaining(goal: Goal, as_json: bool, typed: Sequence[str] | None = None) ->
             raise
         print_infeasible(error, goal, Console(stderr=True), arguments=typed)
         raise typer.Exit(error.exit_code) from error
-
-
-def check_writable(directory: Path) -> None:
-    """Fail before the work, not after it.
-
-    Raises:
-        UsageError: `directory` is no folder, or nothing can be written there.
-    """
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise UsageError(f"-o {str(directory)!r}: {str(there)!r} is a file. Give a folder; it is made when it does not exist.")
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise UsageError(f"Cannot write in {str(there)!r}: {error.strerror or error}. Choose a folder you may write to with -o.") from error

@@ -32,6 +32,20 @@ def lock(handle: int, *, shared: bool = False) -> bool | None:
 
 
 @contextlib.contextmanager
+def abandoned(path: Path) -> Iterator[bool]:
+    """Whether the writer that locked a file or folder is dead. If so nobody else is told the same meanwhile.
+
+    Raises:
+        OSError: it is gone, a link, or somebody else's.
+    """
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        yield bool(lock(handle))
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def locked(folder: Path, *, shared: bool = False) -> Iterator[None]:
     """Hold the lock of a folder, alone or with others that share it, for as long as some renames take.
 

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from effcompile.core.disk import lock, sync
+from effcompile.core.disk import abandoned, lock, sync
 from effcompile.core.errors import FormatError, UsageError
 
 _UNFINISHED = ".unfinished"
@@ -83,6 +83,6 @@ def _remove_unfinished(path: Path) -> None:
     """Remove the temporary files of writers of this file that are dead: nobody holds their lock."""
     with contextlib.suppress(OSError):
         for left in path.parent.glob(f".{glob.escape(path.name[:64])}.*{_UNFINISHED}"):
-            with left.open("rb") as file:
-                if lock(file.fileno()):
+            with abandoned(left) as dead:
+                if dead:
                     left.unlink()

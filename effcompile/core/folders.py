@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from effcompile.core.disk import lock, locked, sync
+from effcompile.core.disk import abandoned, lock, locked, sync
 from effcompile.core.errors import EffcompileError, UsageError
 
 T = TypeVar("T")
@@ -68,30 +68,43 @@ def check_replaceable(folder: Path, ours: Ours) -> None:
     """
     target = Path(os.path.realpath(folder))
     with locked(target.parent, shared=True):
-        there, status = _nearest(target)
-        if not stat.S_ISDIR(status.st_mode):
-            raise UsageError(f"-o {str(folder)!r}: {str(there)!r} is a file. Give a folder; it is made when it does not exist.")
-        if there == target:
+        if _nearest(target) == target:
             _refuse_strangers(target, ours)
-            there = target.parent
             if target == Path(os.path.realpath(os.curdir)):
                 raise UsageError(f"{str(folder)!r} is the current folder, which cannot be replaced as a whole. {_instead(target)}")
             if os.path.ismount(target):
                 raise UsageError(f"{str(folder)!r} is a mount point, which cannot be replaced as a whole. {_instead(target)}")
+    check_writable(target.parent, f": a new one is written beside {str(target)!r} and takes its place")
+
+
+def check_writable(folder: Path, why: str = "") -> None:
+    """Refuse early a folder that cannot be made, or be written into.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    there = _nearest(folder.absolute())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        choose = f"Choose a folder you may write to with -o: a new one is written beside {str(target)!r} and takes its place."
-        raise UsageError(f"Cannot write in {str(there)!r}: {error.strerror or error}. {choose}") from error
+        raise UsageError(
+            f"Cannot write in {str(there)!r}: {error.strerror or error}. Choose a folder you may write to with -o{why}."
+        ) from error
 
 
-def _nearest(target: Path) -> tuple[Path, os.stat_result]:
-    """The path itself or the first above it that exists, and what it is."""
-    for path in (target, *target.parents):
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the first above it that exists.
+
+    Raises:
+        UsageError: it is none.
+    """
+    for path in (folder, *folder.parents):
         with contextlib.suppress(OSError):
-            return path, path.stat()
-    raise UsageError(f"Nothing of the path {str(target)!r} can be looked at. Give another folder with -o.")
+            if stat.S_ISDIR(path.stat().st_mode):  # asked once: a writer may be between two renames
+                return path
+            raise UsageError(f"-o {str(folder)!r}: {str(path)!r} is a file. Give a folder; it is made when it does not exist.")
+    raise UsageError(f"-o {str(folder)!r}: nothing of this path can be looked at. Give another folder.")
 
 
 def _refuse_strangers(target: Path, ours: Ours) -> None:
@@ -134,18 +147,20 @@ def read_steadily(folder: Path, read: Callable[[Path], T]) -> T:
     """
     parent = Path(os.path.realpath(folder)).parent
     for attempt in range(_TRIES):
-        # Reading may take long, and writers need not wait for it; but who lost a few times lets none in.
-        with contextlib.nullcontext() if attempt < _FREE_TRIES else locked(parent, shared=True):
+        free = attempt < _FREE_TRIES  # reading may take long, and writers need not wait for it; but who lost a few times lets none in
+        with contextlib.nullcontext() if free else locked(parent, shared=True):
             place = place_of(folder)
             before = _identity(place)
+            if before is None and free:  # perhaps between two renames
+                continue
             try:
                 result = read(place)
             except (EffcompileError, OSError):
-                if _identity(place_of(folder)) == before:
+                if _identity(place) == before:
                     raise
-                continue
-            if _identity(place) == before:
-                return result
+            else:
+                if _identity(place) == before:
+                    return result
     raise UsageError(f"{str(folder)!r} was replaced each of the {_TRIES} times that it was read. Wait until it is written.")
 
 
@@ -210,36 +225,23 @@ def _exchange(a: Path, b: Path) -> bool:
 def _collect(target: Path, ours: Ours, own: str) -> None:
     """Remove what the writer of this name replaced or gave up, and what writers of this target left when they were killed."""
     with locked(target.parent):
-        dead = [_given_up(path, target, ours) for path in _beside(target) if path.stem == own or _is_dead(path)]
-    for path in filter(None, dead):
-        shutil.rmtree(path, ignore_errors=True)
+        for path in _beside(target):
+            with contextlib.suppress(OSError), abandoned(path) as dead:
+                if dead or path.name.startswith(own):  # where there are no locks, nobody else is known to be dead
+                    _discard(path, target, ours)
 
 
-def _given_up(folder: Path, target: Path, ours: Ours) -> Path | None:
-    """A folder that may be removed. What somebody else put into the replaced one at the last moment goes where the new one is."""
-    if folder.suffix == _PART:
-        return folder
-    if folder.suffix == _OLD and not target.exists():  # this is what is read
-        return None
-    with contextlib.suppress(OSError):
+def _discard(folder: Path, target: Path, ours: Ours) -> None:
+    """Remove a folder. What somebody else put into the one that was replaced, at the last moment, goes where the new one is."""
+    if folder.suffix == _OLD and not target.exists():  # it is what is read
+        return
+    if folder.suffix != _PART:
         for name in set(_names(folder)) - set(ours(folder)):
             if os.path.lexists(target / name):
-                return None
+                return
             os.rename(folder / name, target / name)
-        return folder.rename(folder.with_suffix(_PART))  # half removed, it could not be told from a stranger's
-    return None
-
-
-def _is_dead(folder: Path) -> bool:
-    """Whether nobody writes this folder, as far as locks can tell."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        return bool(lock(handle))
-    finally:
-        os.close(handle)
+        folder = folder.rename(folder.with_name(folder.name + _PART))  # half removed, it could not be told from a stranger's
+    shutil.rmtree(folder)
 
 
 def _beside(target: Path) -> list[Path]:

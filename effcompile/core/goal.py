@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.errors import UnknownNameError, UsageError, clipped
 from effcompile.core.units import format_bytes, format_error, parse_bytes
 
 Mode = Literal["inference", "training"]
@@ -62,8 +62,12 @@ class Goal:
 
         Raises:
             UnknownNameError: a keyword that is no field of Goal.
-            UsageError: a value that is not allowed.
+            UsageError: a value that is not allowed, or a goal that is none.
         """
+        if not isinstance(goal, Goal | None):
+            raise UsageError(
+                f"goal = {clipped(repr(goal))} is not a goal. Give effcompile.Goal(...) or a dict of its fields: {{'memory': '6GiB'}}."
+            )
         known = [f.name for f in fields(cls)]
         for name in changes:
             if name not in known:
@@ -95,8 +99,8 @@ class Goal:
 
 
 def _check_error(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < sys.float_info.max:
         raise UsageError(
-            f"max_error = {value!r} must be a number ≥ 0: the largest relative L2 error of the output, e.g. 0.01. "
+            f"max_error = {clipped(repr(value))} must be a number ≥ 0: the largest relative L2 error of the output, e.g. 0.01. "
             "Leave it out for an exact plan."
         )

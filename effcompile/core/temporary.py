@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from effcompile.core.disk import lock
+from effcompile.core.disk import abandoned, lock
 
 _held: dict[Path, int] = {}  # folder → the descriptor whose lock says that its process lives
 
@@ -49,9 +49,6 @@ def _remove_dead(base: Path, prefix: str) -> None:
         with contextlib.suppress(OSError):  # another user's
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
-            handle = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                if lock(handle):
+            with abandoned(folder) as dead:
+                if dead:
                     shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(handle)

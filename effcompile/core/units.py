@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
+from numbers import Real
+from typing import cast
 
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import UsageError, clipped
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
@@ -24,18 +25,22 @@ def parse_bytes(value: str | int | float, *, name: str = "memory") -> int:
     Raises:
         UsageError: not a size, not finite, or not positive.
     """
-    if isinstance(value, bool):
-        raise UsageError(f"{name} = {value!r} is not a size. Write it like 6GiB, 900MB or a number of bytes.")
+    size = _number_of_bytes(value)
+    if size is None or size != size:
+        raise UsageError(f"{name} = {clipped(repr(value))} is not a size. Write it like 6GiB, 900MB or a number of bytes.")
+    if size < 1:
+        raise UsageError(f"{name} = {value!r} must be at least one byte.")
+    if size >= 1 << 63:
+        raise UsageError(f"{name} must be less than 2^63 bytes, which no machine has. Leave it out for no limit.")
+    return int(size)
+
+
+def _number_of_bytes(value: object) -> float | None:
     if isinstance(value, str):
         match = _BYTES.fullmatch(value)
-        if match is None or match[2].lower() not in _BYTE_UNITS:
-            raise UsageError(f"{name} = {value!r} is not a size. Write it like 6GiB, 900MB or a number of bytes.")
-        size = float(match[1]) * _BYTE_UNITS[match[2].lower()]
-    else:
-        size = float(value)
-    if not math.isfinite(size) or size < 1:
-        raise UsageError(f"{name} = {value!r} must be at least one byte.")
-    return int(size)
+        unit = _BYTE_UNITS.get(match[2].lower()) if match else None
+        return None if match is None or unit is None else float(match[1]) * unit
+    return cast("float", value) if isinstance(value, Real) and not isinstance(value, bool) else None
 
 
 def format_bytes(size: float) -> str:
