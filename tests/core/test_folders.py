@@ -155,5 +155,5 @@ def test_a_folder_below_a_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     check_writable(tmp_path / "not" / "yet" / "there")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UsageError, match="is a file. Give a folder"):
+        with pytest.raises(UsageError, match=r"is a file\. Give a folder"):
             check_writable(path)
