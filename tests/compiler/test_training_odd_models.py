@@ -135,6 +135,16 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes() -> None:
     assert without.passed and "by the scale of the whole gradient" in without.note
 
 
+def test_a_small_gradient_in_16_bits_is_judged_by_the_rounding_of_its_dtype() -> None:
+    """A key's weight in bf16: a difference of products that nearly cancel, each rounded to 8 bits."""
+    weight, key = WEIGHT.bfloat16(), (0.01 * WEIGHT).bfloat16()
+    wanted = _result(w=weight, k=key)
+    near = compare(_result(w=weight, k=key * 1.08), wanted, 0.02)
+    assert near.passed and "k: zero but for rounding, measured by the scale of the whole gradient" in near.note
+    assert not compare(_result(w=weight, k=-key), wanted, 0.01).passed
+    assert not compare(_result(w=weight * 1.08, k=key), wanted, 0.02).passed
+
+
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0])
 def test_a_gradient_that_is_wrong_fails_however_small_it_is(size: float, exact: bool) -> None:

@@ -31,8 +31,9 @@ _PIECE = 1 << 20
 _NEGLIGIBLE = 1e-3
 #: A gradient may be so many times as far from float64's as the model's own, or as gradients usually are.
 _AS_NEAR = 4.0
-#: Where there is none in float64: the difference that is rounding, as a share of the usual gradient (some 16 units in the last place).
-_ROUNDED_AWAY = 1e-6
+#: Where there is none in float64: the difference that is rounding, as a share of the usual gradient: some 16 units in the last place of
+#: fp32, and in 16 bits what sums in another order make.
+_ROUNDED_AWAY, _NARROW = 1e-6, (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     errors, same = _errors(found, wanted, _NEGLIGIBLE * usual)
     failed = [name for name, error in errors.items() if name != "loss" and not error <= allowed and math.isfinite(error)]
     truth = exact() if failed else None
-    scale = usual * _ROUNDED_AWAY if truth is None else _AS_NEAR * _usual_rounding(wanted, truth)
+    scale = usual if truth is None else _AS_NEAR * _usual_rounding(wanted, truth)
     nothing = [name for name in failed if _is_rounding(name, found, wanted, truth, scale)]
     for name in nothing:
         errors[name] = _relative(found.gradients[name], wanted.gradients[name], usual)
@@ -163,14 +164,19 @@ def _usual_rounding(wanted: Result, truth: Result) -> float:
 
 
 def _is_rounding(name: str, found: Result, wanted: Result, truth: Result | None, scale: float) -> bool:
-    """Whether a gradient is off by rounding alone: no further from the truth than the model's own, or by `scale` an element."""
+    """Whether a gradient is off by rounding alone.
+
+    It is no further from the truth than the model's own or than `scale` an element; without a truth, it is off by less than rounding of a
+    gradient of the usual `scale`.
+    """
     ours, theirs = found.gradients.get(name), wanted.gradients.get(name)
     if ours is None or theirs is None:
         return False
     exact = None if truth is None else truth.gradients.get(name)
     least = scale * math.sqrt(theirs.numel())
     if exact is None:
-        return math.sqrt(Sums.of(ours, theirs).apart) <= least
+        share = rounding(theirs) if theirs.dtype in _NARROW else _ROUNDED_AWAY
+        return math.sqrt(Sums.of(ours, theirs).apart) <= share * least
     return math.sqrt(Sums.of(ours, exact).apart) <= max(_AS_NEAR * math.sqrt(Sums.of(theirs, exact).apart), least)
 
 
