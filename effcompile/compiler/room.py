@@ -81,6 +81,11 @@ class Room:
         taken = torch.cuda.memory_allocated() if self.device == "cuda" else memory.resident_bytes()
         return min(self.allowed - taken, math.inf if free is None else _SHARE * free)
 
+    def tidy(self) -> None:
+        """Return what was freed to the system, once half of what is allowed is resident."""
+        if memory.resident_bytes() > 0.5 * self.allowed:
+            memory.give_back()
+
     def refusal(self, more: int, whole: int) -> str | None:
         """None, or why what allocates `more` bytes, `whole` of them with what is there, is not run."""
         free = memory.free_bytes(self.device)

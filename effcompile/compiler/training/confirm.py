@@ -31,6 +31,8 @@ from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.passes.training.states import StatesOption
 
+#: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and gaps in the heap (measured).
+_UNPLANNED = 1.25
 #: Seconds that timing the step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
 
@@ -48,12 +50,14 @@ def verified(
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     base = _alive(work, prepared)
     room = Room.of(verify.device_of(work.model), base, plan.goal.memory)
+    room.tidy()  # what capture, pricing and the search left
     whole = plan.baseline.peak_bytes or 0
-    refusal = room.refusal(whole - base, whole)
+    refusal = room.refusal(int(_UNPLANNED * (whole - base)), whole)
     gradients = Spool(prepared.cut.host.folder)
     runner.sink, runner.guarded = gradients.put, False
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
         found = settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner)
+    room.tidy()
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
     original = _Original(work=work, folder=prepared.cut.host.folder, room=room, refusal=refusal)
     wanted, checks, notes = None, list[Check](), list[str]()
@@ -64,10 +68,16 @@ def verified(
         rest = "; that the micro-batches add up to it is read off the graph" if parts else ""
         notes.append(f"not compared with the unplanned step: {refusal or 'it does not fit'}; run leanly it {error}{rest}")
     notes += _compare_updates(work, states, wanted or found, checks)
-    with work.progress.step("measure"):
-        # The original first: planning may choose the given optimizer's fused kernels.
-        theirs = None if refusal else _updated(work, None, work.eager_loss, None)
+    room.tidy()
+    theirs = None
+    if refusal is None:  # the original first: planning may choose the given optimizer's fused kernels
+        with work.progress.step("run the original step with its update"):
+            theirs = _updated(work, None, work.eager_loss, None)
+        room.tidy()
+    with work.progress.step("run the planned step with its update"):
         ours = _updated(work, runner, step, states)
+    room.tidy()
+    with work.progress.step("time the steps"):
         seconds, eager_seconds = _timed(work, runner, step, found, ours, together=refusal is None)
     there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
     peak = _peak(base + there, found, ours)  # an optimizer that has states already is not run
