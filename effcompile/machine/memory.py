@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +33,6 @@ def free_bytes(device: str = "cpu") -> int | None:
 
 def give_back() -> None:
     """Return to the system what was freed: glibc keeps the pages of a closed session of a large model, as many bytes again as it has."""
-    gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

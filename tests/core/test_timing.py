@@ -28,6 +28,7 @@ class Clock:
 def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(timing, "perf_counter", clock)
+    monkeypatch.setattr(timing, "PATIENCE", 1.0)
     return clock
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from effcompile.core.errors import LoweringError
+from effcompile.core.torch_compat import kept_onnx_registry
 from effcompile.ir.export import reexport, refresh_shapes
 from effcompile.ir.program import Program
 from effcompile.sites import parts as sites
@@ -59,7 +60,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
     _copy_before_views(exported.graph)
     twin = replace(program, module=exported.module(check_guards=False))
     refresh_shapes(twin.module, program.args, program.kwargs)  # sites are told apart by their shapes at the example
-    with _quiet():
+    with _quiet(), kept_onnx_registry():
         try:
             onnx_program = torch.onnx.export(
                 exported,

@@ -1,5 +1,6 @@
-"""Tests measure kernels into a cache of their own, never into the user's; the workers of one run share it."""
+"""Tests and the examples of the docs measure briefly, into a cache of their own, never into the user's; the workers of a run share it."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +12,13 @@ settings.load_profile("effcompile")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_calibration_cache(tmp_path_factory: pytest.TempPathFactory, worker_id: str = "master") -> Iterator[None]:
+def _own_calibration_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     root = tmp_path_factory.getbasetemp()
-    cache = (root if worker_id == "master" else root.parent) / "calibration"
+    cache = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "calibration"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EFFCOMPILE_CACHE", str(cache))
         patch.setattr("effcompile.ir.plan.FAR_APART", 1e9)  # tiny models, two workers: times say little, no second solve
+        patch.setattr("effcompile.core.timing.PATIENCE", 0.02)
+        patch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.15)
+        patch.setattr("effcompile.compiler.training.confirm._TIMING_SECONDS", 0.0)
         yield
