@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import effcompile
+from effcompile.compiler.training.exact import rounded_otherwise
 from effcompile.compiler.training.verify import Result, compare
 from effcompile.core.errors import CaptureError, InternalError, UsageError
 
@@ -129,8 +131,8 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes() -> None:
     """A key's bias: mathematically zero, and so its relative error is about 1 between any two orders of summing."""
     wanted, truth = _result(w=WEIGHT, k_bias=NOISE), _result(w=WEIGHT.double() + 1e-8, k_bias=torch.zeros(8).double())
     found = _result(w=WEIGHT, k_bias=-NOISE)
-    check = compare(found, wanted, None, lambda: truth)
-    assert check.passed and "k_bias: zero but for rounding, as near to float64's as eager's" in check.note
+    check = compare(found, wanted, None, lambda: replace(truth, named="float64's"))
+    assert check.passed and "k_bias: off by rounding alone" in check.note and "near to float64's" in check.note
     without = compare(found, wanted, None)
     assert without.passed and "by the scale of the whole gradient" in without.note
 
@@ -140,9 +142,32 @@ def test_a_small_gradient_in_16_bits_is_judged_by_the_rounding_of_its_dtype() ->
     weight, key = WEIGHT.bfloat16(), (0.01 * WEIGHT).bfloat16()
     wanted = _result(w=weight, k=key)
     near = compare(_result(w=weight, k=key * 1.08), wanted, 0.02)
-    assert near.passed and "k: zero but for rounding, measured by the scale of the whole gradient" in near.note
+    assert near.passed and "k: off by rounding alone" in near.note and "by the scale of the whole gradient" in near.note
     assert not compare(_result(w=weight, k=-key), wanted, 0.01).passed
     assert not compare(_result(w=weight * 1.08, k=key), wanted, 0.02).passed
+
+
+def test_the_rounding_of_a_model_in_16_bits_is_measured_by_rounding_otherwise() -> None:
+    """Gradients of a deep bf16 model move by far more than one rounding; a wrong one moves by more than that."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8))).bfloat16(), torch.randn(16, 32).bfloat16()
+
+    def result() -> Result:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return Result(loss=loss.detach(), gradients={n: p.grad.clone() for n, p in model.named_parameters()}, peak_bytes=None)
+
+    wanted = result()
+    with rounded_otherwise(model) as narrow:
+        first, second = result(), result()
+    assert narrow and not any(module._forward_hooks for module in model.modules())
+    assert torch.equal(result().gradients["0.0.weight"], wanted.gradients["0.0.weight"])
+    assert compare(first, wanted, None, lambda: second).passed
+    wrong = replace(first, gradients={**first.gradients, "3.0.weight": -first.gradients["3.0.weight"]})
+    assert not compare(wrong, wanted, None, lambda: second).passed
+    with rounded_otherwise(nn.Linear(2, 2)) as narrow:
+        assert not narrow
 
 
 @pytest.mark.parametrize("exact", [True, False])

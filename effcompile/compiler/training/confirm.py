@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.room import NoRoomError, Room
 from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.alive import alive_bytes
-from effcompile.compiler.training.exact import in_float64
+from effcompile.compiler.training.exact import in_float64, rounded_otherwise
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.lean import lean
 from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
@@ -113,6 +114,15 @@ class _Original:
         with self.work.progress.step(f"{name} leanly"), lean(self.work.model, self.work.leaves, gradients, self.room):
             return replace(verify.run(step, self.work.model, self.work.leaves, gradients), peak_bytes=None)
 
+    def truth(self, wanted: verify.Result, peak_bytes: int) -> verify.Result | None:
+        """What tells rounding from an error: the step in float64, or where that does not fit, in 16 bits rounded otherwise."""
+        if (found := in_float64(self.work, self.room, wanted, peak_bytes)) is not None:
+            return found
+        with contextlib.suppress(NoRoomError), rounded_otherwise(self.work.model) as narrow:
+            if narrow:
+                return replace(self.run(self.work.eager_loss, "run the original step rounded otherwise"), named="eager's rounded otherwise")
+        return None
+
 
 def _alive(work: Work, prepared: Prepared) -> int:
     """Bytes alive before a step, counted over the tensors that are there; the graph's constants live in the runner."""
@@ -158,8 +168,8 @@ def _compared(original: _Original, plan: Plan, found: verify.Result, wanted: ver
     """
     work = original.work
     if not rounds(plan):
-        exact = partial(in_float64, work, original.room, wanted, plan.baseline.peak_bytes or 0)
-        return _passed(verify.compare(found, wanted, work.goal.max_error, exact))
+        truth = partial(original.truth, wanted, plan.baseline.peak_bytes or 0)
+        return _passed(verify.compare(found, wanted, work.goal.max_error, truth))
     check = verify.compare_whole(found, wanted, work.goal.tolerance)
     if not check.passed:
         raise TooCoarseError(f"the whole gradient's relative error was {check.error:.2e}, above the goal's {check.limit:.2e}")

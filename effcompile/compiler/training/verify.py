@@ -33,17 +33,18 @@ _NEGLIGIBLE = 1e-3
 _AS_NEAR = 4.0
 #: Where there is none in float64: the difference that is rounding, as a share of the usual gradient: some 16 units in the last place of
 #: fp32, and in 16 bits what sums in another order make.
-_ROUNDED_AWAY, _NARROW = 1e-6, (torch.bfloat16, torch.float16)
+_ROUNDED_AWAY, NARROW = 1e-6, (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One step: its loss, its gradients by name, the bytes allocated at its highest instant, seconds while watched."""
+    """One step: its loss, its gradients by name, the bytes allocated at its highest instant, seconds while watched; whose it is."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]  # of inputs too, as "input x"
     peak_bytes: int | None
     seconds: float = 0.0
+    named: str = "eager's"
 
 
 def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES, spool: Spool | None = None) -> Result:
@@ -101,14 +102,14 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     """Loss and gradients of the planned step against the model's own, each relative to its own norm.
 
     A gradient that is mathematically zero (a key's bias: softmax does not see it) is rounding in both, and its relative error says
-    nothing. So one that fails is compared with what the step makes in float64: it has to be as near to that as the model's own. Where
-    there is nothing in float64, it has to be within rounding of the whole gradient's scale.
+    nothing. So one that fails is compared with what the step makes in float64, or in 16 bits rounded otherwise: it has to be as near to
+    that as the model's own. Where there is neither, it has to be within rounding of the whole gradient's scale.
 
     Args:
         found: of the planned step.
         wanted: of the original one.
         limit: the goal's error.
-        exact: the original in float64, where it runs so; called only when a gradient fails.
+        exact: the original in float64 or rounded otherwise, where it runs so; called only when a gradient fails.
 
     Raises:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
@@ -122,14 +123,13 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     truth = exact() if failed else None
     scale = usual if truth is None else _AS_NEAR * _usual_rounding(wanted, truth)
     nothing = [name for name in failed if _is_rounding(name, found, wanted, truth, scale)]
-    for name in nothing:
-        errors[name] = _relative(found.gradients[name], wanted.gradients[name], usual)
+    apart = max((errors.pop(name) for name in nothing), default=0.0)
     where = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])  # NaN is the worst
     notes = ["bit-identical" if same else f"largest at {where}"]
     if nothing:
         more = f" and {len(nothing) - 1} more" if len(nothing) > 1 else ""
-        beside = "as near to float64's as eager's" if truth is not None else "measured by the scale of the whole gradient"
-        notes.append(f"{nothing[0]}{more}: zero but for rounding, {beside}")
+        beside = f"as near to {truth.named} as eager's" if truth is not None else "measured by the scale of the whole gradient"
+        notes.append(f"{nothing[0]}{more}: off by rounding alone (up to {apart:.1e}), {beside}")
     return Check(name="loss and all gradients, as eager", error=errors[where], limit=allowed, note="; ".join(notes))
 
 
@@ -175,7 +175,7 @@ def _is_rounding(name: str, found: Result, wanted: Result, truth: Result | None,
     exact = None if truth is None else truth.gradients.get(name)
     least = scale * math.sqrt(theirs.numel())
     if exact is None:
-        share = rounding(theirs) if theirs.dtype in _NARROW else _ROUNDED_AWAY
+        share = rounding(theirs) if theirs.dtype in NARROW else _ROUNDED_AWAY
         return math.sqrt(Sums.of(ours, theirs).apart) <= share * least
     return math.sqrt(Sums.of(ours, exact).apart) <= max(_AS_NEAR * math.sqrt(Sums.of(theirs, exact).apart), least)
 
