@@ -16,6 +16,7 @@ import pytest
 from test_cli import Outcome
 
 from effcompile import cli
+from effcompile.backends.torch import TorchInductor
 from effcompile.compiler import run_artifact
 from effcompile.ir.plan import Plan
 
@@ -116,6 +117,11 @@ def test_infeasible_names_the_memory_that_would_do(capsys: pytest.CaptureFixture
         (GOOD + "goal = {'max_error': -1}", "", "max_error = -1"),
         (GOOD, "--mode training", "runs on the backend 'torch'"),
         (GOOD, "--pass quantise", "Did you mean 'quantize'"),
+        (GOOD, "--pass quantise.group_size=64", "Did you mean 'quantize'"),
+        (GOOD, "--pass .group_size=64", "No pass is named ''"),
+        (GOOD, "--pass checkpoint", "The pass 'checkpoint' is for the mode 'training'"),
+        (GOOD, "--mode training --pass no-quantize", "The pass 'quantize' is for the mode 'inference'"),
+        (GOOD + "goal = 'fast'", "", "'fast' is not a goal"),
         (GOOD, "--pass quantize.nonsense=1", "no option 'nonsense'"),
         (GOOD, "--backend onnx", "Did you mean 'onnxruntime'"),
         (
@@ -148,6 +154,14 @@ def test_bad_models(capsys: pytest.CaptureFixture[str], write: Write, text: str,
     assert outcome.status in (1, 2)
     assert outcome.status == 2 or says == "NaN"
     assert says in outcome.words
+
+
+def test_a_backend_that_cannot_run_here(capsys: pytest.CaptureFixture[str], write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchInductor, "unavailable", lambda self: "the machine has no such thing")
+    outcome = Outcome(capsys, "plan", write(GOOD), "--static", "--backend", "torch-inductor")
+    assert outcome.status == 2
+    assert "The backend torch-inductor cannot run here: the machine has no such thing." in outcome.words
+    assert "install" not in outcome.words
 
 
 def test_no_such_file(capsys: pytest.CaptureFixture[str], write: Write) -> None:

@@ -84,12 +84,12 @@ def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, str]]:
     """The named backend, or every one that can run here; and why the others cannot (name → reason).
 
     Raises:
-        UnknownNameError: no such backend. MissingPackageError: the named one lacks a package.
+        UnknownNameError: no such backend. UsageError: the named one cannot run here.
     """
     if name is not None:
         backend = load_backend(name)
         if (reason := backend.unavailable()) is not None:
-            raise MissingPackageError(name, f"The backend {name}", reason.partition(": ")[2] or reason)
+            raise UsageError(f"The backend {name} cannot run here: {reason}.")
         return [backend], {}
     found: list[Backend] = []
     absent: dict[str, str] = {}

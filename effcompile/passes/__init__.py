@@ -202,7 +202,8 @@ def _selected(
         if not dot and not equals and name.startswith("no-") and name not in known:
             excluded.add(_known(name.removeprefix("no-"), known))
         elif dot or equals:
-            settings.setdefault(_known(name, known), {})[option] = _value(known[name], name, option, equals, value.strip())
+            cls = known[_known(name, known)]
+            settings.setdefault(name, {})[option] = _value(cls, name, option, equals, value.strip())
         else:
             names.append(_known(name, known))
     asked = {*names, *settings}
@@ -211,9 +212,12 @@ def _selected(
 
 
 def _known(name: str, known: dict[str, type[Any]]) -> str:
-    if name not in known:
-        raise UnknownNameError("pass", name, known)
-    return name
+    if name in known:
+        return name
+    for mode, passes in (("inference", PASSES), ("training", TRAINING_PASSES)):
+        if name in passes:
+            raise UsageError(f"The pass {name!r} is for the mode {mode!r}, which is not the goal's. Known here: {', '.join(known)}.")
+    raise UnknownNameError("pass", name, known)
 
 
 def _value(cls: type[Any], name: str, option: str, equals: str, text: str) -> Any:
