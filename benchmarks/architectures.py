@@ -1,6 +1,6 @@
 """Capture (with --lower: an exact plan through ONNX Runtime) on many HuggingFace architectures: tiny configs, random weights.
 
-One process each: HF registers pytree classes globally, so a warm process proves nothing. A row compares the captured graph (with
+One process each (_children.py). A row compares the captured graph (with
 --lower: the ONNX Runtime session) with the original model at the example, at a second shape and with a padded mask.
 
     python benchmarks/architectures.py [--only bert,gpt2] [--lower] [--jobs 1] [--timeout 180]
@@ -10,21 +10,16 @@ Exit 0 when at least --least architectures pass (default: 40, or all of --only).
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from _architectures import ARCHITECTURES, build
+from _children import answer, answers, arguments_of, names_in
 
 if TYPE_CHECKING:
     from effcompile.ir.plan import Check
@@ -102,23 +97,6 @@ def _take(row: Row, checks: Iterable[Check]) -> None:
     row.errors = {check.name.split()[0]: check.error for check in checks}
 
 
-def child(name: str, arguments: argparse.Namespace) -> Row:
-    """`probe` in a process of its own."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        command = [sys.executable, __file__, "--child", name, "--answer", answer.name, *(["--lower"] if arguments.lower else [])]
-        row = Row(name=name, family=ARCHITECTURES[name].family)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.timeout, check=False)
-        except subprocess.TimeoutExpired:
-            row.failure = f"no result within {arguments.timeout:.0f} s"
-            return row
-        with contextlib.suppress(json.JSONDecodeError):
-            return Row(**json.load(answer))
-        last = [line for line in done.stderr.strip().splitlines() if line.strip()][-1:] or ["no output"]
-        row.failure = f"not an effcompile error (exit {done.returncode}): {last[0]}"
-    return row
-
-
 def table(rows: list[Row], width: int | None) -> None:
     """Print the rows, then what failed and why."""
     from rich.console import Console
@@ -141,44 +119,25 @@ def table(rows: list[Row], width: int | None) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="comma-separated names")
+    parser = arguments_of(__doc__, timeout=180.0)
     parser.add_argument("--lower", action="store_true", help="also lower to ONNX Runtime and verify there")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=180.0, help="seconds per architecture")
     parser.add_argument("--least", type=int, default=None, help="fewest passes for exit 0")
     parser.add_argument("--width", type=int, default=None)
     parser.add_argument("--json", default="", help="also write the rows to this file")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        row = probe(arguments.child, arguments.lower)
-        with open(arguments.answer, "w") as file:
-            json.dump(asdict(row), file)
+        answer(arguments, asdict(probe(arguments.child, arguments.lower)))
         return 0
-    names = [name for name in arguments.only.split(",") if name] or list(ARCHITECTURES)
-    unknown = [name for name in names if name not in ARCHITECTURES]
-    if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}. Known: {', '.join(ARCHITECTURES)}")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    rows = run_all(names, arguments, lambda row: print(f"{row.name}: {row.state}", file=sys.stderr, flush=True))
+    names, rows = names_in(parser, arguments.only), []
+    for told in answers(__file__, names, arguments, ["--lower"] if arguments.lower else []):
+        rows.append(row := Row(**told))
+        print(f"{row.name}: {row.state}", file=sys.stderr, flush=True)
     table(rows, arguments.width)
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=1)
     least = arguments.least if arguments.least is not None else min(40, len(names))
     return 0 if sum(row.passed for row in rows) >= least else 1
-
-
-def run_all(names: list[str], arguments: argparse.Namespace, done: Callable[[Row], None]) -> list[Row]:
-    """All architectures, `--jobs` at a time, in the given order."""
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = []
-        for row in pool.map(lambda name: child(name, arguments), names):
-            done(row)
-            rows.append(row)
-    return rows
 
 
 if __name__ == "__main__":

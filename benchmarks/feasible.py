@@ -11,19 +11,13 @@ Exit 0 when every architecture is feasible at 1.0x eager's peak, and at 0.8x whe
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from _architectures import ARCHITECTURES, build
+from _children import answer, answers, arguments_of, names_in
 
 BATCH, LENGTH = 8, 64
 MIB = 2**20
@@ -113,23 +107,6 @@ def _measure(row: Row, model: Any, inputs: dict[str, Any]) -> None:
     row.eager = row.resident + peak()
 
 
-def child(name: str, timeout: float) -> Row:
-    """`probe` in a process of its own."""
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        command = [sys.executable, __file__, "--child", name, "--answer", answer.name]
-        row = Row(name=name, family=ARCHITECTURES[name].family)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-        except subprocess.TimeoutExpired:
-            row.failure = f"no result within {timeout:.0f} s"
-            return row
-        with contextlib.suppress(json.JSONDecodeError):
-            return Row(**json.load(answer))
-        last = [line for line in done.stderr.strip().splitlines() if line.strip()][-1:] or ["no output"]
-        row.failure = f"not an effcompile error (exit {done.returncode}): {last[0]}"
-    return row
-
-
 def line(row: Row) -> str:
     """One line of the table."""
     figures = [f"{size / MIB:9.2f}" for size in (row.eager, row.resident, row.least)]
@@ -139,26 +116,16 @@ def line(row: Row) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="comma-separated names")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per architecture")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", default="", help=argparse.SUPPRESS)
+    parser = arguments_of(__doc__, timeout=600.0)
     arguments = parser.parse_args()
     if arguments.child:
-        row = probe(arguments.child)
-        with open(arguments.answer, "w") as file:
-            json.dump(asdict(row), file)
+        answer(arguments, asdict(probe(arguments.child)))
         return 0
-    names = [name for name in arguments.only.split(",") if name] or list(ARCHITECTURES)
-    os.environ["HF_HUB_OFFLINE"] = "1"
     print(f"{'architecture':30} {'family':16} {'eager MiB':>9} {'model':>9} {'least':>9} {'least/':>6}  activations {'':7} {'s':>5}")
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = []
-        for row in pool.map(lambda name: child(name, arguments.timeout), names):
-            rows.append(row)
-            print(line(row), flush=True)
+    rows = []
+    for told in answers(__file__, names_in(parser, arguments.only), arguments):
+        rows.append(row := Row(**told))
+        print(line(row), flush=True)
     good = sum(row.state == "ok" for row in rows)
     print(f"{good} of {len(rows)} are feasible within eager's peak (0.8x of it where activations are more than half).")
     return 0 if good == len(rows) else 1

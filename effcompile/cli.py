@@ -50,7 +50,7 @@ ModelFile = Annotated[
         metavar="MODEL.PY[:NAME]", help="A file that defines `model` (or NAME) and `inputs`: objects, or functions without arguments."
     ),
 ]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON", help="A saved plan.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON|DIR", help="A saved plan, or the folder that it is in.")]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes live during the call or step: 6GiB.", rich_help_panel=_GOAL)]
 MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=_GOAL)]
 Minimize = Annotated[str | None, typer.Option(metavar="time|memory", help="What to make least within the limits.", rich_help_panel=_GOAL)]
@@ -370,22 +370,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit; errors raised on purpose are told without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes its own start and stop to stderr
+    console.prepare()
     try:
+        status = _run(arguments)
+    except OSError as error:
+        status = console.tell_lost_output(error)
+    sys.exit(status)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit status of a command that did not exit by itself.
+
+    Raises:
+        OSError: what it says cannot be written.
+    """
+    try:
+        console.check_current_folder()
         with console.stoppable():
             app(args=arguments, prog_name="effcompile", obj=arguments)
     except EffcompileError as error:
         if os.environ.get("EFFCOMPILE_DEBUG") or isinstance(error, InternalError):
             traceback.print_exc()
-        status = console.tell(error, "--json" in arguments)
+        return console.tell(error, "--json" in arguments)
     except (KeyboardInterrupt, console.Stopped) as error:
         sys.stderr.write("Interrupted.\n")
-        status = error.status if isinstance(error, console.Stopped) else 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 1
+        return error.status if isinstance(error, console.Stopped) else 130
     except Exception as error:
-        status = console.tell_bug(error, "--json" in arguments)
-    sys.exit(status)
+        if isinstance(error, OSError) and error.filename is None:  # of a stream: opening a file names it
+            raise
+        return console.tell_bug(error, "--json" in arguments)
+    return 0
 
 
 def _write(executable: Executable | TrainingExecutable, directory: Path) -> list[Path]:

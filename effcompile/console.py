@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -18,13 +19,16 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from effcompile.core.errors import EffcompileError, InfeasibleError
+from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.report import Steps, print_infeasible
 
+#: Seconds after which a signal that a library swallowed is told again.
+_AGAIN = 0.5
+
 
 class Stopped(BaseException):
-    """The process was told to end: by SIGTERM, or by its terminal going away. It cleans up, as after Ctrl-C."""
+    """The process was told to end: by Ctrl-C, by SIGTERM, or by its terminal going away. It cleans up first."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -33,20 +37,78 @@ class Stopped(BaseException):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Signals that end a process raise `Stopped` in the main thread."""
+    """Signals that end a process raise `Stopped` in the main thread; those that it was started to ignore (nohup) it ignores.
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
+    A library may swallow what is raised in its destructor or import: then it is raised again, and errors that follow from it are not told.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))}
+    came: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if number != _ALARM:
+            came.append(number)
+            if _ALARM is not None:
+                signal.signal(_ALARM, stop)
+                signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
+        elif _is_stopping():
+            return
+        raise Stopped(came[-1])
+
+    asked = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in asked}
+    hook, sys.unraisablehook = sys.unraisablehook, lambda lost: None if isinstance(lost.exc_value, Stopped) else hook(lost)
     try:
         yield
+    except Exception as error:
+        if came:
+            raise Stopped(came[-1]) from error
+        raise
     finally:
+        if came and _ALARM is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(_ALARM, signal.SIG_DFL)
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
+_ALARM = getattr(signal, "SIGALRM", None)
+
+
+def _is_stopping() -> bool:
+    """Whether what runs is the cleaning up after `Stopped`."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Stopped):
+        error = error.__context__
+    return error is not None
+
+
+def prepare() -> None:
+    """Make do with what a shell may have left: streams that are closed, a terminal that is said to have no columns."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: the next file opened may not become stdout
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if not os.environ.get("COLUMNS", "80").strip("0"):
+        del os.environ["COLUMNS"]
+
+
+def check_current_folder() -> None:
+    """Without it no relative path means anything.
+
+    Raises:
+        UsageError: it was removed.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(f"The current folder cannot be used: {error.strerror}. Change to another one (cd).") from error
 
 
 def emit(data: Any) -> None:
@@ -62,6 +124,16 @@ def tell(error: EffcompileError, as_json: bool) -> int:
     else:
         Console(stderr=True, soft_wrap=True).print(Text("✘ ", style="bold red") + Text(str(error)))
     return error.exit_code
+
+
+def tell_lost_output(error: OSError) -> int:
+    """What was to be said cannot be written: in words on stderr, and quietly where who read it has gone; returns the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in a buffer goes nowhere at exit
+    if not isinstance(error, BrokenPipeError):
+        with suppress(OSError):
+            sys.stderr.write(f"✘ Cannot write the output: {error.strerror or error}.\n")
+            sys.stderr.flush()
+    return 1
 
 
 def warn(text: str) -> None:

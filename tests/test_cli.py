@@ -2,9 +2,14 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,6 +239,166 @@ def test_closed_pipe_is_quiet() -> None:
     script = f"{sys.executable} -c 'from effcompile.cli import main; main()' targets --json | head -c 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], check=False, capture_output=True, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert done.stderr == ""
+
+
+MAIN = [sys.executable, "-c", "from effcompile.cli import main; main()"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device here")
+@pytest.mark.parametrize("command", ["targets", "targets --json", "--help", "explain no-such-plan.json --json"])
+def test_output_that_cannot_be_written_is_said(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*MAIN, *command.split()], check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "✘ Cannot write the output: No space left on device.\n")
+
+
+#: Says as which descriptor the next file is opened, once the streams are prepared.
+LOOKED = "console.prepare = lambda: (real(), os.write(2, b'opened as %d\\n' % os.open('.', os.O_RDONLY)))"
+
+
+def close_all(*numbers: int) -> None:
+    for number in numbers:
+        os.close(number)
+
+
+@pytest.mark.parametrize(("command", "status"), [("targets --json", 0), ("explain no-such-plan.json --json", 2), ("--nonsense", 2)])
+def test_streams_that_are_closed(command: str, status: int, tmp_path: Path) -> None:
+    """No file that is opened later takes the place of a stream: what a library says to stdout would go into it."""
+    code = f"import os; from effcompile import cli, console; real = console.prepare; {LOOKED}; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()],
+        check=False,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(close_all, 0, 1),
+        cwd=tmp_path,
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    assert int(done.stderr.split("opened as ")[1].split()[0]) > 2
+    assert subprocess.run([*MAIN, *command.split()], check=False, preexec_fn=partial(close_all, 0, 1, 2)).returncode == status
+
+
+def test_a_terminal_without_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, plan_file: Path) -> None:
+    for columns in ("0", "", "1", "20", "-5", "abc"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert "layers" in "".join(Outcome(capsys, "explain", plan_file).out.split())
+
+
+def test_a_current_folder_that_was_removed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    outcome = Outcome(capsys, "plan", "model.py", "-o", "out")
+    assert outcome.status == 2
+    assert "The current folder cannot be used" in outcome.words
+
+
+def test_a_plan_is_found_in_its_folder(capsys: pytest.CaptureFixture[str], plan_file: Path) -> None:
+    assert Outcome(capsys, "explain", plan_file.parent).out == Outcome(capsys, "explain", plan_file).out
+    plan_file.unlink()
+    outcome = Outcome(capsys, "explain", plan_file.parent)
+    assert outcome.status == 2
+    assert str(plan_file) in outcome.words
+
+
+def told_to_end(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(10)
+
+
+class Dying:
+    def __del__(self) -> None:
+        told_to_end()
+
+
+def swallowed() -> None:
+    with suppress(BaseException):
+        told_to_end()
+    time.sleep(10)
+
+
+def swallowed_and_broken() -> None:
+    """As numpy does while it is imported."""
+    with suppress(BaseException):
+        told_to_end()
+    raise AttributeError("half imported")
+
+
+def swallowed_in_a_destructor() -> None:
+    Dying()
+    time.sleep(10)
+
+
+@pytest.mark.parametrize(
+    ("action", "status"),
+    [
+        (told_to_end, 130),
+        (partial(told_to_end, signal.SIGTERM), 143),
+        (partial(told_to_end, signal.SIGHUP), 129),
+        (swallowed, 130),
+        (swallowed_and_broken, 130),
+        (swallowed_in_a_destructor, 130),
+    ],
+)
+def test_a_signal_ends_a_command_also_where_a_library_swallows_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, plan_file: Path, action: Callable[[], None], status: int
+) -> None:
+    monkeypatch.setattr(console, "_AGAIN", 0.02)
+    monkeypatch.setattr(cli.Plan, "load", lambda path: action())
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    outcome = Outcome(capsys, "explain", plan_file)
+    assert (outcome.status, outcome.out, outcome.err) == (status, "", "Interrupted.\n")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_cleaning_up_after_a_signal_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "_AGAIN", 0.01)
+    cleaned = []
+
+    def work() -> None:
+        try:
+            told_to_end()
+        finally:
+            with suppress(KeyError):
+                raise KeyError
+            time.sleep(0.1)
+            cleaned.append(1)
+
+    with pytest.raises(console.Stopped), console.stoppable():
+        work()
+    assert cleaned
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_is_ignored_stays_so(capsys: pytest.CaptureFixture[str], plan_file: Path, number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)  # nohup, or a job of a shell script
+    try:
+        with console.stoppable():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
+def test_ctrl_c_while_the_command_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import os, runpy, signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "runpy.run_module('effcompile', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "Interrupted.\n")
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "effcompile", "--version"], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("effcompile ")
 
 
 def _raiser(error: BaseException):  # type: ignore[no-untyped-def]

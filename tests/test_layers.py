@@ -25,6 +25,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deferred", "dynamo", "console"),
     ("api",),
     ("cli", "__init__"),
+    ("__main__",),
 ]
 #: Underscored, yet the documented home of what is imported from there (TorchDispatchMode, tree_map).
 DOCUMENTED = ("torch.utils._pytree", "torch.utils._python_dispatch")

@@ -17,6 +17,7 @@ from effcompile.backends.base import Run
 from effcompile.compiler.machine import usable_backends
 from effcompile.core.errors import EffcompileError, FormatError, InputsError, LoweringError, VerificationError, clipped
 from effcompile.core.folders import read_steadily
+from effcompile.core.stages import first_line
 from effcompile.core.timing import median_seconds
 from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Plan
@@ -56,8 +57,7 @@ def run_artifact(directory: str | Path, inputs: tuple[tuple[Any, ...], Mapping[s
     except EffcompileError:
         raise
     except Exception as error:  # the runtimes' errors have no common base: of memory, of shapes
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise LoweringError(f"The artifact in {str(folder)!r} cannot be run on these inputs: {clipped(said)}") from error
+        raise LoweringError(f"The artifact in {str(folder)!r} cannot be run on these inputs: {first_line(error)}") from error
     if any(output.is_floating_point() and bool(output.isnan().any()) for output in outputs):
         raise VerificationError(f"The artifact in {str(folder)!r} returned NaN. Check it with `effcompile optimize` again.")
     seconds = median_seconds(partial(run, tensors), min_rounds=5, budget=1.0)

@@ -18,7 +18,7 @@ from effcompile.capture import capture, variants, verify_capture
 from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
 from effcompile.compiler.executable import Executable
-from effcompile.compiler.inputs import as_captured, guards_of
+from effcompile.compiler.inputs import GraphInputs, as_captured
 from effcompile.compiler.machine import AUTO, Machine, resolve, usable_backends
 from effcompile.compiler.progress import QUIET, Progress, entry
 from effcompile.compiler.search import Search, explain_infeasible, fingerprint
@@ -89,7 +89,7 @@ def make_plan(
     search = _search(program, goal, machine, load_passes(passes), progress)
     plans, candidates = _plans(search, backends, absent, progress)
     best = plans[0][1]
-    return replace(best, candidates=tuple(candidates), guards=guards_of(program), notes=(*best.notes, *machine.keep_timings()))
+    return replace(best, candidates=tuple(candidates), guards=GraphInputs(program).guards(), notes=(*best.notes, *machine.keep_timings()))
 
 
 @entry("optimize")

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Lowered
 from effcompile.compiler.gradients import GradientGuard
-from effcompile.compiler.inputs import GraphInputs, guards_of
+from effcompile.compiler.inputs import GraphInputs
 from effcompile.core.errors import EffcompileError, Fallback, GuardError, InputsError, LoweringError
 from effcompile.core.stages import first_line
 from effcompile.ir import saved
@@ -53,7 +53,7 @@ class Executable(nn.Module):
         assert program.call is not None and program.state is not None
         self._call, self._state, self._inputs = program.call, program.state, GraphInputs(program)
         notes = self._state.settle()
-        self.plan = replace(plan, guards=guards_of(program), notes=tuple(dict.fromkeys((*plan.notes, *notes))))
+        self.plan = replace(plan, guards=self._inputs.guards(), notes=tuple(dict.fromkeys((*plan.notes, *notes))))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the lowered model (in training mode: the original).

@@ -74,8 +74,12 @@ class GraphInputs:
         )
         return {dim: size for dim, size in pairs if isinstance(dim, str) and dim.isidentifier()}
 
-    def listed(self) -> Iterator[Guard]:
-        """What is checked."""
+    def guards(self) -> tuple[Guard, ...]:
+        """All guards of the program, for its plan: of its inputs, of the call and of the model's state."""
+        assert self._program.call is not None and self._program.state is not None
+        return (*self._listed(), *self._program.call.listed(), *self._program.state.listed())
+
+    def _listed(self) -> Iterator[Guard]:
         places = self._program.call.tensors if self._program.call is not None else ()
         for spec, device, (place, _) in zip(self._program.inputs, self._devices, places, strict=True):
             yield Guard(kind="input", place=place.guarded, expected=f"{spec.dtype} [{' × '.join(map(str, spec.shape))}] on {device}")
@@ -109,12 +113,6 @@ class GraphInputs:
                 "and the model itself raises for it, too. Give indices within it.",
                 place=f"inputs[{name!r}]",
             )
-
-
-def guards_of(program: Program) -> tuple[Guard, ...]:
-    """All guards of a program, for its plan."""
-    assert program.call is not None and program.state is not None
-    return (*GraphInputs(program).listed(), *program.call.listed(), *program.state.listed())
 
 
 def as_captured(

@@ -12,9 +12,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from effcompile.core.errors import EffcompileError, OutOfMemoryError
-from effcompile.core.stages import is_no_memory
+from effcompile.core.stages import first_line, is_no_memory
 from effcompile.core.units import format_bytes
 from effcompile.machine import memory
 
@@ -44,14 +45,18 @@ def planning() -> Iterator[None]:
             raise
         free = memory.free_bytes()
         there = "" if free is None else f", {format_bytes(free)} free"
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise OutOfMemoryError(
             f"Memory ran out while the model was planned or verified ({format_bytes(memory.resident_bytes())} resident{there}): "
-            f"{said[:200]}. Raise the limit (ulimit -v, the control group's memory), close what else holds memory, or use `plan`, "
+            f"{first_line(error)}. Raise the limit (ulimit -v, the control group's memory), close what else holds memory, or use `plan`, "
             "which runs nothing of the model."
         ) from error
     finally:
         _BEFORE.reset(before)
+
+
+def device_of(model: nn.Module) -> str:
+    """The type of device that a model's calls and steps run on: that of its first parameter."""
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 class NoRoomError(EffcompileError):

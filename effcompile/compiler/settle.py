@@ -15,8 +15,8 @@ from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.room import Room
-from effcompile.compiler.verify import Reference, device_of, verify, worst
+from effcompile.compiler.room import Room, device_of
+from effcompile.compiler.verify import Reference, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
 from effcompile.core.stages import stage, without

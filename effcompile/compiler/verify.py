@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import variants
 from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
-from effcompile.compiler.room import Room
+from effcompile.compiler.room import Room, device_of
 from effcompile.core.errors import EffcompileError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_error
@@ -109,11 +109,6 @@ def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[
     except Exception:  # dtypes that the model fixes, or state that cannot be copied: the plain limit holds
         return found
     return found
-
-
-def device_of(model: nn.Module) -> str:
-    """The type of device of a model's first parameter."""
-    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def _rounding(

@@ -349,18 +349,19 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read and validate a plan.json.
+        """Read and validate a plan.json, given itself or as the folder that it is in.
 
         Raises:
             UsageError: no such file. FormatError: not a valid plan.
         """
         import msgspec
 
+        file = Path(path) / "plan.json" if os.path.isdir(path) else Path(path)
         try:
-            data = msgspec.json.decode(read_bounded(Path(path), MOST_BYTES, "the plan"))
+            data = msgspec.json.decode(read_bounded(file, MOST_BYTES, "the plan"))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FormatError(f"{str(path)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it.") from error
-        return cls.from_dict(data, source=repr(str(path)))
+            raise FormatError(f"{str(file)!r} is not valid JSON ({error}). It may be cut off; plan again or restore it.") from error
+        return cls.from_dict(data, source=repr(str(file)))
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
         """Print the plan; see effcompile.report."""

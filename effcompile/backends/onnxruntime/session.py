@@ -17,6 +17,7 @@ import numpy as np
 from effcompile.backends import resident
 from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.core.errors import FormatError, LoweringError, clipped
+from effcompile.core.stages import first_line
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.machine.memory import free_bytes, give_back
 
@@ -97,7 +98,7 @@ def open_session(model: Path | bytes, settings: Settings | None = None) -> onnxr
             options.register_custom_ops_library(str(library))
         opened = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise LoweringError(f"ONNX Runtime cannot load the model that the plan describes: {_first_line(error)}") from error
+        raise LoweringError(f"ONNX Runtime cannot load the model that the plan describes: {first_line(error)}") from error
     _open.add(opened)
     return opened
 
@@ -121,7 +122,7 @@ def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, np.ndarray[An
     try:
         outputs: list[np.ndarray[Any, Any]] = session.run(None, dict(feeds))
     except Exception as error:
-        raise LoweringError(f"ONNX Runtime failed while running the lowered model: {_first_line(error)}") from error
+        raise LoweringError(f"ONNX Runtime failed while running the lowered model: {first_line(error)}") from error
     return outputs
 
 
@@ -189,8 +190,3 @@ def settings_dict(settings: Settings) -> dict[str, Any]:
 def numpy_feeds(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
     """Torch tensors as numpy arrays by input name, without copying contiguous CPU tensors."""
     return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in zip(names, tensors, strict=True)}
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:400]

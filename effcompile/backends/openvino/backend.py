@@ -18,6 +18,7 @@ from effcompile.backends.openvino.measure import KERNELS, measure
 from effcompile.backends.openvino.shapes import Shaped
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.stages import first_line
 from effcompile.ir.formats import BF16, FP32, INT8_STATIC, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -114,7 +115,7 @@ class OpenVinoLowered:
         try:
             openvino.save_model(self.model, path, compress_to_fp16=False)
         except RuntimeError as error:  # its writer's, also for a full disk
-            raise UsageError(f"OpenVINO cannot write {str(path)!r}: {models.first_line(error)}. Choose another folder with -o.") from error
+            raise UsageError(f"OpenVINO cannot write {str(path)!r}: {first_line(error)}. Choose another folder with -o.") from error
         return path, path.with_suffix(".bin")
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
@@ -144,7 +145,7 @@ def load(path: Path) -> Callable[..., list[torch.Tensor]]:
         model = openvino.Core().read_model(path)
         shaped = Shaped(model, _precision(model))
     except RuntimeError as error:
-        raise FormatError(f"{str(path)!r} is not an OpenVINO model: {models.first_line(error)}. Write it again.") from error
+        raise FormatError(f"{str(path)!r} is not an OpenVINO model: {first_line(error)}. Write it again.") from error
 
     def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(value) for value in shaped.infer([t.detach().cpu().numpy() for t in inputs])]
@@ -157,7 +158,7 @@ def _compile(program: Program, model: Any, names: Mapping[str, str], precision: 
     try:
         shaped.infer([t.numpy() for t in program.flat_inputs()])
     except RuntimeError as error:
-        raise LoweringError(f"OpenVINO cannot run {program.name}: {models.first_line(error)}. Choose another backend.") from error
+        raise LoweringError(f"OpenVINO cannot run {program.name}: {first_line(error)}. Choose another backend.") from error
     return OpenVinoLowered(
         model=model,
         shaped=shaped,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from effcompile.core.errors import LoweringError
+from effcompile.core.stages import first_line
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import BF16, FP16, FP32, INT8_STATIC, NOT_FOUND, TABLE_INT8_ROWS, Form
 from effcompile.ir.program import Program
@@ -181,12 +182,6 @@ def _stem(name: str) -> str:
 def weight_bytes(model: Any) -> int:
     """Bytes of all constants."""
     return sum(op.get_byte_size() for op in model.get_ordered_ops() if op.get_type_name() == "Constant")
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and first line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}"
 
 
 def _quantisable(op: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.optimizer import PlannedOptimizer, planned_optimizer
 from effcompile.backends.torch.training import StepRunner
-from effcompile.compiler.room import NoRoomError, Room
+from effcompile.compiler.room import NoRoomError, Room, device_of
 from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.exact import in_float64, rounded_otherwise
@@ -50,7 +50,7 @@ def verified(
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     base = _alive(work, prepared)
-    room = Room.of(verify.device_of(work.model), base, plan.goal.memory)
+    room = Room.of(device_of(work.model), base, plan.goal.memory)
     room.tidy()  # what capture, pricing and the search left
     whole = plan.baseline.peak_bytes or 0
     refusal = room.refusal(int(_UNPLANNED * (whole - base)), whole)
@@ -127,7 +127,7 @@ class _Original:
 def _alive(work: Work, prepared: Prepared) -> int:
     """Bytes alive before a step, counted over the tensors that are there; the graph's constants live in the runner."""
     constants = list(prepared.step.constants.values())
-    return alive_bytes(verify.device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
+    return alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
 
 
 def _checked(

@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 
 from effcompile.core.errors import UsageError
+from effcompile.machine.memory import free_bytes
 from effcompile.machine.target import Target
 from effcompile.ops.compress import compress, decompress
 from effcompile.ops.offload import link_seconds
@@ -61,12 +62,7 @@ def _packing(device: str) -> float:
 
 
 def _room(folder: str, device: str) -> int | None:
-    """Bytes that a pool may take: what is free on the folder's disk; for pinned memory, what the system has available."""
+    """Bytes that a pool may take: what is free on the folder's disk; for pinned memory, what the system leaves to this process."""
     if device == "cpu":
         return shutil.disk_usage(folder or tempfile.gettempdir()).free
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-        return found["MemAvailable"]
-    except (OSError, KeyError, ValueError):
-        return None
+    return free_bytes()

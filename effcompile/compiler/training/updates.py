@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.optimizer import PlannedOptimizer, Worker
 from effcompile.backends.torch.training import StepRunner
+from effcompile.compiler.room import device_of
 from effcompile.compiler.training import verify
 from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
@@ -40,7 +41,7 @@ def run(
     runner: of a planned step, whose backward may update parameters itself. inputs: those that get gradients.
     """
     clock = _Clock()
-    with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(verify.device_of(model)) as peak:
+    with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(device_of(model)) as peak:
         _bind(runner, optimizer, lambda consume: consume)
         _step(step, optimizer.step, optimizer, inputs)
         _bind(runner, optimizer, clock.around)

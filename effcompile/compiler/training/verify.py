@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from effcompile.compiler.room import device_of
 from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
@@ -80,11 +81,6 @@ def differentiated(model: nn.Module, inputs: Leaves) -> Iterator[tuple[str, torc
     """What may get a gradient: parameters by their qualified names, inputs as "input x"."""
     yield from model.named_parameters()
     yield from ((f"input {name}", tensor) for name, tensor in inputs.items())
-
-
-def device_of(model: nn.Module) -> str:
-    """The type of device that a model's steps run on: that of its first parameter."""
-    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def seconds(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES) -> float:
