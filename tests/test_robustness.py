@@ -1,5 +1,6 @@
 """What happens around a plan on real machines: two at once, no home, signals, forks, twenty in one process."""
 
+import copy
 import gc
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,42 @@ def test_an_executable_works_in_the_workers_of_a_loader(backend: str) -> None:
         assert torch.allclose(fast(xs[:1]), wanted[:1], atol=1e-5)  # the parent's own still runs
 
 
+class Examples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(64, generator=generator)
+        return x, x.flip(0)
+
+
+class Regression(Net):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return (super().forward(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("planned_first", [True, False])
+def test_training_with_the_workers_of_a_loader(planned_first: bool) -> None:
+    """Forked after the step was planned, and before: each loss is the one of the model itself."""
+    model = Regression()
+    same = copy.deepcopy(model)
+    example = (torch.randn(2, 64), torch.randn(2, 64))
+    loader = DataLoader(Examples(), batch_size=2, num_workers=2, timeout=60, persistent_workers=True)
+    if not planned_first:
+        next(iter(loader))
+    step = effcompile.optimize(model, inputs=example, mode="training", dynamic=False)
+    trained = torch.optim.SGD(step.parameters(), lr=0.1)
+    reference = torch.optim.SGD(same.parameters(), lr=0.1)
+    for x, y in loader:
+        for run, optimizer in ((step, trained), (same, reference)):
+            optimizer.zero_grad()
+            run(x, y).backward()
+            optimizer.step()
+    for ours, theirs in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
 def test_a_forked_child_ends_without_taking_the_parents_files(tmp_path: Path) -> None:
     x = torch.randn(2, 64)
     with torch.no_grad():
@@ -156,6 +194,24 @@ def test_a_forked_child_ends_without_taking_the_parents_files(tmp_path: Path) ->
         assert torch.equal(fast(x), wanted)
 
 
+def test_a_disk_that_is_full_keeps_no_timings_and_costs_nothing_else(tmp_path: Path, model_file: Path) -> None:
+    """No file may grow beyond a hundred bytes; the plan is made, and a note says what was not kept."""
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "from effcompile.cli import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", code, "plan", str(model_file), "--static", "--backend", "torch-eager", "--json"]
+    environment = os.environ | {"EFFCOMPILE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert any("not kept" in note for note in json.loads(done.stdout)["notes"])
+    assert all(path.stat().st_size == 0 for path in (tmp_path / "cache").rglob("*") if path.is_file())
+
+
 def resident() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -173,10 +229,30 @@ def test_twenty_plannings_in_one_process_do_not_grow(tmp_path: Path, monkeypatch
         gc.collect()
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list(tmp_path.iterdir()))
 
-    for _ in range(5):
+    stays_as_it_is(once, state, warming=5, again=15)
+
+
+def stays_as_it_is(once: Callable[[], None], state: Callable[[], object], *, warming: int, again: int) -> None:
+    for _ in range(warming):
         once()
     before, memory = state(), resident()
-    for _ in range(15):
+    for _ in range(again):
         once()
     assert state() == before
     assert resident() - memory < 60 << 20
+
+
+def test_trainings_planned_in_one_process_do_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do the tensors that live: no model of before is held."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def once() -> None:
+        made = effcompile.optimize(Regression(), inputs=(torch.randn(2, 64), torch.randn(2, 64)), mode="training", dynamic=False)
+        made(torch.randn(2, 64), torch.randn(2, 64)).backward()
+
+    def state() -> tuple[int, int, int, int]:
+        gc.collect()
+        tensors = sum(isinstance(o, nn.Parameter) for o in gc.get_objects())
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list(tmp_path.iterdir())), tensors
+
+    stays_as_it_is(once, state, warming=2, again=4)

@@ -55,6 +55,8 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float, describe: Des
     except Impossible:
         raise explain(problem, describe, timeout) from None
     except z3.Z3Exception as error:
+        # z3 is given time and no limit of memory: one (memory_max_size), or the end of the address space (RLIMIT_AS) within a call, is no
+        # exception in z3 5.4 but often a segmentation fault, which nothing in this process can catch.
         said = str(error).strip()
         raise UndecidedError(
             f"The solver stopped before it found a choice within the limits, perhaps for lack of memory: {said}."

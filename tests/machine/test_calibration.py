@@ -187,6 +187,35 @@ def test_saved_and_loaded_again(calibrated):
     assert calibration_path().stat().st_mtime_ns == before
 
 
+def test_two_processes_calibrate_at_once(calibrated):
+    """Whoever reads meanwhile finds the figures of one of them, whole, and no temporary file stays."""
+    save(calibrated[0])
+    fastest = {}
+
+    def calibrating(factor):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                for _ in range(40):
+                    save(calibrate({"torch": Fake(factor=factor)}, quick=True))
+                status = 0
+            finally:
+                os._exit(status)
+        return child
+
+    children = [calibrating(2.0), calibrating(4.0)]
+    while children:
+        found, note = load_or_none()
+        assert note is None
+        fastest[found.peak_flops["fp32"]] = found
+        ended = {child: os.waitpid(child, os.WNOHANG) for child in children}
+        assert all(status == 0 for _, status in ended.values())
+        children = [child for child, (number, _) in ended.items() if not number]
+    assert set(fastest) <= {calibrate({"torch": Fake(factor=f)}, quick=True).peak_flops["fp32"] for f in (1.0, 2.0, 4.0)}
+    assert os.listdir(calibration_path().parent) == [calibration_path().name]
+
+
 def test_not_calibrated_yet():
     with pytest.raises(UsageError, match="effcompile calibrate"):
         load()
