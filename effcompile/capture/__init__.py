@@ -1,7 +1,8 @@
 """Model → Program (inference) or Step (training), and the proof that the two compute the same."""
 
 from effcompile.capture.inference import capture
+from effcompile.capture.ones import without_unproven_ones
 from effcompile.capture.training import capture_training
 from effcompile.capture.verify import variants, verify_capture
 
-__all__ = ["capture", "capture_training", "variants", "verify_capture"]
+__all__ = ["capture", "capture_training", "variants", "verify_capture", "without_unproven_ones"]

@@ -14,7 +14,7 @@ from torch import nn
 
 from effcompile.backends import load_backend
 from effcompile.backends.base import Backend
-from effcompile.capture import capture, variants, verify_capture
+from effcompile.capture import capture, variants, verify_capture, without_unproven_ones
 from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
 from effcompile.compiler.executable import Executable
@@ -249,6 +249,7 @@ def _captured(
                 f"The captured graph of {program.name} differs from the model on {check.name}: relative error "
                 f"{format_error(check.error)}{f' ({check.note})' if check.note else ''}. Capture it with static shapes (--static)."
             )
+    program = without_unproven_ones(program, model)
     names = ", ".join(check.name + (f" ({check.note})" if check.note else "") for check in checks)
     return program, (f"captured graph equals the model on: {names}",)
 

@@ -32,10 +32,14 @@ Axes = Sequence[Mapping[int, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Where a captured graph is valid: bounds of each named axis (None: no upper bound), and torch's guards."""
+    """Where a captured graph is valid: bounds of each named axis (None: no upper bound), and torch's guards.
+
+    `not_one`: sets of axes that may not all be 1, where the graph was seen not to be the model.
+    """
 
     bounds: Mapping[str, tuple[int, int | None]]
     guards: tuple[str, ...] = ()
+    not_one: tuple[frozenset[str], ...] = ()
 
 
 def domain_of(program: Program) -> Domain:
@@ -172,6 +176,8 @@ def allowed(program: Program, sizes: Mapping[str, int]) -> bool:
         low = low if low > 2 else 1  # tracing assumes every dynamic size to be at least 2; that is torch's, not the model's
         if size < low or (high is not None and size > high):
             return False
+    if any(all(sizes.get(name) == 1 for name in axes) for axes in domain.not_one):
+        return False
     args, kwargs = resized(program, sizes)
     return unmet_guard(program.module, domain.guards, args, kwargs) is None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 #: Cases of each fuzzer, as asked for from outside; None in the suite.
 ASKED = int(os.environ["EFFCOMPILE_FUZZ_CASES"]) if os.environ.get("EFFCOMPILE_FUZZ_CASES") else None
@@ -23,12 +23,16 @@ def cases(default: int, *, most: int | None = None, share: float = 1.0) -> int:
 
 
 def fuzzed(default: int, *, most: int | None = None, share: float = 1.0, **others: Any) -> settings:
-    """A decorator beside `@given`: the number of cases, no deadline, and every health check off, for no case fails for being slow."""
+    """A decorator beside `@given`: the number of cases, no deadline, and every health check off, for no case fails for being slow.
+
+    In the suite a failing case is printed as it is: to make it smaller takes as long as hundreds of cases.
+    """
     return settings(
         max_examples=cases(default, most=most, share=share),
         derandomize=ASKED is None,
         deadline=None,
         print_blob=True,
+        phases=(Phase.explicit, Phase.generate) if ASKED is None else tuple(Phase),
         suppress_health_check=list(HealthCheck),
         **others,
     )

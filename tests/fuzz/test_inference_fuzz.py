@@ -324,14 +324,14 @@ def _quiet() -> Any:
         yield
 
 
-@fuzzed(30, share=0.8)
+@fuzzed(12, share=0.8)
 @given(case=cases(("torch-eager",)))
 def test_torch_answers_as_eager_does(case: Case, tally: Counter[str]) -> None:
     check(case, tally)
 
 
 @pytest.mark.slow
-@fuzzed(6, share=0.2)
+@fuzzed(4, share=0.2)
 @given(case=cases(("onnxruntime", "onnxruntime", "openvino") if ASKED else ("onnxruntime",)))
 def test_other_backends_answer_as_eager_does(case: Case, tally: Counter[str]) -> None:
     check(case, tally)
@@ -393,7 +393,14 @@ def compare(
     case: Case, model: nn.Module, run: Any, way: str, args: tuple[Any, ...], kwargs: dict[str, Any], tally: Counter[str]
 ) -> None:  # fmt: skip
     with torch.no_grad():
-        wanted = model(*args, **kwargs)
+        try:
+            wanted = model(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError) as raised:  # as InstanceNorm does at one token
+            note(f"{way}: eager raises {raised}")
+            with pytest.raises(EffcompileError):
+                run(*args, **kwargs)
+            tally[f"inference: {case.backend}: calls refused as eager's are"] += 1
+            return
     before = [leaf.clone() for leaf in pytree.tree_leaves((args, kwargs))]
     try:
         found = run(*args, **kwargs)

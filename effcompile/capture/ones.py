@@ -1,0 +1,77 @@
+"""Whether a captured graph holds where dynamic axes are 1 long.
+
+torch.export takes an axis of size 1 for a constant, so that no graph is ever traced there, and its bounds of 2 say nothing about
+the model. The model itself may raise at one token (InstanceNorm), or go another way (`if x.shape[1] == 1`): so both are run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from effcompile.capture.mends import as_reference
+from effcompile.capture.verify import relative_error
+from effcompile.core.stages import first_line
+from effcompile.ir.export import allowed, domain_of, resized, sizes_of
+from effcompile.ir.program import Program
+
+#: Relative L2 that re-ordered arithmetic may cost, by the size in bytes of the narrowest output.
+_LIMITS = {1: 0.3, 2: 5e-2, 4: 1e-4, 8: 1e-4}
+#: Axes that may be 1 together; models have two or three in all.
+_TOGETHER = 2
+
+
+def without_unproven_ones(program: Program, model: nn.Module) -> Program:
+    """The program, its domain without the axes of size 1 where its graph is not what the model is.
+
+    A graph that raises there is left alone: it raises at the call.
+    """
+    domain, fixed = domain_of(program), []
+    with as_reference(model), torch.no_grad():
+        for axes, sizes in list(_ones(program)):
+            if any(gone <= axes for gone in domain.not_one):
+                continue
+            reason = _objection(program, model, sizes)
+            if reason is not None:
+                domain = replace(domain, not_one=(*domain.not_one, axes))
+                fixed.append(f"{' and '.join(sorted(axes))} of 1 {'are' if len(axes) > 1 else 'is'} not taken: {reason}")
+    if fixed:
+        program.module.meta["effcompile_domain"] = domain
+    return replace(program, fixed=(*program.fixed, *fixed)) if fixed else program
+
+
+def _ones(program: Program) -> Iterator[tuple[frozenset[str], dict[str, int]]]:
+    """Axes to be 1, singly, then together, and sizes at which they are: others as small as the graph admits."""
+    here = sizes_of(program)
+    for count in range(1, _TOGETHER + 1):
+        for axes in combinations(here, count):
+            others = [dict.fromkeys(here, small) for small in (2, 3)] + [here]
+            tried = [given | dict.fromkeys(axes, 1) for given in others]
+            found = next((sizes for sizes in tried if allowed(program, sizes)), None)
+            if found is not None and found != here:
+                yield frozenset(axes), found
+
+
+def _objection(program: Program, model: nn.Module, sizes: dict[str, int]) -> str | None:
+    """Why the graph is not the model at these sizes, or None."""
+    args, kwargs = resized(program, sizes)
+    try:
+        ours = program.module(*args, **kwargs)
+    except Exception:
+        return None
+    try:
+        theirs = model(*args, **kwargs)
+    except Exception as error:
+        return f"the model itself raises there: {first_line(error)}"
+    apart = relative_error(ours, theirs)
+    return f"the model goes another way there (relative error {apart:.1e})" if apart > _limit(ours) else None
+
+
+def _limit(outputs: object) -> float:
+    floats = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return max((_LIMITS[t.element_size()] for t in floats), default=_LIMITS[8])
