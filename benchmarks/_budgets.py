@@ -14,8 +14,10 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.cases import fastest
 from effcompile.compiler.training.prepare import Figures, Prepared, prepare
 from effcompile.compiler.training.solve import leanest
+from effcompile.core.goal import Goal
 from effcompile.machine.machines import load_target
 from effcompile.passes import load_training_passes
+from effcompile.passes.training.base import Case, forms
 from effcompile.schedule.emit import emit
 
 
@@ -35,9 +37,11 @@ class Outcome:
 
 def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
     """Budgets from the smallest feasible to the unconstrained peak, evenly; operators are measured here, as in a user's run."""
-    checkpoint, heads, pointwise, _ = load_training_passes(None)
+    passes, step = load_training_passes(None), capture_training(model, (), batch)
+    checkpoint = passes.checkpoint
     figures = Figures(target=load_target("cpu-generic"), here=True)
-    found = prepare(capture_training(model, (), batch), checkpoint, heads, pointwise, figures)
+    made, _ = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
+    found = prepare(step, made, checkpoint, figures)
     low = min(leanest(prepared, checkpoint) for prepared in found.variants)
     high = fastest(found, checkpoint, None).trace.peak_bytes
     eager = verify.run(lambda: model(**batch).loss, model)
@@ -56,7 +60,7 @@ def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
             exact=_equal(ran, reference),
             eager_error=verify.compare(ran, eager, None).error,
             recomputed=best.emitted.recomputed,
-            variant=best.prepared.variant.label,
+            variant=best.prepared.case.label,
         )
 
 

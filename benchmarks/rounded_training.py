@@ -80,7 +80,7 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
     work = make_work(model, (), batch, goal, "auto", passes, None, QUIET, adam)
     found = work.prepare(work.capture(False))
     ways = [way for way in work.ways(found.captured)[0] if (way.form.name == EIGHT_BIT) == eight_bit and not way.consumed]
-    subsets = Subsets(found=found, ways=ways[:1], levers=work.levers, checkpoint=work.checkpoint, figures=work.figures)
+    subsets = Subsets(found=found, ways=ways[:1], levers=work.passes.levers, checkpoint=work.passes.checkpoint, figures=work.figures)
     least = None
     if compress:
         try:

@@ -150,14 +150,18 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
     from effcompile.compiler.training.prepare import Figures, prepare
     from effcompile.compiler.training.solve import leanest
     from effcompile.core.errors import InfeasibleError
+    from effcompile.core.goal import Goal
     from effcompile.passes import load_training_passes
+    from effcompile.passes.training.base import Case, forms
 
-    checkpoint, heads, pointwise, _ = load_training_passes(None)
+    passes = load_training_passes(None)
+    checkpoint = passes.checkpoint
     figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
     with told("effcompile: capture"):
         step = capture_training(model, (), batch)
     with told("effcompile: prepare (kernels, operator times, block options)"):
-        found = prepare(step, checkpoint, heads, pointwise, figures)
+        made, _ = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
+        found = prepare(step, made, checkpoint, figures)
     keep_figures(figures.known)
     least = min(leanest(prepared, checkpoint) for prepared in found.variants) - base
     print(f"\n  smallest feasible peak above the parameters: {least / MB:.1f} MB")
@@ -173,7 +177,7 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
         runner = StepRunner(model, best.prepared.step, best.emitted)
         predicted = (best.trace.peak_bytes - base) / MB
         note = f"predicted {predicted:.1f} MB, +{100 * best.solution.seconds / best.prepared.seconds:.1f} %, gap {best.solution.gap:.4f}, "
-        note += f"solved in {seconds:.1f} s, {best.prepared.variant.label}"
+        note += f"solved in {seconds:.1f} s, {best.prepared.case.label}"
         way = Way(name=f"effcompile, ≤ {budget:.0f} MB", step=lambda r=runner: r((), batch).loss, model=model, ours=True, budget=budget)
         way.note = note
         ways.append(way)

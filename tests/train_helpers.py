@@ -13,12 +13,17 @@ from torch import nn
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
+from effcompile.compiler.training.prepare import Figures
 from effcompile.core import torch_compat
+from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.estimate.roofline import moved_bytes
 from effcompile.estimate.storages import graph_storages
+from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
+from effcompile.machine.machines import load_target
 from effcompile.ops.workspace import workspace_bytes
+from effcompile.passes.training.base import Case, Context, StepPass, forms
 from effcompile.planner.remat import Group
 from effcompile.schedule.blocks import Blocks, cut_into_blocks
 from effcompile.schedule.emit import emit
@@ -26,6 +31,18 @@ from effcompile.schedule.emit import emit
 VOCABULARY = 96
 Batch = dict[str, torch.Tensor]
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def context(*, here: bool = False, **forbidden: str) -> Context:
+    """What passes propose for: an exact goal on a machine that is not here. `forbidden`: kind → an option that is refuted."""
+    figures = Figures(target=load_target("cpu-generic"), here=False)
+    refuted = dict.fromkeys(forbidden.items(), "it was run, and did not hold")
+    return replace(figures.context(Goal(mode="training"), refuted), here=here)
+
+
+def forms_of(step: Step, *passes: StepPass, **forbidden: str) -> tuple[list[Case], list[Declined]]:
+    """The forms of a step that these passes have, and what they decline."""
+    return forms(passes, Case(step=step), context(**forbidden))
 
 
 class Layer(nn.Module):

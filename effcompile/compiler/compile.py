@@ -38,7 +38,6 @@ from effcompile.core.goal import Goal
 from effcompile.core.units import format_error
 from effcompile.estimate import sensitivity
 from effcompile.estimate.inputs import stress_inputs
-from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Candidate, Plan
@@ -273,8 +272,7 @@ def _measured_options(passes: tuple[Pass, ...]) -> dict[str, tuple[Form, ...]]:
     """kind → options whose error has to be measured; several passes may add some to one kind of site."""
     options: dict[str, tuple[Form, ...]] = {}
     for each in passes:
-        wanted: Callable[[], dict[str, tuple[Form, ...]]] | None = getattr(each, "measured_options", None)
-        for kind, forms in (wanted() if wanted else {}).items():
+        for kind, forms in each.measured_options().items():
             options[kind] = tuple(dict.fromkeys((*options.get(kind, ()), *forms)))
     return options
 
@@ -290,8 +288,7 @@ def _sensitivity(
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
     weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
     for each in passes:
-        replaced: Callable[[Program], Weights] | None = getattr(each, "replaced_weights", None)
-        weights |= replaced(program) if replaced else {}
+        weights |= each.replaced_weights(program)
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
         measured = sensitivity.measure(program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+from torch import fx
 
 from effcompile import planner
 from effcompile.backends.base import Backend
@@ -22,8 +23,6 @@ from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.ir.program import Program
 from effcompile.machine.target import Target
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
-from effcompile.sites import parts as sites
-from effcompile.sites.rows import row_sites
 
 #: The solver proves that nothing is cheaper by more than this share.
 GAP = 0.01
@@ -149,7 +148,7 @@ class Search:
 
     def _rest(self, backend: str, choices: Sequence[Choice]) -> Cost:
         """Seconds of nodes that no choice covers, bytes of parameters that no choice stores, peak activations."""
-        covered = _covered_nodes(self.program, {choice.site for choice in choices})
+        covered = frozenset[fx.Node]().union(*(choice.covers for choice in choices))
         predicted = estimate(self.program, self.machine.target, backend, overrides=dict.fromkeys(covered, 0.0))
         stored = sum(choice.option(choice.baseline).cost.weight_bytes for choice in choices)
         memory = self.timeline()
@@ -288,20 +287,6 @@ def _without(proposal: Proposal, option: str) -> Proposal:
         for choice in choices
     ]
     return replace(proposal, choices=tuple(possible), declined=(*proposal.declined, refused))
-
-
-def _covered_nodes(program: Program, decided: set[str]) -> set[Any]:
-    """Graph nodes whose time is in a choice's options."""
-    finders: tuple[Callable[[Program], Sequence[Any]], ...] = (
-        sites.linears,
-        sites.embeddings,
-        sites.attentions,
-        sites.add_norms,
-        sites.gelus,
-    )
-    found = [site for finder in finders for site in finder(program) if site.site in decided]
-    chains = {node for site in row_sites(program) if site.site in decided for node in site.nodes}
-    return chains | {site.node for site in found} | {site.add for site in found if isinstance(site, sites.AddNormSite)}
 
 
 def _decision(choice: Choice, option: Option) -> Decision:

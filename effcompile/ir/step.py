@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from effcompile.ir.guards import Guard, StateGuards
 
@@ -74,6 +75,17 @@ class Step:
     cut_off: Mapping[int, str] = field(default_factory=dict)
     fixed: Callable[[], Iterable[Guard]] = tuple
     state: StateGuards | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def input_names(self) -> list[str]:
+        """The user's name of each of the inputs, in their order: `input_ids`, `0`."""
+        given, _ = pytree.tree_flatten_with_path((self.args, dict(self.kwargs or {})))
+        names: dict[int, list[str]] = {}
+        for path, leaf in given:
+            names.setdefault(id(leaf), []).append(pytree.keystr(path[1:]).strip("[]'"))
+        leaves = self.leaves(self.args, self.kwargs or {})
+        # One tensor may be given twice.
+        return [(names.get(id(leaf)) or [node.name]).pop(0) for node, leaf in zip(self.inputs, leaves, strict=True)]
 
     @property
     def guards(self) -> tuple[Guard, ...]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
@@ -41,9 +41,8 @@ __all__ = [
     "Levers",
     "Option",
     "Pass",
-    "load_levers",
+    "TrainingPasses",
     "load_passes",
-    "load_step_passes",
     "load_training_passes",
     "propose_all",
     "registered",
@@ -63,12 +62,18 @@ PASSES: dict[str, type[Any]] = {
     "sparsify": Sparsify,
 }
 
-#: The passes of a training step. They propose options of its blocks and forms of its loss head; see remat/ for what applies them.
-TRAINING_PASSES: dict[str, type[Any]] = {
+#: Ours that change the form of a whole training step (training/base.py), in order of application: those that capture it anew, then
+#: those that change its graph. Those of installed packages come before the last.
+_OWN_STEP_PASSES: dict[str, type[Any]] = {
     "precision": Precision,
     "attention": FusedAttention,
     "loss_head": LossHeads,
     "pointwise": Pointwise,
+}
+
+#: The passes of a training step: those of its form, of its blocks, and of what stands beside it.
+TRAINING_PASSES: dict[str, type[Any]] = {
+    **_OWN_STEP_PASSES,
     "checkpoint": Checkpoint,
     "states": States,
     "offload": Offload,
@@ -80,6 +85,11 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict", "microbatch", "precision"})
 
 _GROUP, _TRAINING_GROUP = "effcompile.passes", "effcompile.training_passes"
+#: What a pass of an installed package is asked.
+_ASKED = {
+    _GROUP: ("name", "exact", "propose", "apply", "measured_options", "replaced_weights"),
+    _TRAINING_GROUP: ("name", "exact", "propose", "apply"),
+}
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -110,6 +120,11 @@ def _with_installed(own: Mapping[str, type[Any]], group: str) -> dict[str, type[
             found[entry.name] = entry.load()
         except Exception as error:
             raise UsageError(f"The pass {entry.name!r} ({entry.value}) cannot be imported: {error}. Mend or remove it.") from error
+        if missing := [member for member in _ASKED[group] if not hasattr(found[entry.name], member)]:
+            raise UsageError(
+                f"The pass {entry.name!r} ({entry.value}) has no {', '.join(missing)}. Mend or remove it; "
+                "CONTRIBUTING.md says what a pass is asked."
+            )
     return found
 
 
@@ -127,63 +142,64 @@ def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
     return tuple(cls(**settings) for cls, settings in selected.values())
 
 
-def load_training_passes(spec: Sequence[str] | None = None) -> tuple[Checkpoint, LossHeads | None, Pointwise | None, States]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPasses:
+    """The passes of a training step: of its form, in order of application; of its blocks; of what stands beside it."""
+
+    step: tuple[StepPass, ...]
+    checkpoint: Checkpoint
+    levers: Levers
+    states: States
+    microbatch: Microbatch | None
+
+    @property
+    def exact(self) -> tuple[TrainingPasses, list[str]]:
+        """Those that change no numbers, and the names of the others."""
+        step = tuple(each for each in self.step if each.exact)
+        others = [each.name for each in self.step if not each.exact]
+        if self.levers.compress is not None:
+            others.append(Compress.name)
+        return replace(self, step=step, levers=replace(self.levers, compress=None)), others
+
+    def carrying_out(self, names: Collection[str]) -> TrainingPasses:
+        """With those of ours that change the form of the step and are named, whether they were left out or not."""
+        have = {each.name: each for each in self.step}
+        ours = {name: have.get(name) or cls() for name, cls in _OWN_STEP_PASSES.items() if name in have or name in names}
+        installed = tuple(each for each in self.step if each.name not in ours)
+        return replace(self, step=_in_order(ours, installed))
+
+
+def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = False, linked: bool = False) -> TrainingPasses:
     """The passes of a training step, described as in `load_passes`. Optimizer states are planned wherever an optimizer is given.
+
+    Args:
+        spec: which. `offload`, `compress`, `precision` and `microbatch` take part only where they are named or an option is set.
+        inexact: an error is allowed: `precision` takes part too, unless passes are selected or it is left out.
+        linked: the target has a link to a host: so does `offload`.
 
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or `no-checkpoint`.
     """
-    selected = _selected(registered_for_training(), spec, OPTIONAL)
+    known = registered_for_training()
+    unasked = {name for name, yes in ((Precision.name, inexact), (Offload.name, linked)) if yes}
+    selected = _selected(known, spec, OPTIONAL - unasked)
     if "checkpoint" not in selected:
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
-    states = made.get("states", States(offload=False))  # left out: held as given
-    return made["checkpoint"], made.get("loss_head"), made.get("pointwise"), states
+    ours = {name: each for name, each in made.items() if name in _OWN_STEP_PASSES}
+    return TrainingPasses(
+        step=_in_order(ours, (each for name, each in made.items() if name not in TRAINING_PASSES)),
+        checkpoint=made["checkpoint"],
+        levers=Levers(offload=made.get("offload"), compress=made.get("compress")),
+        states=made.get("states", States(offload=False)),  # left out: held as given
+        microbatch=made.get("microbatch"),
+    )
 
 
-def load_step_passes(spec: Sequence[str] | None = None) -> tuple[StepPass, ...]:
-    """The passes of installed packages over a whole training step, described as in `load_passes`."""
-    selected = _selected(registered_for_training(), spec, OPTIONAL)
-    return tuple(cls(**settings) for name, (cls, settings) in selected.items() if name not in TRAINING_PASSES)
-
-
-def load_attention(spec: Sequence[str] | None = None) -> FusedAttention | None:
-    """The pass that fuses the attentions of a training step, described as in `load_passes`; None where it is left out."""
-    selected = _selected(registered_for_training(), spec, OPTIONAL)
-    if "attention" not in selected:
-        return None
-    cls, settings = selected["attention"]
-    made: FusedAttention = cls(**settings)
-    return made if made.enabled else None
-
-
-def load_microbatch(spec: Sequence[str] | None = None) -> Microbatch | None:
-    """The pass that divides the batch of a training step, described as in `load_passes`; None unless it is named or set."""
-    selected = _selected(registered_for_training(), spec, OPTIONAL)
-    return Microbatch(**selected["microbatch"][1]) if "microbatch" in selected else None
-
-
-def load_precision(spec: Sequence[str] | None = None, *, allowed: bool) -> Precision | None:
-    """The pass that plans products in 16 bits, described as in `load_passes`.
-
-    Where the goal allows an error (`allowed`), it takes part unless passes are selected or it is left out; else only where it is named.
-    """
-    selected = _selected(registered_for_training(), spec, OPTIONAL - {"precision"} if allowed else OPTIONAL)
-    return Precision(**selected["precision"][1]) if "precision" in selected else None
-
-
-def load_levers(spec: Sequence[str] | None = None, *, linked: bool = False) -> Levers:
-    """What may be done with values beside keeping and recomputing them, described as in `load_passes`.
-
-    `offload` and `compress` take part only where they are named or an option of theirs is set; where `linked`, the target
-    has a link to a host, `offload` does unless passes are selected or it is left out.
-
-    Raises:
-        UnknownNameError: no such pass. UsageError: no such option, or a value that does not fit.
-    """
-    selected = _selected(registered_for_training(), spec, OPTIONAL - {"offload"} if linked else OPTIONAL)
-    made = {name: cls(**settings) for name, (cls, settings) in selected.items() if name in OPTIONAL}
-    return Levers(offload=made.get("offload"), compress=made.get("compress"))
+def _in_order(ours: Mapping[str, StepPass], installed: Iterable[StepPass]) -> tuple[StepPass, ...]:
+    """Passes over the form of a step in order of application: those of installed packages before our last one."""
+    *first, last = _OWN_STEP_PASSES
+    return (*(ours[name] for name in first if name in ours), *installed, *([ours[last]] if last in ours else []))
 
 
 def _selected(

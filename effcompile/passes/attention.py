@@ -14,7 +14,7 @@ from effcompile.core.cost import Cost, Provenance
 from effcompile.ir.formats import INT8_STATIC, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.sites.attention.closed_masks import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
 from effcompile.sites.attention.expand import expand
@@ -33,7 +33,7 @@ _MOVING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class Attention(Pass):
     """Chooses the form by price. `int8`: q and k in 8 bits too, where the goal allows error.
 
     `sdpa` reads a dense mask; `causal` and `tiled` know the mask in closed form (mask/recover.py) and read none, and `tiled` visits
@@ -107,7 +107,8 @@ class Attention:
                 yield option
         if options:  # the first form that the backend has is what it makes of an unplanned model
             eager = site.eager and any(option.name == "math" for option in options)
-            yield Choice(site=site.site, kind="attention", baseline="math" if eager else options[0].name, options=tuple(options))
+            baseline = "math" if eager else options[0].name
+            yield Choice(site=site.site, kind="attention", baseline=baseline, options=tuple(options), covers=frozenset([site.node]))
 
     def _int8(self, site: AttentionSite, names: Mapping[fx.Node, str], context: Context, base: Option) -> Option | Declined:
         kernel = f"attention/{INT8}"

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
+from torch import fx
+
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
+from effcompile.estimate.perturb import Weights
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Declined, Plan
 from effcompile.ir.program import Program
@@ -36,12 +39,16 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A site and its options. `baseline` names the option that the unplanned model has; it is always among them."""
+    """A site and its options. `baseline` names the option that the unplanned model has; it is always among them.
+
+    `covers`: nodes of the program whose time is in the options' costs.
+    """
 
     site: str
     kind: str
     baseline: str
     options: tuple[Option, ...]
+    covers: frozenset[fx.Node] = field(default=frozenset(), compare=False, repr=False)
 
     def option(self, name: str) -> Option:
         return next(o for o in self.options if o.name == name)
@@ -70,7 +77,8 @@ class Context:
 class Pass(Protocol):
     """A frozen dataclass; its fields are its options, also on the CLI (`--pass quantize.group_size=64`).
 
-    `exact` is False for passes that change numerics; those propose only where the goal allows error.
+    `exact` is False for passes that change numerics; those propose only where the goal allows error. What a pass inherits is right
+    for one whose options make no error that has to be measured.
     """
 
     name: ClassVar[str]
@@ -83,3 +91,11 @@ class Pass(Protocol):
     def apply(self, program: Program, plan: Plan) -> Program:
         """The program with this pass's decisions carried out, on a copy."""
         ...
+
+    def measured_options(self) -> dict[str, tuple[Form, ...]]:
+        """kind → options whose error has to be measured, as `estimate.sensitivity.measure` takes them."""
+        return {}
+
+    def replaced_weights(self, program: Program) -> Weights:
+        """(site, option) → makes the weight that the option has there; its error is measured with it."""
+        return {}

@@ -15,7 +15,7 @@ from effcompile.core.cost import Cost
 from effcompile.ir.formats import Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, TensorSpec, shape_of
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_gain, no_linear, price_linear
 from effcompile.sites.parts import LinearSite, logits
 
@@ -25,7 +25,7 @@ ALL, LAST = "all", "last"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Logits:
+class Logits(Pass):
     """Offered only where `goal.reads == "last"`; exact in what is read. The output becomes (B, 1, V).
 
     What is saved depends on the head's format, which another pass chooses; so there is one option per format,

@@ -14,7 +14,7 @@ from effcompile.core.cost import Cost, total
 from effcompile.ir.formats import Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, module_path, shape_of
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_linear, price, price_linear
 from effcompile.sites.parts import LinearSite, MergeSite, merges
 
@@ -26,7 +26,7 @@ VIEW_SPLITS = frozenset({"torch-eager", "torch-inductor"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merge:
+class Merge(Pass):
     """What a merge saves depends on the precision of its members, which another pass chooses.
 
     So there is one option per format, `merged` (fp32), `merged@int8_dynamic`, ..., each requiring it of all members; its

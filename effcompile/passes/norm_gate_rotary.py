@@ -16,7 +16,7 @@ from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, dtype_of
 from effcompile.machine.target import KernelCall
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import EVERYWHERE, no_gain, no_kernel, price
 from effcompile.sites.rows import NORM, ROTARY, ROW_SITE, SWIGLU, RowSite, row_sites, unmatched
 
@@ -27,7 +27,7 @@ _ROUNDING = {torch.bfloat16: 2.0**-18, torch.float16: 2.0**-24}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class Rows(Pass):
     """RMSNorm with its residual sum, SwiGLU and rotary positions as `effcompile::rms_norm`, `swiglu` and `rotary`.
 
     They are priced by the memory that they move: each element is read and written once, by separate operators many times. Inductor fuses
@@ -82,7 +82,7 @@ class Rows:
         else:
             note = f"one kernel for {len(site.nodes)} operators" + (", the residual sum among them" if site.total else "")
             options.append(Option(form=Form(word=FUSED), cost=replace(fused, error_squared=rounding), by=self.name, note=note))
-        yield Choice(site=site.site, kind=KIND, baseline=SEPARATE, options=tuple(options))
+        yield Choice(site=site.site, kind=KIND, baseline=SEPARATE, options=tuple(options), covers=frozenset(site.nodes))
 
     def _declined(self, site: RowSite, reason: str, cost: Cost | None) -> Declined:
         return Declined(site=site.site, kind=KIND, option=FUSED, by=self.name, reason=reason, cost=cost)

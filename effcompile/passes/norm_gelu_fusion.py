@@ -11,7 +11,7 @@ import torch
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.sites.parts import add_norms, gelus
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fuse:
+class Fuse(Pass):
     """`norms`: add + LayerNorm as one kernel (exact). `gelu`: the tanh form, only where the goal allows error."""
 
     norms: bool = True
@@ -35,7 +35,8 @@ class Fuse:
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         if self.norms:
             for norm in add_norms(program):
-                yield from self._pair(context, norm.site, "norm", "add_norm", ("split", "fused"), (norm.rows, norm.cols))
+                empty = Choice(site=norm.site, kind="norm", baseline="split", options=(), covers=frozenset([norm.node, norm.add]))
+                yield from self._pair(context, empty, "add_norm", ("split", "fused"), (norm.rows, norm.cols))
         if not self.gelu:
             return
         found = gelus(program)
@@ -43,7 +44,8 @@ class Fuse:
             yield no_error_allowed("gelu", "tanh", self.name)
         for gelu in found:
             forms = ("erf",) if context.goal.exact else ("erf", "tanh")
-            yield from self._pair(context, gelu.site, "gelu", "gelu", forms, (gelu.elements,))
+            empty = Choice(site=gelu.site, kind="gelu", baseline="erf", options=(), covers=frozenset([gelu.node]))
+            yield from self._pair(context, empty, "gelu", forms, (gelu.elements,))
 
     def apply(self, program: Program, plan: Plan) -> Program:
         chosen = plan.forms()
@@ -58,9 +60,9 @@ class Fuse:
         return replace(edited, tags={**program.tags, **tags})
 
     def _pair(
-        self, context: Context, site: str, kind: str, kernel: str, names: tuple[str, ...], dims: tuple[int, ...]
+        self, context: Context, empty: Choice, kernel: str, names: tuple[str, ...], dims: tuple[int, ...]
     ) -> Iterator[Choice | Declined]:
-        """The baseline form and, where it pays, the other one."""
+        """The choice with the baseline form and, where it pays, the other one."""
         options: list[Option] = []
         for name in names:
             cost = price(context, f"{kernel}/{name}", *dims)
@@ -70,12 +72,12 @@ class Fuse:
             elif options and cost.seconds > options[0].cost.seconds:
                 reason = no_gain(cost, options[0].cost, options[0].name)
             elif name == "tanh":
-                error = context.sensitivity.get((site, name))
+                error = context.sensitivity.get((empty.site, name))
                 reason = "" if error is not None else "its error at the output was not measured"
                 cost = replace(cost, error_squared=error or 0.0)
             if reason or cost is None:
-                yield Declined(site=site, kind=kind, option=name, by=self.name, reason=reason, cost=cost)
+                yield Declined(site=empty.site, kind=empty.kind, option=name, by=self.name, reason=reason, cost=cost)
             else:
                 options.append(Option(form=Form(word=name), cost=cost, by=self.name))
         if options:
-            yield Choice(site=site, kind=kind, baseline=options[0].name, options=tuple(options))
+            yield replace(empty, baseline=options[0].name, options=tuple(options))

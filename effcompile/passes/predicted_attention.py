@@ -18,7 +18,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.passes.attention import Attention
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.sites.attention.closed_masks import mask_of, visible_keys
 from effcompile.sites.attention.find.normal_form import NotThisFormError, faking, tensor_of
@@ -30,7 +30,7 @@ _trials: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[Predict, tuple[str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Predict:
+class Predict(Pass):
     """Runs attentions on the tiles that hold `mass` of the softmax, by a cheap estimate of it. It takes part only where it is asked for.
 
     Measured by benchmarks/predictors.py on one busy core (noisy), 8 heads of 64, 4096 causal tokens, a fifth to a quarter of the tiles

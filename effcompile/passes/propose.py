@@ -44,7 +44,8 @@ def propose_all(passes: Iterable[Pass], program: Program, context: Context) -> t
 
 def _joined(first: Choice, second: Choice) -> Choice:
     names = {o.name for o in first.options}
-    return replace(first, options=(*first.options, *(o for o in second.options if o.name not in names)))
+    options = (*first.options, *(o for o in second.options if o.name not in names))
+    return replace(first, options=options, covers=first.covers | second.covers)
 
 
 def _refusal(choice: Choice, option: Option, offered: Mapping[str, tuple[str, ...]]) -> Declined | None:

@@ -15,7 +15,7 @@ from effcompile.ir.formats import FP32, GROUPS, LINEAR_FORMATS, TABLE_FORMATS, U
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, linear_call
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price_call
 from effcompile.sites.parts import EmbeddingSite, LinearSite, embeddings, linears
 
@@ -23,7 +23,7 @@ BASELINE = FP32.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantize:
+class Quantize(Pass):
     """`options`: formats to consider, by name; `group_size`: weights per scale of w8 and w4; `embeddings`: tables too.
 
     Each option of a site costs its kernel's time, its weight's bytes as stored, and the output error that
@@ -99,7 +99,7 @@ class Quantize:
                 yield Declined(site=site.site, kind=kind, option=held.name, by=self.name, reason=reason, cost=cost)
             else:
                 options.append(Option(form=Form(weights=held), cost=cost, by=self.name))
-        yield Choice(site=site.site, kind=kind, baseline=BASELINE, options=tuple(options))
+        yield Choice(site=site.site, kind=kind, baseline=BASELINE, options=tuple(options), covers=frozenset([site.node]))
 
     def _price(
         self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, held: WeightFormat, base: Option

@@ -24,7 +24,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.ops.block_sparse import fallback_reason
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.constants import readers, replace_constant, storage_of
 from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
 from effcompile.passes.sparse_forms import SparseForm, fitting, given_forms, keep, masked_forms, pruned_forms
@@ -40,7 +40,7 @@ BASELINE = FP32.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sparsify:
+class Sparsify(Pass):
     """Forms `sparse16@0.90` (blocks of 16, 90 % of them 0), `unstructured@0.90` (single weights) and `2:4` of single linears.
 
     A weight that is sparse as given (after `DynamicSparsity`, or multiplied with a mask) is offered in every form that keeps all that is
@@ -94,7 +94,8 @@ class Sparsify:
             yield from (item for item in items if isinstance(item, Declined))
             if base is not None and (options := [item for item in items if isinstance(item, Option)]):
                 dense = Option(form=Form(weights=FP32), cost=replace(base, weight_bytes=weight.nbytes), by=self.name)
-                yield Choice(site=site.site, kind="linear", baseline=BASELINE, options=(dense, *options))
+                covers = frozenset([site.node])
+                yield Choice(site=site.site, kind="linear", baseline=BASELINE, options=(dense, *options), covers=covers)
 
     def replaced_weights(self, program: Program) -> dict[tuple[str, str], Callable[[], Tensor]]:
         """(site, option) → the pruned weight (N, K), for those whose error has to be measured."""

@@ -18,7 +18,7 @@ from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.passes.base import Choice, Context, Declined, Option
+from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.merge import MERGED, SEPARATE, merge_cost
 from effcompile.passes.pricing import EVERYWHERE, no_error_allowed, no_kernel, price_linear
 from effcompile.passes.prunable_groups import Structure, cut, structures
@@ -46,7 +46,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shrink:
+class Shrink(Pass):
     """Options `-25%`: that share of the hidden neurons of a feed-forward (kind "neurons"), or of the heads of an attention ("heads"), goes.
 
     Rows of the linears that make a neuron and columns of those that read it go together (prunable_groups.py); of grouped-query attention

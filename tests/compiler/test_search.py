@@ -59,7 +59,7 @@ def test_options_of_several_passes_at_one_kind_are_all_measured(monkeypatch: pyt
     monkeypatch.setattr(compiling.sensitivity, "measure", lambda program, inputs, options, **_: wanted.update(options) or result)
     monkeypatch.setattr(compiling.sensitivity, "generate_inputs", lambda program, count: [])
     bf16, w8, tanh, mine, int8 = map(form, ("bf16", "w8g64", "tanh", "mine", "sdpa_int8"))
-    passes = tuple(SimpleNamespace(measured_options=lambda given=given: given) for given in (
+    passes = tuple(SimpleNamespace(measured_options=lambda given=given: given, replaced_weights=lambda program: {}) for given in (
         {"linear": (bf16, w8), "gelu": (tanh,)}, {"linear": (w8, mine)}, {"attention": (int8,)},
     ))  # fmt: skip
     program = capture(nn.Linear(2, 2).eval(), (randn(1, 2),))

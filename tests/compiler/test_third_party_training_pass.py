@@ -151,9 +151,9 @@ def test_one_whose_step_returns_something_else_is_declined(made: Any, monkeypatc
 
     real = unscale.Unscale.apply
 
-    def cut(self: Any, step: Any, choice: Any, option: Any) -> Any:
-        changed = real(self, step, choice, option)
-        changed.graph.output_node().args = (changed.results[:1],)
+    def cut(self: Any, case: Any, choice: Any, option: Any) -> Any:
+        changed = real(self, case, choice, option)
+        changed.step.graph.output_node().args = (changed.step.results[:1],)
         return changed
 
     monkeypatch.setattr(unscale.Unscale, "apply", cut)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from train_helpers import gpt2
+from train_helpers import forms_of, gpt2
 
 from effcompile.capture import capture_training
 from effcompile.compiler import plan_training
@@ -19,6 +19,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.plan import LeverRow, Plan
 from effcompile.machine.machines import load_target
 from effcompile.passes import Levers
+from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out, periodic
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.offload import Offload
@@ -81,7 +82,7 @@ def test_pairs_that_are_not_looked_at_are_told() -> None:
     model, batch = gpt2(layers=1, vocab_size=512)
     figures, levers = Figures(target=load_target("cpu-generic"), here=False), Levers(offload=Offload(bandwidth="40GB"))
     step = capture_training(model, (), batch)
-    found = prepare(step, Checkpoint(), LossHeads(chunks=2), None, figures, levers=levers)
+    found = prepare(step, forms_of(step, LossHeads(chunks=2))[0], Checkpoint(), figures, levers=levers)
     subsets = Subsets(found=found, ways=(), levers=levers, checkpoint=Checkpoint(), figures=figures)
     joint = subsets.solve(subsets.names, None)
     assert subsets.names == ("recompute", "offload", "loss head")
@@ -96,7 +97,8 @@ def test_whole_blocks_at_a_fixed_period_cost_their_forwards_and_hold_their_input
     """Against the step emitted by hand: of every k-th block all operators run again, and its input alone is kept."""
     model, batch = gpt2(layers=4)
     figures = Figures(target=load_target("cpu-generic"), here=False)
-    found = prepare(capture_training(model, (), batch), Checkpoint(), None, None, figures)
+    step = capture_training(model, (), batch)
+    found = prepare(step, [Case(step=step)], Checkpoint(), figures)
     cut = found.variants[0].plain
     layers = [block for block in cut.blocks if ".h." in block.name]
     free = periodic(cut, 99)  # the first layer alone

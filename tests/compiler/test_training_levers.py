@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from train_helpers import Batch, differing, eager, gpt2, measured
 from effcompile.capture import capture_training
 from effcompile.compiler import optimize_training, plan_training
 from effcompile.compiler.training import cases as training_cases
-from effcompile.compiler.training.levers import Subsets, subsets_of
+from effcompile.compiler.training.levers import Subsets
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.compiler.training.rates import rates_of
 from effcompile.compiler.training.solve import Schedule
@@ -25,6 +26,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
 from effcompile.ops.offload import host_pool
 from effcompile.passes import Levers
+from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.levers import Rates
@@ -204,10 +206,11 @@ def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
     figures = Figures(target=load_target("cpu-generic"), here=False)
     levers = Levers(offload=Offload(bandwidth="40GB", share=0.05), compress=Compress(share=0.05))
     checkpoint = Checkpoint()
-    prepared = prepare(capture_training(model, (), batch), checkpoint, None, None, figures, levers=levers)
+    step = capture_training(model, (), batch)
+    prepared = prepare(step, [Case(step=step)], checkpoint, figures, levers=levers)
     subsets = Subsets(found=prepared, ways=(), levers=levers, checkpoint=checkpoint, figures=figures)
-    every = subsets_of(subsets.names)
-    assert every[-1] == levers.names
+    every = [names for count in (1, 2, 3) for names in combinations(subsets.names, count)]
+    assert subsets.names == levers.names
     assert len(every) == 7
     low, high = least(model, batch, OFFLOAD), whole(model, batch)
     budgets = [low + (high - low) * i // 4 for i in range(1, 5)]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import effcompile
 from effcompile.capture.training import capture_training
-from effcompile.passes import load_attention
 from effcompile.passes.training.fused_attention import Attended, FusedAttention
 
 WIDTH, HEADS = 32, 4
@@ -155,6 +154,5 @@ def test_a_saved_plan_is_carried_out_with_its_attention(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", [["no-attention"], ["attention.enabled=false"]], ids=str)
 def test_it_can_be_left_out(spec: list[str]) -> None:
-    assert load_attention(spec) is None and load_attention() == FusedAttention()
     plan = effcompile.plan(Attends().train(), inputs=inputs(), mode="training", passes=spec)
     assert not [d for d in plan.decisions if d.kind == "attention"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from train_helpers import cut_model
@@ -9,13 +11,16 @@ from train_helpers import cut_model
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.estimate.roofline import moved_bytes
 from effcompile.ops.compress import packed_bytes
-from effcompile.passes import TRAINING_PASSES, load_levers, load_training_passes
+from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.compress import Compress
+from effcompile.passes.training.fused_attention import FusedAttention
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.levers import Levers, Rates
+from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.offload import Offload
 from effcompile.passes.training.pointwise import Pointwise
+from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.states import States
 from effcompile.planner.remat import smallest_budget
 from effcompile.schedule.blocks import Blocks
@@ -29,16 +34,33 @@ def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks
 
 
 def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
-    plain = (Checkpoint(), LossHeads(), Pointwise(), States())
-    assert load_training_passes(None) == load_training_passes(["offload", "compress"]) == plain
-    assert load_training_passes(["offload.host=1GiB", "no-pointwise"]) == (*plain[:2], None, States())
-    assert load_training_passes(["checkpoint", "offload"]) == (Checkpoint(), None, None, States(offload=False))
-    assert load_levers(None) == load_levers(["checkpoint", "no-offload"]) == Levers()
-    assert load_levers(["offload"]) == Levers(offload=Offload())
-    assert load_levers(["offload.host=2GiB", "compress"]) == Levers(offload=Offload(host="2GiB"), compress=Compress())
-    assert load_levers(["compress.share=0.1", "no-compress"]) == Levers()
-    assert load_levers(None, linked=True) == load_levers(["no-pointwise"], linked=True) == Levers(offload=Offload())
-    assert load_levers(["no-offload"], linked=True) == load_levers(["checkpoint"], linked=True) == Levers()
+    plain = TrainingPasses(
+        step=(FusedAttention(), LossHeads(), Pointwise()), checkpoint=Checkpoint(), levers=Levers(), states=States(), microbatch=None
+    )  # fmt: skip
+    load = load_training_passes
+    assert load(None) == plain
+    assert load(["offload", "compress"]) == replace(plain, levers=Levers(offload=Offload(), compress=Compress()))
+    assert load(["offload.host=1GiB", "no-pointwise"]).step == plain.step[:2]
+    assert load(["checkpoint", "offload"]) == replace(plain, step=(), states=States(offload=False), levers=Levers(offload=Offload()))
+    assert load(["checkpoint", "no-offload"]).levers == load(["compress.share=0.1", "no-compress"]).levers == Levers()
+    assert load(["offload.host=2GiB", "compress"]).levers == Levers(offload=Offload(host="2GiB"), compress=Compress())
+    assert load(None, linked=True).levers == load(["no-pointwise"], linked=True).levers == Levers(offload=Offload())
+    assert load(["no-offload"], linked=True).levers == load(["checkpoint"], linked=True).levers == Levers()
+    assert load(None, inexact=True).step == load(["precision"]).step == (Precision(), *plain.step)
+    assert load(["no-precision"], inexact=True).step == plain.step and load(["microbatch"]).microbatch == Microbatch()
+
+
+def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
+    exact, others = load_training_passes(["precision", "compress"]).exact
+    assert exact == load_training_passes(None) and others == ["precision", "compress"]
+
+
+def test_a_plans_own_passes_carry_it_out_also_where_they_were_left_out() -> None:
+    left = load_training_passes(["no-pointwise", "no-attention"])
+    assert left.carrying_out({"pointwise", "precision", "states"}).step == (Precision(), LossHeads(), Pointwise())
+
+
+def test_each_says_whether_it_changes_numbers() -> None:
     assert {name for name, cls in TRAINING_PASSES.items() if not cls.exact} == {"compress", "precision"}
 
 
@@ -55,7 +77,7 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
 )
 def test_a_wrong_spec_says_what_is_allowed(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        load_levers([spec])
+        load_training_passes([spec])
 
 
 def test_nothing_asked_changes_nothing() -> None:

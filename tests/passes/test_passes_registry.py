@@ -84,6 +84,9 @@ def test_installed_passes_come_last_and_bad_ones_are_named(monkeypatch: pytest.M
     install("effcompile.passes.quantize:Quantize", name="merge")
     with pytest.raises(UsageError, match="taken"):
         load_passes()
+    install("effcompile.passes.base:Choice")
+    with pytest.raises(UsageError, match=r"'theirs' .* has no name, exact, propose, apply, measured_options"):
+        load_passes()
 
 
 def test_proposals_name_only_what_is_offered(bert: Program) -> None:

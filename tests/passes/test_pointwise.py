@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from step_helpers import assert_equal, eager, joint_step, run
 from torch import fx, nn
+from train_helpers import context
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
+from effcompile.compiler.training.prepare import Figures
+from effcompile.core.cost import Cost
 from effcompile.estimate.storages import graph_storages
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.accumulate import accumulate_embeddings
-from effcompile.passes.training.pointwise import Pointwise, fuse, fuse_pointwise
+from effcompile.passes.training.base import Case, forms, reapplied, told
+from effcompile.passes.training.pointwise import Pointwise, fuse
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, split
 from effcompile.schedule.emit import emit
 
@@ -71,7 +76,7 @@ def trained(runner: StepRunner, model: nn.Module, batch: dict[str, torch.Tensor]
 @pytest.mark.parametrize(("name", "dropout"), [("gpt2", 0.0), ("gpt2", 0.1), ("bert", 0.0), ("llama", 0.0)])
 def test_numbers_stay_with_everything_kept_and_with_little(name: str, dropout: float) -> None:
     model, batch = model_of(name, dropout)
-    step = fuse_pointwise(capture_training(model, (), batch))
+    step = fuse(capture_training(model, (), batch))[0]
     assert kernels(step)
     torch.manual_seed(1)
     wanted = eager(model, batch)
@@ -87,7 +92,7 @@ def test_numbers_stay_with_everything_kept_and_with_little(name: str, dropout: f
 def test_numbers_stay_node_by_node(name: str) -> None:
     model, batch = model_of(name)
     step = accumulate_embeddings(joint_step(model, batch))
-    assert_equal(run(fuse_pointwise(step), model, batch), eager(model, batch), TOLERANCE)
+    assert_equal(run(fuse(step)[0], model, batch), eager(model, batch), TOLERANCE)
 
 
 def test_new_gelu_is_one_kernel_each_way_and_keeps_its_input_alone() -> None:
@@ -106,7 +111,7 @@ def test_new_gelu_is_one_kernel_each_way_and_keeps_its_input_alone() -> None:
 
 
 def test_storages_of_a_kernel_are_its_results() -> None:
-    step = fuse_pointwise(capture_training(*_asked("gpt2", 0.1)))
+    step = fuse(capture_training(*_asked("gpt2", 0.1)))[0]
     held = graph_storages(step.graph, lambda node: node.meta["val"])
     for node in kernels(step):
         assert sum(held.nbytes[s] for s in held.made[node]) == sum(_bytes(v) for v in _values(node))
@@ -124,7 +129,7 @@ def test_every_value_has_the_layout_that_it_had() -> None:
 
 def test_random_operators_stay_and_keep_their_order() -> None:
     step = capture_training(*_asked("gpt2", 0.1))
-    changed = fuse_pointwise(step)
+    changed = fuse(step)[0]
     draws = [[n.name for n in s.graph.nodes if n.target is aten.native_dropout.default] for s in (step, changed)]
     assert draws[0] == draws[1] and len(draws[0]) == 7
 
@@ -141,7 +146,7 @@ def test_writes_in_place_keep_their_readers() -> None:
     end = graph.call_function(aten.sub.Tensor, (total, x))
     graph.output((end,))
     step = _step(graph, x, [y, before, write, after, total, end], torch.randn(200, 100))
-    changed = fuse_pointwise(step)
+    changed = fuse(step)[0]
     value = torch.randn(200, 100)
     torch.testing.assert_close(fx.Interpreter(changed.module).run(value)[0], value.relu() - 2 * value - value)
     assert [len(n.target.operators) for n in kernels(changed)] == [2]  # add and sub alone
@@ -157,7 +162,7 @@ def test_groups_do_not_wait_for_themselves() -> None:
     end = graph.call_function(aten.neg.default, (b,))
     graph.output((end,))
     step = _step(graph, x, [a, total, b, end], torch.randn(200, 100))
-    changed = fuse_pointwise(step)
+    changed = fuse(step)[0]
     value = torch.randn(200, 100)
     torch.testing.assert_close(fx.Interpreter(changed.module).run(value)[0], -value.softmax(1))
     assert [len(n.target.operators) for n in kernels(changed)] == [2]
@@ -169,21 +174,25 @@ def test_small_tensors_and_single_operators_are_left() -> None:
     a = graph.call_function(aten.exp.default, (x,))
     b = graph.call_function(aten.neg.default, (a,))
     graph.output((b,))
-    assert not kernels(fuse_pointwise(_step(graph, x, [a, b], torch.randn(16, 100))))
+    assert not kernels(fuse(_step(graph, x, [a, b], torch.randn(16, 100)))[0])
 
 
 def test_what_is_not_faster_is_left_out() -> None:
     step = capture_training(*_asked("gpt2", 0.0))
 
-    def price(nodes: Sequence[fx.Node]) -> list[float]:
-        return [9.0 if "tanh" in str(n.target) and isinstance(n.target, Fused) else 1.0 for n in nodes]
+    class Prices(Figures):
+        def priced(self, nodes: Sequence[fx.Node]) -> list[float]:
+            return [9.0 if "tanh" in str(n.target) and isinstance(n.target, Fused) else 1.0 for n in nodes]
 
-    changed, apart = Pointwise().apply(step, price)
-    left = [str(node.target) for node in kernels(changed)]
+    here = replace(context(here=True), prices=Prices(target=context().target, here=True))
+    (form,), _ = forms([Pointwise()], Case(step=step), here)
+    left = [str(node.target) for node in kernels(form.step)]
     assert left and not any("tanh" in name for name in left)
-    again, _ = Pointwise().apply(step, None, [frozenset(names) for names in apart])
-    assert [str(node.target) for node in kernels(again)] == left
-    assert Pointwise(enabled=False).apply(step) == (step, ())
+    decisions = told(form.taken[0], cut(form.step), Cost(), Cost(), "")
+    assert [len(d.settings) > 0 for d in decisions if d.option.endswith("one by one")] == [True]
+    again = reapplied([Pointwise()], Case(step=step), decisions)
+    assert [str(node.target) for node in kernels(again.step)] == left
+    assert forms([Pointwise(enabled=False)], Case(step=step), here)[0] == [Case(step=step)]
 
 
 def _asked(name: str, dropout: float) -> tuple[Any, ...]:

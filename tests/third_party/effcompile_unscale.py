@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from effcompile.ir.plan import Declined
-from effcompile.ir.step import Step
-from effcompile.passes.training.base import Context, StepChoice, StepOption
+from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
 from effcompile.passes.training.step_edit import copied
 
 KEPT, REMOVED = "kept", "left out"
@@ -26,21 +25,21 @@ class Unscale:
     name: ClassVar[str] = "unscale"
     exact: ClassVar[bool] = True
 
-    def propose(self, step: Step, context: Context) -> Iterator[StepChoice | Declined]:
-        found = [node for node in step.graph.nodes if _by_one(node)]
+    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+        found = [node for node in case.step.graph.nodes if _by_one(node)]
         if len(found) < self.least:
             yield Declined(site="step", kind="products with one", option=REMOVED, by=self.name, reason=f"there are {len(found)}")
             return
         options = StepOption(name=KEPT), StepOption(name=REMOVED, settings={"count": len(found)}, why=f"{len(found)} products less")
         yield StepChoice(site="step", kind="products with one", baseline=KEPT, options=options)
 
-    def apply(self, step: Step, choice: StepChoice, option: StepOption) -> Step:
-        step, _ = copied(step)
+    def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
+        step, _ = copied(case.step)
         for node in [node for node in step.graph.nodes if _by_one(node)]:
             node.replace_all_uses_with(node.args[0])
             step.graph.erase_node(node)
         step.module.recompile()
-        return step
+        return replace(case, step=step)
 
 
 def _by_one(node: fx.Node) -> bool:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import fx
 
 from effcompile.compiler.search import versions
-from effcompile.compiler.training import attend, microbatch, moved, precision
+from effcompile.compiler.training import microbatch, moved
 from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
@@ -24,10 +22,8 @@ from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.footprint import GIVEN, GRADIENTS, excess
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
-from effcompile.ops.fused import Fused
-from effcompile.passes.training.base import Chosen
+from effcompile.passes.training.base import Chosen, told
 from effcompile.passes.training.checkpoint import carried_out
-from effcompile.passes.training.heads import Variant
 from effcompile.planner.remat import BlockOption, Group
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
@@ -52,20 +48,12 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         decisions=(
             *_checkpoints(best, figures),
             *moved.decisions(best),
-            *precision.decisions(joint, found),
-            *attend.decisions(found.attended, fused=prepared.variant.fused_attention),
+            *_whole(joint, found),
             *microbatch.decisions(joint),
-            *_head(best, found),
-            *_gradients(best),
-            *_chains(best),
-            *_further(best, found),
             *decisions(joint.states, joint.case.given, prepared.step),
         ),
         declined=(
             *_not_taken(best),
-            *_refused_heads(prepared),
-            *attend.refusals(found.attended),
-            *found.refused,
             *found.declined,
             *joint.declined,
         ),
@@ -81,7 +69,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             rounds=best.rounds,
         ),
         baseline=_baseline(joint, found),
-        predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=None if prepared.variant.precision else 0.0),
+        predicted=Totals(seconds=joint.seconds, peak_bytes=joint.peak_bytes, error=0.0 if prepared.case.exact else None),
         inputs=describe_inputs(given),
         guards=given.guards,
         notes=(
@@ -127,7 +115,7 @@ def fingerprint(step: Step) -> str:
 def describe_inputs(step: Step) -> tuple[str, ...]:
     """One line for each input: `input_ids [2 × 512] int64`."""
     lines = []
-    for node, name in zip(step.inputs, attend.input_names(step), strict=True):
+    for node, name in zip(step.inputs, step.input_names, strict=True):
         value = node.meta["val"]
         shape = " × ".join(str(int(s)) for s in value.shape)
         gradient = ", with its gradient" if node in step.input_gradients else ""
@@ -173,108 +161,51 @@ def _why(option: BlockOption, full: BlockOption) -> str:
     return f"frees {format_bytes(full.kept_bytes - option.kept_bytes)} between forward and backward for {format_seconds(option.seconds)}"
 
 
-def _head(best: Schedule, found: Preparation) -> list[Decision]:
-    variant = best.prepared.variant
-    if not variant.head:
-        return []
-    plain = next(p for p in found.variants if p.variant.precision == variant.precision)
-    return [
-        Decision(
-            site=variant.head, kind="loss head", option=variant.choice, baseline="whole", by="loss_head",
-            cost=Cost(seconds=best.prepared.seconds - plain.seconds, bytes_transient=_end_peak(best.prepared)),
-            baseline_cost=Cost(bytes_transient=_end_peak(plain)),
-            why="" if variant.option == "whole" else f"its logits, {format_bytes(variant.logits_bytes)}, are never there at once",
-            settings={"form": variant.option, "chunks": variant.chunks},
-        )
-    ]  # fmt: skip
+def _whole(joint: Joint, found: Preparation) -> list[Decision]:
+    """What passes have made of the whole step, with its unplanned time and bytes against the same without that one change."""
+    best = joint.schedule.prepared
+    made: list[Decision] = []
+    for chosen in best.case.taken:
+        if chosen.changes or chosen.option.settings:
+            plain = _without(chosen, best, found)
+            made += told(
+                chosen, best.cut, why=_gain(joint, chosen),
+                cost=Cost(seconds=best.seconds - plain.seconds, bytes_kept=_kept(best), bytes_transient=_end_peak(best)),
+                baseline_cost=Cost(bytes_kept=_kept(plain), bytes_transient=_end_peak(plain)),
+            )  # fmt: skip
+        elif chosen.option.told is not None:
+            made += chosen.option.told(best.cut)
+    return made
+
+
+def _without(chosen: Chosen, prepared: Prepared, found: Preparation) -> Prepared:
+    """The form of the step that differs in one choice alone, which is as it was; itself where that is none to choose from."""
+    wanted = {**prepared.case.options, chosen.choice.kind: chosen.choice.baseline}
+    same = (p for p in found.variants if p.case.options == wanted and p.consumed == prepared.consumed)
+    return next(same, prepared)
+
+
+def _gain(joint: Joint, chosen: Chosen) -> str:
+    """What an option of the whole step gains by the search's record."""
+    kind, baseline = chosen.choice.kind, chosen.choice.baseline
+    if joint.record is None or not chosen.changes:
+        return ""
+    if len(chosen.choice.options) == 1:
+        return "nothing else is asked for"
+    seconds = joint.record.seconds_with(kind, baseline)
+    if seconds is None:
+        return f"no plan in {baseline} is within the budget"
+    return f"{format_seconds(seconds - joint.seconds)} less a step"
+
+
+def _kept(prepared: Prepared) -> int:
+    """Bytes between forward and backward where all is kept."""
+    return sum(max(option.kept_bytes for option in prepared.options[stage.kind]) for stage in prepared.stages)
 
 
 def _end_peak(prepared: Prepared) -> int:
     """The least that the last block, which holds the loss head, needs at its highest instant."""
     return min(max(o.forward_peak, o.backward_peak) for o in prepared.options[prepared.stages[-1].kind])
-
-
-def _gradients(best: Schedule) -> list[Decision]:
-    if not best.prepared.variant.in_place:
-        return []
-    return [
-        Decision(
-            site=site, kind="gradient", option="in place", baseline="separate", by="loss_head", cost=Cost(),
-            baseline_cost=Cost(bytes_transient=size), why="the uses of a tied parameter are summed in one tensor",
-        )
-        for site, size in summed_in_place(best.prepared.step).items()
-    ]  # fmt: skip
-
-
-def summed_in_place(step: Step) -> dict[str, int]:
-    """Parameters whose gradients are summed in one tensor, with its bytes."""
-    return dict(found for node in step.graph.nodes if _in_place(node) and (found := _summed(step, node)) is not None)
-
-
-def _in_place(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable and bool(node.args)
-
-
-def _summed(step: Step, node: fx.Node) -> tuple[str, int] | None:
-    """The parameter whose gradient a node writes into, with its bytes."""
-    target: Any = node.args[0]
-    for name, gradient in step.gradients.items():
-        if gradient in (target, node) or target in gradient.all_input_nodes:
-            value = gradient.meta["val"]
-            return name, value.numel() * value.element_size()
-    return None
-
-
-def _chains(best: Schedule) -> list[Decision]:
-    """One decision for the element-wise chains of every block that has any."""
-    found = []
-    for block in best.prepared.cut.blocks:
-        kernels = [n for n in (*block.forward, *block.backward) if isinstance(n.target, Fused)]
-        if kernels:
-            option = f"{len(kernels)} kernels"
-            found.append(
-                Decision(
-                    site=block.name, kind="element-wise", option=option, baseline="one by one", by="pointwise", cost=Cost(),
-                    baseline_cost=Cost(), why="chains measured to be faster as one kernel each",
-                )
-            )  # fmt: skip
-    return found + _apart(best)
-
-
-def _further(best: Schedule, found: Preparation) -> list[Decision]:
-    """What passes of installed packages decided, with the step's time against the same step as it was."""
-    variant = best.prepared.variant
-    return [
-        Decision(
-            site=chosen.choice.site, kind=chosen.choice.kind, option=chosen.option.name, baseline=chosen.choice.baseline, by=chosen.by,
-            cost=Cost(seconds=best.prepared.seconds), baseline_cost=Cost(seconds=_as_it_was(found, variant, chosen)),
-            why=chosen.option.why, settings=chosen.option.settings,
-        )
-        for chosen in variant.taken
-    ]  # fmt: skip
-
-
-def _as_it_was(found: Preparation, variant: Variant, chosen: Chosen) -> float:
-    """Seconds of the variant that differs in one choice alone."""
-    other = replace(chosen, option=chosen.choice.option(chosen.choice.baseline))
-    wanted = replace(variant, step=variant.step, unfused=(), taken=tuple(other if c is chosen else c for c in variant.taken))
-    same = [p for p in found.variants if replace(p.variant, step=variant.step, unfused=()) == wanted]
-    return same[0].seconds if same else found.seconds
-
-
-def _apart(best: Schedule) -> list[Decision]:
-    """The chains that are no kernel."""
-    apart = best.prepared.variant.unfused
-    if not apart:
-        return []
-    return [
-        Decision(
-            site="element-wise", kind="element-wise", option=f"{len(apart)} chains one by one", baseline="one by one", by="pointwise",
-            cost=Cost(), baseline_cost=Cost(), why="measured to be no slower apart",
-            settings={str(number): names for number, names in enumerate(apart)},
-        )
-    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------ what was declined
@@ -305,13 +236,6 @@ def _declined(best: Schedule, i: int, other: BlockOption, budget: int) -> Declin
         reason = f"would fit and save {saves}: within the proof's gap"
     cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)
     return Declined(site=cut.blocks[i].name, kind="checkpoint", option=other.label, by="checkpoint", reason=reason, cost=cost)
-
-
-def _refused_heads(prepared: Prepared) -> list[Declined]:
-    return [
-        Declined(site=line.partition(":")[0], kind="loss head", option="chunks", by="loss_head", reason=line.partition(": ")[2] or line)
-        for line in prepared.variant.declined
-    ]
 
 
 # ------------------------------------------------------------------ notes and the timeline

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training.attend import FUSED, WRITTEN
 from effcompile.compiler.training.prepare import Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule, leanest, schedule
 from effcompile.compiler.training.states import Parts, beside, consumed_key, end_footprint, full_label
@@ -24,18 +23,10 @@ from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.microbatch import KIND as BATCH
 from effcompile.passes.training.microbatch import SITE as BATCH_SITE
 from effcompile.passes.training.microbatch import Microbatch, label
-from effcompile.passes.training.precision import BASELINE, Precision
-from effcompile.passes.training.precision import KIND as PRECISION
-from effcompile.passes.training.precision import SITE as PRECISION_SITE
-from effcompile.passes.training.precision import label as dtype_label
 from effcompile.passes.training.states import KIND as STATES
 from effcompile.passes.training.states import SITE as STATES_SITE
 from effcompile.passes.training.states import States, StatesOption
 from effcompile.planner.search import Record
-
-HEAD, ATTENTION = "loss head", "attention"
-#: What is decided for the whole step, in the order of a report.
-KINDS = (HEAD, ATTENTION, PRECISION, STATES, BATCH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,21 +50,19 @@ class StepCase:
     @property
     def options(self) -> Mapping[str, str]:
         """What is decided for the whole step → the option, in the plan's words."""
-        variant = self.prepared.variant
-        found = {
-            HEAD: "gradients in place" if variant.option == "whole" and variant.in_place else variant.choice,
-            ATTENTION: FUSED if variant.fused_attention else WRITTEN,
-            PRECISION: dtype_label(variant.precision) if variant.precision else BASELINE,
-            BATCH: label(self.parts.step.count if self.parts else 1, self.batch),
-        }
-        found |= {taken.choice.kind: taken.option.name for taken in variant.taken}
-        return found if self.states is None else {**found, STATES: full_label(self.states)}
+        found = {chosen.choice.kind: chosen.option.name for chosen in reversed(self.prepared.case.taken)}
+        if self.states is not None:
+            found[STATES] = full_label(self.states)
+        return {**found, BATCH: label(self.parts.step.count if self.parts else 1, self.batch)}
 
     @property
     def levers(self) -> frozenset[str]:
-        """What is decided otherwise than in the step as it was given."""
-        given = {HEAD: "whole", ATTENTION: WRITTEN, PRECISION: BASELINE, BATCH: label(1, self.batch)}
-        given |= {taken.choice.kind: taken.choice.baseline for taken in self.prepared.variant.taken}
+        """What is decided otherwise than in the step as it was given, where there was a choice."""
+        given = {
+            chosen.choice.kind: chosen.choice.baseline if len(chosen.choice.options) > 1 else chosen.option.name
+            for chosen in self.prepared.case.taken
+        }
+        given[BATCH] = label(1, self.batch)
         if self.given is not None:
             given[STATES] = full_label(self.given)
         return frozenset(kind for kind, option in self.options.items() if option != given[kind])
@@ -179,16 +168,12 @@ class Joint:
     @property
     def declined(self) -> tuple[Declined, ...]:
         """The options of the whole step that were not taken."""
-        variant = self.schedule.prepared.variant
-        places = {
-            STATES: (STATES_SITE, States.name), BATCH: (BATCH_SITE, Microbatch.name), PRECISION: (PRECISION_SITE, Precision.name),
-            **({HEAD: (variant.head, "loss_head")} if variant.head else {}),
-            **{taken.choice.kind: (taken.choice.site, taken.by) for taken in variant.taken},
-        }  # fmt: skip
+        places = {STATES: (STATES_SITE, States.name), BATCH: (BATCH_SITE, Microbatch.name)}
+        places |= {chosen.choice.kind: (chosen.choice.site, chosen.by) for chosen in self.schedule.prepared.case.taken}
         found = [] if self.record is None else [
             Declined(site=site, kind=kind, option=option, by=by, reason=str(reason))
             for kind, (site, by) in places.items()
-            for option, reason in self.record.declined(kind)
+            for option, reason in self.record.declined(kind) if site
         ]  # fmt: skip
         return (*found, *self.refused)
 
@@ -201,7 +186,7 @@ def recorded(budget: int | None, progress: Progress) -> StepRecord:
     """An empty record of a search within a budget."""
 
     def solve(case: StepCase) -> Joint:
-        with progress.step(f"solve ({case.prepared.variant.label})"):
+        with progress.step(f"solve ({case.prepared.case.label})"):
             return case.solve(budget)
 
     return Record(solve=solve)
@@ -219,7 +204,7 @@ def cases(
         StepCase(prepared=prepared, checkpoint=checkpoint, states=way, given=given, parts=parts, batch=batch)
         for way in (ways or (None,))
         for prepared in found.variants
-        if prepared.variant.consumed == consumed_key(way) and not (parts is not None and way is not None and way.consumed)
+        if prepared.consumed == consumed_key(way) and not (parts is not None and way is not None and way.consumed)
     ]
 
 
@@ -238,7 +223,7 @@ def impossible(
     found: Preparation, ways: Sequence[StatesOption], parts: Parts | None, batch: int
 ) -> Iterator[tuple[Mapping[str, str], Reason]]:
     """The ways that no variant can have, with the reasons."""
-    keys = {prepared.variant.consumed for prepared in found.variants}
+    keys = {prepared.consumed for prepared in found.variants}
     for way in ways:
         if way.consumed and parts is not None:
             said = "gradients that are summed over micro-batches are complete only after the last one"

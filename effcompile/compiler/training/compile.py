@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from effcompile.compiler.machine import AUTO
 from effcompile.compiler.progress import QUIET, Progress, entry
-from effcompile.compiler.training.attend import Captured
 from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint, cases
 from effcompile.compiler.training.confirm import verified
@@ -19,11 +17,10 @@ from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.fit import limit, within_machine
 from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
-from effcompile.compiler.training.microbatch import Divisions, InseparableError, runner_of
-from effcompile.compiler.training.moved import TooCoarseError
-from effcompile.compiler.training.precision import declined_dtype
-from effcompile.compiler.training.prepare import Preparation, with_levers
-from effcompile.compiler.training.reapply import Taken, chosen, restricted
+from effcompile.compiler.training.microbatch import Divisions, runner_of
+from effcompile.compiler.training.moved import RefutedError
+from effcompile.compiler.training.prepare import Preparation
+from effcompile.compiler.training.reapply import Taken, as_planned, chosen
 from effcompile.compiler.training.solve import frontier
 from effcompile.compiler.training.states import beside, consumed_key
 from effcompile.compiler.training.work import Loss, Work, make_work
@@ -33,14 +30,12 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
+from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
-from effcompile.passes.training.precision import DTYPES
 from effcompile.planner.remat import BlockFront
 
-#: Solves again at the most when the allocator's peak is above the budget though the simulated one is not.
-_REMEASURED = 3
-#: Levers that are left out when running shows that they must be: each dtype, compression, micro-batches.
-_DROPPED = len(DTYPES) + 2
+#: Solves at the most: choices that do not hold, times and bytes that were others than foreseen.
+_ROUNDS = 9
 _PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again and the plan was solved again"
 
 
@@ -101,40 +96,42 @@ def optimize_training(
     work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
     if not work.figures.here:
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
-    first = work.capture(keep_outputs)
-    step: Captured | None = first
-    found = work.prepare(first)
+    return _refined(work, work.capture(keep_outputs))
+
+
+def _refined(work: Work, case: Case) -> TrainingExecutable:
+    """The best plan that holds when it is run: what running shows to be wrong is a constraint of the next solve.
+
+    That is a choice that does not keep what it promises, operators that take other times than they were measured to take (once), and
+    bytes that the allocator takes beyond the simulated peak.
+    """
+    found = work.prepare(case)
     states = max((way.resident_bytes for way in work.ways(found.captured)[0]), default=0)
-    budget = limit(goal.memory, found.footprint.peak_bytes + states, work.figures.target)
-    divisions = Divisions(work=work)
-    for _ in range(_REMEASURED + _DROPPED + 1):
-        joint = divisions.solve(found, budget)
-        best = joint.schedule
-        made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
-        runner = runner_of(model, best.prepared, best.emitted, joint.parts)
+    budget = limit(work.goal.memory, found.footprint.peak_bytes + states, work.figures.target)
+    divisions, priced_again, refuted = Divisions(work=work), False, None
+    for _ in range(_ROUNDS):
         try:
-            result, over = verified(work, best.prepared, runner, made, joint.states, joint.parts)
-        except TooCoarseError as error:
-            dtype = best.prepared.variant.precision
-            exact = partial(_without, dtype, keep_outputs) if dtype else _without_compression
-            work, found, divisions = exact(work, found, error, budget, divisions.dropped)
-            step = None
+            joint = divisions.solve(found, budget)
+        except InfeasibleError as error:
+            raise (error if refuted is None else error.with_more(f"Here {refuted.said}: {refuted}.")) from refuted
+        made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, work.goal, work.notes)
+        runner = runner_of(work.model, joint.schedule.prepared, joint.schedule.emitted, joint.parts)
+        try:
+            result, over = verified(work, joint.schedule.prepared, runner, made, joint.states, joint.parts)
+        except RefutedError as error:
+            work, refuted = work.without(error), error
+            found, divisions = work.prepare(case), Divisions(work=work)
             continue
-        except InseparableError as error:
-            divisions.drop(error)
-            continue
-        taken = divisions, found, joint
-        if (not over or budget is None) and step is not None and result.plan.misjudged is not None:
+        if (not over or budget is None) and not priced_again and result.plan.misjudged is not None:
             work.notes.append(_PRICED_AGAIN.format(f"{result.plan.misjudged:.2f}"))
             work.forget(found)
-            found, step = work.prepare(step), None
-            divisions = Divisions(work=work, dropped=divisions.dropped)
+            found, divisions, priced_again = work.prepare(case), Divisions(work=work), True
             continue
         if not over or budget is None:
             break
         work.notes.append(f"the allocator's peak was {format_bytes(over)} above the budget: solved again with so much less")
         budget -= over
-    result.plan = _with_levers(*taken, result.plan)  # once, of the plan that is returned
+    result.plan = _with_levers(divisions, found, joint, result.plan)  # once, of the plan that is returned
     return taking_items(result, work, found.captured)
 
 
@@ -145,49 +142,6 @@ def _with_levers(divisions: Divisions, found: Preparation, joint: Joint, plan: P
         return plan
     rows, notes = lever_rows(Subsets.of(divisions, found), joint, budget, divisions.work.progress)
     return replace(plan, levers=rows, notes=(*plan.notes, *notes))
-
-
-def _without(
-    dtype: str, keep_outputs: bool, work: Work, found: Preparation, error: TooCoarseError, budget: int | None, undivided: str
-) -> tuple[Work, Preparation, Divisions]:
-    """The same work without a dtype whose error was measured to be above the goal's; with the next one, where there is one.
-
-    Raises:
-        InfeasibleError: nothing is within the budget then.
-    """
-    assert work.precision is not None
-    work = replace(work, precision=work.precision.without(dtype))
-    captured = work.capture(keep_outputs, (*found.refused, declined_dtype(dtype, str(error))))
-    wide = [p for p in found.variants if not p.variant.precision]
-    found = replace(found, variants=wide, refused=captured.refused) if wide and captured.narrow is None else work.prepare(captured)
-    divisions = Divisions(work=work, dropped=undivided)
-    try:
-        divisions.solve(found, budget)
-    except InfeasibleError as refused:
-        raise refused.with_more(f"Here nothing is computed in {dtype}: {error}.") from error
-    return work, found, divisions
-
-
-def _without_compression(
-    work: Work, found: Preparation, error: TooCoarseError, budget: int | None, undivided: str
-) -> tuple[Work, Preparation, Divisions]:
-    """The same work with all values exact, as the gradient's error was measured to be above the goal's.
-
-    Raises:
-        InfeasibleError: nothing is within the budget then.
-    """
-    note = f"nothing is compressed: {error}"
-    work.notes.append(note)
-    work = replace(work, levers=replace(work.levers, compress=None))
-    solved: dict[str, BlockFront] = {}
-    variants = [with_levers(p, work.levers, work.checkpoint, work.figures, solved) for p in found.variants]
-    found = replace(found, variants=variants)
-    divisions = Divisions(work=work, dropped=undivided)
-    try:
-        divisions.solve(found, budget)
-    except InfeasibleError as refused:
-        raise refused.with_more(f"Here {note}.") from error
-    return work, found, divisions
 
 
 @entry("frontier")
@@ -204,8 +158,8 @@ def frontier_training(
     made: list[Joint] = []
     for variants, parts in divisions.every(found):
         with progress.step("solve for every budget"):
-            each = [(p, s) for p in variants for s in frontier(p, work.checkpoint, points)]
-        every = cases(replace(found, variants=variants), ways, work.checkpoint, parts, divisions.batch)
+            each = [(p, s) for p in variants for s in frontier(p, work.passes.checkpoint, points)]
+        every = cases(replace(found, variants=variants), ways, work.passes.checkpoint, parts, divisions.batch)
         joints = [case.with_schedule(s) for case in every for p, s in each if case.prepared is p]
         made += [replace(joint, ways=len(ways), refused=tuple(refused)) for joint in joints]
     front: list[Joint] = []
@@ -222,16 +176,19 @@ def _reapply(
 ) -> TrainingExecutable:  # fmt: skip
     """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
     taken = Taken.of(plan)
-    work = restricted(make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer), taken)
-    lazy = replace(work, checkpoint=_NoOptions(points=work.checkpoint.points, groups=work.checkpoint.groups))
-    captured = lazy.capture(keep_outputs)
-    if fingerprint(captured.step) != plan.fingerprint:
+    work = as_planned(make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer), plan, taken)
+    checkpoint = work.passes.checkpoint
+    no_options = _NoOptions(points=checkpoint.points, groups=checkpoint.groups)
+    lazy = replace(work, passes=replace(work.passes, checkpoint=no_options))
+    case = lazy.capture(keep_outputs)
+    if fingerprint(case.step) != plan.fingerprint:
         raise _another(plan)
-    found, parts = lazy.prepare(captured, taken.apart or ()), None
+    found, parts = (lazy if taken.count == 1 else replace(lazy, decided=())).prepare(case), None
     if taken.count != 1:
-        found, parts = Divisions(work=lazy).restored(found, taken.count, taken.apart or ())
-    states = taken.way(work.ways(captured.step)[0])
-    prepared = next((p for p in found.variants if taken.fits(p.variant, "" if states is None else consumed_key(states))), None)
+        found, parts = Divisions(work=lazy).restored(found, taken.count)
+    states = taken.way(work.ways(case.step)[0])
+    key = "" if states is None else consumed_key(states)
+    prepared = next((p for p in found.variants if p.consumed == key), None)
     if prepared is None:
         raise _another(plan)
     emitted, trace = carried_out(prepared.cut, *chosen(prepared.cut, taken.blocks))
@@ -243,7 +200,7 @@ def _reapply(
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
     made = verified(work, prepared, runner_of(model, prepared, emitted, parts), fresh, states, parts)[0]
-    return taking_items(made, work, captured.step)
+    return taking_items(made, work, case.step)
 
 
 def _another(plan: Plan) -> FormatError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +21,8 @@ from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.exact import in_float64, rounded_otherwise
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.lean import lean
-from effcompile.compiler.training.microbatch import InseparableError, eager_in_parts, without_dropout
-from effcompile.compiler.training.moved import MEASURED, TooCoarseError, host_use, rounds
-from effcompile.compiler.training.precision import settled
+from effcompile.compiler.training.microbatch import eager_in_parts, inseparable, without_dropout
+from effcompile.compiler.training.moved import MEASURED, RefutedError, host_use, too_coarse
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.spool import Spool
 from effcompile.compiler.training.states import Parts
@@ -30,12 +30,15 @@ from effcompile.compiler.training.work import Work
 from effcompile.core.errors import VerificationError
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
+from effcompile.passes.training.base import Case
 from effcompile.passes.training.states import StatesOption
 
 #: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and gaps in the heap (measured).
 _UNPLANNED = 1.25
 #: Seconds that timing the step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
+#: Loss scales that are too small to be of use: an fp16 step that overflows still is given up.
+_LEAST_SCALE = 2.0**-14
 
 
 def verified(
@@ -45,8 +48,8 @@ def verified(
 
     Raises:
         VerificationError: loss, gradients or updates differ from the model's own by more than rounding.
-        TooCoarseError: values in 8 bits, or products in 16, change the gradient by more than the goal allows.
-        InseparableError: the micro-batches' sum is not the whole batch's loss or gradient.
+        RefutedError: values in 8 bits, or products in 16, change the gradient by more than the goal allows; or the micro-batches' sum
+            is not the whole batch's loss or gradient.
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     base = _alive(work, prepared)
@@ -57,10 +60,10 @@ def verified(
     gradients = Spool(prepared.cut.host.folder)
     runner.sink, runner.guarded = gradients.put, False
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
-        found = settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner)
+        found = _settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner, prepared.case, plan)
     room.tidy()
     plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
-    original = _Original(work=work, folder=prepared.cut.host.folder, room=room, refusal=refusal)
+    original = _Original(work=work, case=prepared.case, folder=prepared.cut.host.folder, room=room, refusal=refusal)
     wanted, checks, notes = None, list[Check](), list[str]()
     try:
         wanted = original.run(work.eager_loss)
@@ -97,6 +100,7 @@ class _Original:
     """The model's own step: as it is, or, where that does not fit (`refusal`), leanly."""
 
     work: Work
+    case: Case
     folder: str
     room: Room
     refusal: str | None
@@ -124,6 +128,25 @@ class _Original:
         return None
 
 
+def _settled(run: Callable[[], verify.Result], runner: StepRunner, case: Case, plan: Plan) -> verify.Result:
+    """A step whose gradients are finite: where the loss is scaled, it is run until the scale has come down to what fits.
+
+    Raises:
+        RefutedError: the loss is not finite, or a gradient is not at any scale.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = run()
+        scale = runner.loss_scale
+        while scale is not None and scale.overflowed and scale.scaler.get_scale() > _LEAST_SCALE:
+            found = run()
+    if scale is not None and (scale.overflowed or not bool(found.loss.isfinite())):
+        what = f"a gradient is not finite at a loss scale of {scale.scaler.get_scale():g}" if scale.overflowed else "the loss is not finite"
+        if (error := too_coarse(case, plan, f"it overflows: {what}")) is not None:
+            raise error
+    return found
+
+
 def _alive(work: Work, prepared: Prepared) -> int:
     """Bytes alive before a step, counted over the tensors that are there; the graph's constants live in the runner."""
     constants = list(prepared.step.constants.values())
@@ -139,7 +162,7 @@ def _checked(
     same micro-batches, and those against the whole batch without dropout.
 
     Raises:
-        VerificationError: they differ by more than rounding. TooCoarseError, InseparableError: as in `verified`.
+        VerificationError: they differ by more than rounding. RefutedError: as in `verified`.
         NoRoomError: the original does not fit.
     """
     work = original.work
@@ -154,25 +177,26 @@ def _checked(
             each, whole = (original.run(step, name) for step in (eager_in_parts(work, runner), work.eager_loss))
         same = _passed(verify.compare(each, whole, work.goal.max_error))
         return [_compared(original, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
-    except TooCoarseError:
+    except RefutedError:
         raise
     except VerificationError as error:
-        raise InseparableError(str(error)) from error
+        raise inseparable(str(error)) from error
 
 
 def _compared(original: _Original, plan: Plan, found: verify.Result, wanted: verify.Result) -> Check:
     """Loss and gradients against eager's: the whole gradient where values are rounded, else each parameter's.
 
     Raises:
-        VerificationError: they differ by more than rounding. TooCoarseError: by more than the goal allows, in 8 or 16 bits.
+        VerificationError: they differ by more than rounding. RefutedError: by more than the goal allows, in 8 or 16 bits.
     """
     work = original.work
-    if not rounds(plan):
+    if too_coarse(original.case, plan, "") is None:
         truth = partial(original.truth, wanted, plan.baseline.peak_bytes or 0)
         return _passed(verify.compare(found, wanted, work.goal.max_error, truth))
     check = verify.compare_whole(found, wanted, work.goal.tolerance)
-    if not check.passed:
-        raise TooCoarseError(f"the whole gradient's relative error was {check.error:.2e}, above the goal's {check.limit:.2e}")
+    said = f"the whole gradient's relative error was {check.error:.2e}, above the goal's {check.limit:.2e}"
+    if not check.passed and (error := too_coarse(original.case, plan, said)) is not None:
+        raise error
     return check
 
 

@@ -26,6 +26,7 @@ from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
+from effcompile.passes.training.base import Case
 from effcompile.schedule.emit import Emitted
 
 
@@ -55,9 +56,9 @@ class _Partition:
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         step, outputs = _as_step(joint, num_fwd_outputs)
-        checkpoint, *_others = load_training_passes(["checkpoint"])
+        checkpoint = load_training_passes(["checkpoint"]).checkpoint
         figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
-        found = prepare(step, checkpoint, None, None, figures)
+        found = prepare(step, [Case(step=step)], checkpoint, figures)
         keep_figures(figures.known)
         self.schedule = fastest(found, checkpoint, self.goal.memory)
         return _modules(joint, step, self.schedule.emitted, outputs, num_fwd_outputs)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training.cases import KINDS, Joint, StepCase, cases, recorded
+from effcompile.compiler.training.cases import Joint, StepCase, cases, recorded
 from effcompile.compiler.training.microbatch import Divisions
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
 from effcompile.compiler.training.states import Parts
@@ -60,14 +60,16 @@ class Subsets:
         work = divisions.work
         ways, _ = work.ways(found.captured)
         return cls(
-            found=found, ways=ways, levers=work.levers, checkpoint=work.checkpoint, figures=work.figures, divided=divisions.made
+            found=found, ways=ways, levers=work.passes.levers, checkpoint=work.passes.checkpoint, figures=work.figures,
+            divided=divisions.made,
         )  # fmt: skip
 
     @property
     def names(self) -> tuple[str, ...]:
         """The levers that can be taken or left: what every case has is none."""
-        used = [case.levers for case in self.every(self.levers.names)]
-        kinds = dict.fromkeys((*KINDS, *sorted(frozenset[str]().union(*used))))
+        every = list(self.every(self.levers.names))
+        used = [case.levers for case in every]
+        kinds = dict.fromkeys(kind for case in every for kind in case.options)
         whole = (kind for kind in kinds if 0 < sum(kind in levers for levers in used) < len(used))
         return (*self.levers.names, *whole)
 
@@ -171,8 +173,3 @@ def _reached(
 def _rank(row: LeverRow) -> tuple[bool, float]:
     """Fitting before not fitting, then faster, or nearer to the budget, first."""
     return (row.seconds is None, row.peak_bytes if row.seconds is None else row.seconds)
-
-
-def subsets_of(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Each lever alone, then pairs, up to all of them."""
-    return tuple(subset for count in range(1, len(names) + 1) for subset in combinations(names, count))

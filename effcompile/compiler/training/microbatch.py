@@ -18,7 +18,7 @@ unplanned batch (measured: GPT-2, 4 layers, d 128, b8 s128 as 4 × 2 took 7 % mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
-from effcompile.compiler.progress import QUIET
 from effcompile.compiler.training.cases import Joint, StepRecord, cases, impossible, recorded
+from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
 from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
@@ -42,7 +42,6 @@ from effcompile.ir.reasons import Unsupported
 from effcompile.ir.step import DividedStep, Step
 from effcompile.passes.training.loss_head_match import Refusal
 from effcompile.passes.training.microbatch import KIND, SITE, accumulating, batch_size, doubled, first_part, label, part_of
-from effcompile.passes.training.precision import SCALED
 from effcompile.passes.training.separable import AnotherGraph, divided, divided_into_single
 from effcompile.schedule.emit import Emitted
 
@@ -55,12 +54,15 @@ class Divisions:
 
     Attributes:
         work: the request. batch: its examples; 1 where no axis of the inputs is one of examples.
-        dropped: why no division is allowed any more: one was run and did not equal the whole batch.
     """
 
     work: Work
-    dropped: str = ""
     known: dict[int, tuple[Preparation, Parts] | str] = field(default_factory=dict)
+
+    @property
+    def dropped(self) -> str:
+        """Why no division is allowed any more: one was run and did not equal the whole batch."""
+        return self.work.forbidden.get((KIND, ""), "")
 
     @property
     def batch(self) -> int:
@@ -71,11 +73,6 @@ class Divisions:
     def made(self) -> dict[int, tuple[Preparation, Parts]]:
         """What was prepared so far, by the number of micro-batches."""
         return {} if self.dropped else {count: made for count, made in self.known.items() if not isinstance(made, str)}
-
-    def drop(self, error: InseparableError) -> None:
-        """No micro-batches any more."""
-        self.dropped = f"run, and not the whole batch's: {error}"
-        self.work.notes.append(f"no micro-batches: they were {self.dropped}")
 
     def chosen_from(self, found: Preparation, joint: Joint) -> Preparation:
         """What a plan was chosen from: with micro-batches the variants of one of them, but the unplanned step of the whole batch."""
@@ -104,13 +101,13 @@ class Divisions:
                 record.refuse(option, Unsupported(text=made))
             else:
                 self._take_up(record, *made)
-        if self.work.microbatch is not None and self.batch == 1:
+        if self.work.passes.microbatch is not None and self.batch == 1:
             record.refuse({KIND: KIND}, Unsupported(text="no input has an axis of more than one example"))
         return self._best(record, found)
 
     def _wanted(self, found: Preparation) -> tuple[bool, list[int]]:
         """Whether the whole batch is looked at, and which numbers of micro-batches."""
-        microbatch = self.work.microbatch
+        microbatch = self.work.passes.microbatch
         counts = microbatch.counts(self.batch) if microbatch is not None else []
         return microbatch is None or microbatch.count in (0, 1) or bool(self.dropped) or self._refused(found, counts), counts
 
@@ -118,7 +115,7 @@ class Divisions:
         ways, _ = self.work.ways(found.captured)
         for options, reason in impossible(found, ways, parts, self.batch):
             record.refuse(options, reason)
-        record.search(cases(found, ways, self.work.checkpoint, parts, self.batch))
+        record.search(cases(found, ways, self.work.passes.checkpoint, parts, self.batch))
 
     def _best(self, record: StepRecord, found: Preparation) -> Joint:
         ways, refused = self.work.ways(found.captured)
@@ -132,7 +129,7 @@ class Divisions:
         """What else there might be, in words."""
         if refused:
             yield f"Not tried: {'; '.join(f'{d.option}: {d.reason}' for d in refused)}."
-        if self.work.microbatch is not None:
+        if self.work.passes.microbatch is not None:
             divisions = "; ".join(f"{option}: {reason}" for option, reason in record.declined(KIND))
             yield f"Of the ways to divide the batch: {divisions}."
         elif self.batch > 1:
@@ -148,7 +145,7 @@ class Divisions:
             if not isinstance(made, str):
                 yield made[0].variants, made[1]
 
-    def restored(self, found: Preparation, count: int, unfused: Collection[frozenset[str]]) -> tuple[Preparation, Parts]:
+    def restored(self, found: Preparation, count: int) -> tuple[Preparation, Parts]:
         """The micro-batch that a plan was saved with.
 
         Raises:
@@ -156,7 +153,7 @@ class Divisions:
         """
         if count < 2 or self.batch % count:
             raise FormatError(f"The plan has {count} micro-batches: a divisor of the batch of {self.batch} is wanted. Plan again.")
-        made = self.prepared(found, count, unfused)
+        made = self.prepared(found, count)
         if isinstance(made, str):
             raise FormatError(f"The plan has {count} micro-batches, which this step cannot be divided into: {made}. Plan again.")
         return made
@@ -165,25 +162,23 @@ class Divisions:
         """Whether the one number that is wanted cannot be: then the whole batch is planned, and the plan says so."""
         return all(isinstance(self.prepared(found, count), str) for count in counts)
 
-    def prepared(
-        self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None = None
-    ) -> tuple[Preparation, Parts] | str:
+    def prepared(self, found: Preparation, count: int) -> tuple[Preparation, Parts] | str:
         """The step of one of `count` micro-batches with its options, or why there is none. `found`: that of the whole batch."""
         if self.dropped:
             return self.dropped
         if count not in self.known:
             try:
-                self.known[count] = self._prepare(found, count, unfused)
+                self.known[count] = self._prepare(found, count)
             except (Refusal, CaptureError, InputsError) as refusal:
                 self.known[count] = str(refusal)
         return self.known[count]
 
-    def _prepare(self, found: Preparation, count: int, unfused: Collection[frozenset[str]] | None) -> tuple[Preparation, Parts]:
+    def _prepare(self, found: Preparation, count: int) -> tuple[Preparation, Parts]:
         args, kwargs = first_part(self.work.args, self.work.kwargs, self.batch, count)
         work = replace(self.work, args=args, kwargs=kwargs)
         captured = work.capture(False)
         step = self._divided(found.captured, captured.step, count)
-        of_part = work.prepare(captured, unfused, accumulating)
+        of_part = work.prepare(captured, accumulating)
         return of_part, _parts(found, of_part, step, self.work.figures)
 
     def _divided(self, whole: Step, part: Step, count: int) -> DividedStep:
@@ -230,7 +225,7 @@ def _adding(gradients: list[fx.Node], figures: Figures) -> float:
         adds.append(graph.call_function(torch.ops.aten.add_.Tensor, (total, more)))
         for node in (total, more, adds[-1]):
             node.meta["val"] = gradient.meta["val"]
-    figures.measure(adds, QUIET)
+    figures.measure(adds)
     return sum(map(figures.seconds, adds))
 
 
@@ -277,7 +272,7 @@ def notes(joint: Joint) -> list[str]:
 
 def runner_of(model: torch.nn.Module, prepared: Prepared, emitted: Emitted, parts: Parts | None) -> StepRunner:
     """What runs a plan."""
-    scaled = prepared.variant.precision in SCALED
+    scaled = prepared.case.scaled
     if parts is None:
         return StepRunner(model, prepared.step, emitted, scaled=scaled)
     return MicrobatchRunner(model, parts.step, prepared.step, emitted, scaled=scaled)
@@ -286,8 +281,9 @@ def runner_of(model: torch.nn.Module, prepared: Prepared, emitted: Emitted, part
 # ------------------------------------------------------------------ is it the whole batch's?
 
 
-class InseparableError(VerificationError):
+def inseparable(message: str) -> RefutedError:
     """Micro-batches were run, and their sum is not the whole batch's loss or gradient."""
+    return RefutedError(f"run, and not the whole batch's: {message}", kind=KIND, option="", said="no micro-batches")
 
 
 def eager_in_parts(work: Work, runner: MicrobatchRunner) -> Callable[[], torch.Tensor]:
@@ -318,7 +314,7 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     except (VerificationError, UsageError):
         raise
     except Exception as error:
-        raise InseparableError(f"without dropout, in evaluation mode, the model raises {type(error).__name__}: {error}") from error
+        raise inseparable(f"without dropout, in evaluation mode, the model raises {type(error).__name__}: {error}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode

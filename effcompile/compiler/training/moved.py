@@ -11,7 +11,7 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Decision, Plan
 from effcompile.ops.offload import host_pool
-from effcompile.passes.training.precision import KIND as PRECISION
+from effcompile.passes.training.base import Case
 from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD
 
 if TYPE_CHECKING:
@@ -29,8 +29,12 @@ _WHY = {
 MEASURED = "host memory measured:"
 
 
-class TooCoarseError(VerificationError):
-    """Compression, or products in 16 bits, changed the gradient by more than the goal allows."""
+class RefutedError(VerificationError):
+    """A choice was run, and did not hold what it promises. `said`: in words what is therefore not done."""
+
+    def __init__(self, message: str, *, kind: str, option: str, said: str) -> None:
+        super().__init__(message)
+        self.kind, self.option, self.said = kind, option, said
 
 
 def decisions(best: Schedule) -> list[Decision]:
@@ -76,9 +80,15 @@ def notes(best: Schedule) -> list[str]:
     return lines
 
 
-def rounds(plan: Plan) -> bool:
-    """Whether the plan holds any value in 8 bits, or computes in 16."""
-    return any(d.kind in (COMPRESS, BOTH, PRECISION) for d in plan.decisions)
+def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
+    """The error of the choice that changes numbers, where the plan has one: what changes the step first, else compression."""
+    for chosen in case.taken:
+        if chosen.changes and not chosen.exact:
+            kind, option = chosen.choice.kind, chosen.option.name
+            return RefutedError(message, kind=kind, option=option, said=f"nothing is computed in {option}")
+    if any(d.kind in (COMPRESS, BOTH) for d in plan.decisions):
+        return RefutedError(message, kind=COMPRESS, option=COMPRESS, said="nothing is compressed")
+    return None
 
 
 @contextlib.contextmanager

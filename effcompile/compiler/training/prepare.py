@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 from torch import fx
 
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training.attend import AS_WRITTEN, Forms
 from effcompile.compiler.training.rates import rates_of
+from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
@@ -23,14 +23,10 @@ from effcompile.machine.target import Target
 from effcompile.ops import products
 from effcompile.ops.products import Product, of_node
 from effcompile.ops.workspace import workspace_bytes
-from effcompile.passes.training.base import StepForm
+from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.consume import with_consumed_gradients
-from effcompile.passes.training.fused_attention import Attended
-from effcompile.passes.training.heads import LossHeads, Variant
 from effcompile.passes.training.levers import Levers
-from effcompile.passes.training.pointwise import Pointwise
-from effcompile.passes.training.precision import SCALED
 from effcompile.planner.remat import BlockFront, BlockOption, Stage
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, reads_of
 from effcompile.schedule.emit import emit
@@ -39,19 +35,16 @@ from effcompile.schedule.simulate import Trace, simulate
 #: Recomputation alone: what there is without asking.
 ALONE = Levers()
 
-
-#: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor,
-#: and its largest operator does not need more bytes.
-_CLEARLY_FASTER = 0.97
+_NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 _NOT_CONSUMED: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """One variant of the step, ready to be planned.
+    """One form of the step, ready to be planned.
 
     Attributes:
-        variant: which loss head and gradient accumulation it has.
+        case: the form. consumed: how its gradients are consumed in the backward (passes/training/states.py); "" where they are returned.
         cut: the step in blocks.
         options: kind of block → its options.
         seconds: predicted time of the step without recomputation.
@@ -60,7 +53,8 @@ class Prepared:
         least: peak of its leanest schedule, once that is known (solve.leanest).
     """
 
-    variant: Variant
+    case: Case
+    consumed: str
     cut: Blocks
     options: Mapping[str, tuple[BlockOption, ...]]
     seconds: float
@@ -86,17 +80,23 @@ class Figures:
         here: whether it is this one, and operators may be run.
         known: operator → what was measured.
         modelled: operators that had to be modelled.
+        progress: is told what is being measured.
     """
 
     target: Target
     here: bool
     known: MutableMapping[str, Measured] = field(default_factory=dict)
     modelled: set[str] = field(default_factory=set)
+    progress: Progress = QUIET
 
-    def measure(self, nodes: Iterable[fx.Node], progress: Progress) -> None:
+    def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], str] = _NOTHING) -> Context:
+        """What passes propose for, with these figures. `forbidden`: (kind, option) → why it is out of the question."""
+        return Context(goal=goal, target=self.target, here=self.here, prices=self, forbidden=forbidden)
+
+    def measure(self, nodes: Iterable[fx.Node]) -> None:
         """Run what is not known yet."""
         if self.here:
-            operators.measure(nodes, self.known, progress=lambda done, of: progress.update("measure operators", done, of))
+            operators.measure(nodes, self.known, progress=lambda done, of: self.progress.update("measure operators", done, of))
 
     def seconds(self, node: fx.Node) -> float:
         """Time of one operator."""
@@ -106,11 +106,17 @@ class Figures:
         self.modelled.add(str(node.target))
         return roofline_seconds(node, self.target)
 
-    def priced(self, nodes: Sequence[fx.Node], progress: Progress) -> list[float]:
+    def priced(self, nodes: Sequence[fx.Node]) -> list[float]:
         """Times of operators that may never run in a plan: measured, or modelled where they cannot be."""
-        self.measure(nodes, progress)
+        self.measure(nodes)
         found = [self.known.get(operators.key(node)) for node in nodes]
         return [roofline_seconds(n, self.target) if one is None else one.seconds for n, one in zip(nodes, found, strict=True)]
+
+    def unplanned(self, *steps: Step) -> list[tuple[float, int]]:
+        """Of each step the seconds of its operators, and the bytes that the largest of them reads, makes and needs for itself."""
+        held = [(step, _storages(step)) for step in steps]
+        self.measure([node for step, storages in held for node in _costly(step, storages)])
+        return [(_seconds(step, storages, self), _largest(step, storages, self)) for step, storages in held]
 
     def workspace(self, node: fx.Node, traced: int) -> int:
         """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators.
@@ -142,9 +148,7 @@ class Preparation:
     """All variants of a step, and the step as it was captured: what stock torch would run.
 
     Attributes:
-        variants: ready to be planned, the one with the loss head as captured first.
-        attended: what can be said of its attentions. refused: dtypes that were not planned, with reasons.
-        declined: what further passes decline.
+        variants: ready to be planned, those with fewer changes first. declined: what passes decline.
         captured: the step. seconds, footprint: predicted of it, with all kept that its backward reads.
     """
 
@@ -152,102 +156,47 @@ class Preparation:
     captured: Step
     seconds: float
     footprint: Footprint
-    attended: Attended = field(default_factory=Attended)
-    refused: tuple[Declined, ...] = ()
     declined: tuple[Declined, ...] = ()
 
 
 def prepare(
-    step: Step, checkpoint: Checkpoint, heads: LossHeads | None, pointwise: Pointwise | None, figures: Figures,
-    progress: Progress = QUIET, *, forms: Forms = AS_WRITTEN, unfused: Collection[frozenset[str]] | None = None, levers: Levers = ALONE,
+    captured: Step, forms: Sequence[Case], checkpoint: Checkpoint, figures: Figures, *, levers: Levers = ALONE,
     consumed: Mapping[str, Mapping[str, int]] = _NOT_CONSUMED, changed: Callable[[Step], Step] | None = None,
-    more: Callable[[Step], Iterable[StepForm | Declined]] = lambda step: ((step, ()),),
+    solved: MutableMapping[str, BlockFront] | None = None,
 ) -> Preparation:  # fmt: skip
-    """Every variant of a step, with the options of its blocks. Equal blocks are solved once, across variants.
+    """Every form of a step, with the options of its blocks. Equal blocks are solved once, across forms.
 
     Args:
-        step: as captured.
+        captured: the step as it was captured.
+        forms: what passes have made of it (passes/training/base.py).
         checkpoint: makes the options of a block.
-        heads: makes the variants; None: as captured.
-        pointwise: fuses chains; None leaves them as they are.
         figures: times of operators.
-        progress: is told what is being done.
-        forms: the same step in 16 bits, and with its attentions fused. That keeps no scores; where it is clearly faster too, the
-            step as captured is no variant, else both are.
-        unfused: chains to leave apart, decided earlier; None decides by measuring.
         levers: what may be done with values beside keeping and recomputing them.
         consumed: ways in which gradients may be consumed in the backward, each with what the update of a parameter allocates.
-        changed: a last change of every variant.
-        more: the forms of a step that further passes have, and what they decline.
+        changed: a last change of every form.
+        solved: fronts of blocks by kind, found and added.
     """
-    plain_forms = _forms(step, forms, figures, progress)
-    with progress.step("find loss head"):
-        groups = [(form, heads.variants(form.step) if heads is not None else (form,)) for form in plain_forms]
-    variants = tuple(
-        replace(variant, fused_attention=form.fused_attention, precision=form.precision) for form, group in groups for variant in group
-    )
-    variants, declined = _with_forms(variants, more)
-    if pointwise is not None:
-        with progress.step("fuse element-wise operators"):
-            variants = tuple(_fused(variant, pointwise, figures, progress, unfused) for variant in variants)
+    progress = figures.progress
     if changed is not None:
-        variants = tuple(replace(variant, step=changed(variant.step)) for variant in variants)
-    consumable = [v for v in variants if v.precision not in SCALED]  # an overflow must be seen before the update
-    variants = (*variants, *(_consuming(v, key, pieces) for key, pieces in consumed.items() for v in consumable))
+        forms = [replace(form, step=changed(form.step)) for form in forms]
+    every = [(form, "") for form in forms]
+    every += [(_consuming(form, pieces), key) for key, pieces in consumed.items() for form in forms if not form.scaled]
     with progress.step("trace storages"):
-        traced = [(variant, _storages(variant.step)) for variant in variants]
-        plain = traced[0][1] if variants[0].step is step else _storages(step)
+        traced = [(form, key, _storages(form.step)) for form, key in every]
+        plain = traced[0][2] if forms[0].step is captured else _storages(captured)
     with progress.step("measure operators"):
-        figures.measure([*_costly(step, plain), *(n for variant, held in traced for n in _costly(variant.step, held))], progress)
-    solved: dict[str, BlockFront] = {}
+        figures.measure([*_costly(captured, plain), *(n for form, _, held in traced for n in _costly(form.step, held))])
+    solved = {} if solved is None else solved
     prepared = []
-    for variant, held in traced:
-        cut = _cut(variant.step, held, figures)
+    for form, key, held in traced:
+        cut = _cut(form.step, held, figures)
         with progress.step("find the options of every block"):
-            whole = Prepared(variant=variant, cut=cut, options={}, seconds=_seconds(variant.step, held, figures), plain=cut)
+            whole = Prepared(case=form, consumed=key, cut=cut, options={}, seconds=_seconds(form.step, held, figures), plain=cut)
             prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
-    unplanned = simulate_unplanned(_cut(step, plain, figures))
+    unplanned = simulate_unplanned(_cut(captured, plain, figures))
     return Preparation(
-        variants=prepared, captured=step, seconds=_seconds(step, plain, figures), footprint=unplanned.footprint, declined=declined,
+        variants=prepared, captured=captured, seconds=_seconds(captured, plain, figures), footprint=unplanned.footprint
     )  # fmt: skip
-
-
-def _with_forms(
-    variants: Iterable[Variant], more: Callable[[Step], Iterable[StepForm | Declined]]
-) -> tuple[tuple[Variant, ...], tuple[Declined, ...]]:
-    """Every variant in every form that further passes have, and what they decline."""
-    found: list[Variant] = []
-    declined: dict[Declined, None] = {}
-    for variant in variants:
-        for item in more(variant.step):
-            if isinstance(item, Declined):
-                declined[item] = None
-            else:
-                found.append(replace(variant, step=item[0], taken=item[1]))
-    return tuple(found), tuple(declined)
-
-
-def _forms(step: Step, forms: Forms, figures: Figures, progress: Progress) -> list[Variant]:
-    """The step as it was given, and in 16 bits, with attentions as written or fused."""
-    narrow = forms.narrow
-    given = [] if narrow is not None and narrow.only else [(form, forms, "") for form in _steps(step, forms, figures, progress)]
-    if narrow is not None:
-        inner = narrow.forms
-        given += [(form, inner, narrow.dtype) for form in _steps(narrow.captured.step, inner, figures, progress)]
-    return [Variant(step=form, fused_attention=form is of.fused, precision=dtype) for form, of, dtype in given]
-
-
-def _steps(step: Step, forms: Forms, figures: Figures, progress: Progress) -> list[Step]:
-    """The forms of a step that the planner chooses from."""
-    fused = forms.fused
-    if fused is None or forms.only:
-        return [step if fused is None else fused]
-    with progress.step("measure attention"):
-        held = [(form, _storages(form)) for form in (step, fused)]
-        figures.measure((n for form, storages in held for n in _costly(form, storages)), progress)
-        as_written, as_fused = (_seconds(form, storages, figures) for form, storages in held)
-    larger, smaller = (_largest(form, storages, figures) for form, storages in reversed(held))
-    return [fused] if as_fused < _CLEARLY_FASTER * as_written and larger <= smaller else [fused, step]
 
 
 def _largest(step: Step, held: Storages, figures: Figures) -> int:
@@ -278,16 +227,8 @@ def simulate_unplanned(cut: Blocks) -> Trace:
     return simulate(cut, emit(cut, cut.decidable))
 
 
-def _fused(
-    variant: Variant, pointwise: Pointwise, figures: Figures, progress: Progress, unfused: Collection[frozenset[str]] | None
-) -> Variant:
-    price = (lambda nodes: figures.priced(nodes, progress)) if figures.here and unfused is None else None
-    changed, apart = pointwise.apply(variant.step, price, unfused or ())
-    return replace(variant, step=changed, unfused=apart)
-
-
-def _consuming(variant: Variant, key: str, pieces: Mapping[str, int]) -> Variant:
-    return replace(variant, step=with_consumed_gradients(variant.step, pieces.keys(), pieces), consumed=key)
+def _consuming(form: Case, pieces: Mapping[str, int]) -> Case:
+    return replace(form, step=with_consumed_gradients(form.step, pieces.keys(), pieces))
 
 
 def _storages(step: Step) -> Storages:

@@ -10,18 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from effcompile.compiler.training.build import summed_in_place
 from effcompile.compiler.training.states import allowing
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import FormatError
 from effcompile.ir.plan import Decision, Plan, Setting
 from effcompile.passes import TRAINING_PASSES
-from effcompile.passes.training import precision
-from effcompile.passes.training.fused_attention import FusedAttention
-from effcompile.passes.training.heads import LossHeads, Variant
 from effcompile.passes.training.microbatch import KIND as BATCH
-from effcompile.passes.training.pointwise import Pointwise
-from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.states import KIND as STATES
 from effcompile.passes.training.states import StatesOption
 from effcompile.planner.remat import BlockOption, Group
@@ -33,30 +27,17 @@ T = TypeVar("T", bound=Setting)
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """The choices of a saved training plan.
+    """What a saved training plan says beside the form of the step.
 
     Attributes:
-        dtype: what products are computed in; "" as the model was given.
-        fused: whether attentions are one operator each.
         count: of micro-batches.
-        head, chunks: the form of the loss head, None where the plan has none.
-        in_place: whether gradients of tied parameters are summed in place.
-        apart: element-wise chains that are no kernel, by their operators; None where no chain is one.
         states: how the optimizer's states are held, None without an optimizer.
-        further: (site, kind, option) of what passes of installed packages changed.
         blocks: per block what is kept, what is held in which form, and the block that its input is remade from ("" for none).
     """
 
-    dtype: str
-    fused: bool
     count: int
-    head: str | None
-    chunks: int
-    in_place: bool
-    apart: tuple[frozenset[str], ...] | None
     states: Mapping[str, Setting] | None
     blocks: Mapping[str, Held]
-    further: tuple[tuple[str, str, str], ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Taken:
@@ -69,28 +50,11 @@ class Taken:
         for decision in plan.decisions:
             by_kind.setdefault(decision.kind, []).append(decision)
         first = {kind: decisions[0] for kind, decisions in by_kind.items()}
-        head, chains = first.get("loss head"), by_kind.get("element-wise")
-        gradients = by_kind.get("gradient", ())
         return cls(
-            dtype=_dtype(first.get(precision.KIND)),
-            fused=any(d.option != d.baseline for d in by_kind.get("attention", ())),
             count=_setting(first[BATCH], "count", int) if BATCH in first else 1,
-            head=None if head is None else _setting(head, "form", str),
-            chunks=1 if head is None else _setting(head, "chunks", int),
-            in_place=any(d.option == "in place" for d in gradients),
-            apart=None if chains is None else tuple(frozenset(_names(d, name)) for d in chains for name in d.settings),
             states=first[STATES].settings if STATES in first else None,
             blocks=_blocks(by_kind),
-            further=tuple(
-                sorted((d.site, d.kind, d.option) for d in plan.decisions if d.by not in TRAINING_PASSES and d.option != d.baseline)
-            ),
         )
-
-    def fits(self, variant: Variant, consumed: str) -> bool:
-        """Whether a variant of the step has these forms."""
-        same = (variant.option, variant.fused_attention, variant.consumed, variant.precision)
-        summed = bool(summed_in_place(variant.step))
-        return same == (self.head or "whole", self.fused, consumed, self.dtype) and summed == self.in_place
 
     def way(self, ways: Sequence[StatesOption]) -> StatesOption | None:
         """The way to hold the states that the plan was saved with.
@@ -120,19 +84,23 @@ class Held:
     forms: Mapping[str, str] = field(default_factory=dict)
 
 
-def restricted(work: Work, taken: Taken) -> Work:
-    """The request with passes that propose what was taken, and nothing else."""
-    changed = taken.head not in (None, "whole")
-    heads = LossHeads(chunks=taken.chunks if changed else 0, in_place=taken.in_place)
-    return replace(
-        work,
-        precision=Precision(dtypes=(taken.dtype,), always=True) if taken.dtype else None,
-        attention=FusedAttention(always=True) if taken.fused else None,
-        heads=heads if changed or taken.head or taken.in_place else None,
-        pointwise=None if taken.apart is None else Pointwise(),
-        only=taken.further,
-        states=work.states if taken.states is None else allowing(work.states, taken.states),
-    )
+def as_planned(work: Work, plan: Plan, taken: Taken) -> Work:
+    """The request with the plan's decisions, and passes that allow them.
+
+    Raises:
+        FormatError: a pass that the plan was made with is missing.
+    """
+    known = {*TRAINING_PASSES, *(each.name for each in work.passes.step)}
+    missing = [d for d in plan.decisions if d.by not in known and d.option != d.baseline]
+    if missing:
+        listed = ", ".join(sorted(f"{d.kind} = {d.option} at {d.site}" for d in missing))
+        raise FormatError(
+            f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
+            "Install it, or plan again without --plan."
+        )
+    passes = work.passes.carrying_out({d.by for d in plan.decisions})
+    states = passes.states if taken.states is None else allowing(passes.states, taken.states)
+    return replace(work, decided=plan.decisions, passes=replace(passes, states=states))
 
 
 def chosen(cut: Blocks, blocks: Mapping[str, Held]) -> tuple[list[BlockOption], tuple[Group, ...]]:
@@ -174,16 +142,6 @@ def _groups(origins: Sequence[str], names: Sequence[str]) -> tuple[Group, ...]:
             raise FormatError(f"The plan remakes the input of {names[i]} from {origin!r}: a run of blocks before it is wanted. Plan again.")
         found[len(found) - bool(before) :] = [Group(first=first, last=i)]
     return tuple(found)
-
-
-def _dtype(decision: Decision | None) -> str:
-    if decision is None:
-        return ""
-    dtype = _setting(decision, "dtype", str)
-    if dtype not in precision.DTYPES:
-        known = ", ".join(precision.DTYPES)
-        raise FormatError(f"The plan's schedule has the precision {dtype!r}; known: {known}. Plan again, or restore the file.")
-    return dtype
 
 
 def _blocks(by_kind: Mapping[str, Sequence[Decision]]) -> dict[str, Held]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,107 +14,95 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends import triton
 from effcompile.backends.torch.items import with_items_as_tensor
-from effcompile.capture import capture_training
+from effcompile.capture.source import Source
+from effcompile.capture.training import Loss
 from effcompile.compiler.machine import resolve
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training import verify
-from effcompile.compiler.training.attend import Captured, captured
 from effcompile.compiler.training.figures import keep_figures, known_figures
-from effcompile.compiler.training.precision import Capture, with_narrow
-from effcompile.compiler.training.prepare import ALONE, Figures, Preparation, prepare
+from effcompile.compiler.training.moved import RefutedError
+from effcompile.compiler.training.prepare import Figures, Preparation, prepare
 from effcompile.compiler.training.states import as_optimizer, consumed_key
-from effcompile.core.errors import FormatError
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
-from effcompile.ir.plan import Declined
+from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
-from effcompile.passes import Levers, load_attention, load_levers, load_microbatch, load_precision, load_step_passes, load_training_passes
-from effcompile.passes.training.base import Context, StepForm, StepPass, all_forms, keys
-from effcompile.passes.training.checkpoint import Checkpoint
-from effcompile.passes.training.fused_attention import FusedAttention
-from effcompile.passes.training.heads import LossHeads
-from effcompile.passes.training.microbatch import Microbatch
-from effcompile.passes.training.pointwise import Pointwise
-from effcompile.passes.training.precision import Precision
-from effcompile.passes.training.states import States, StatesOption
+from effcompile.passes import TrainingPasses, load_training_passes
+from effcompile.passes.training.base import Case, forms, reapplied
+from effcompile.passes.training.states import StatesOption
+from effcompile.planner.remat import BlockFront
 from effcompile.sparse.costs import per_row_of
 
-Loss = Callable[[Any, Any], torch.Tensor]
+__all__ = ["Loss", "Work", "make_work"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One request, and what has been found out on the way."""
+    """One request, and what has been found out on the way.
+
+    Attributes:
+        forbidden: (kind, option) → why it is out of the question: it was run, and did not hold.
+        decided: the decisions of a plan that is applied again; None where the solver decides.
+        fronts: kind of block → its options, of every form that was prepared.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     goal: Goal
     loss: Loss | None
-    checkpoint: Checkpoint
-    heads: LossHeads | None
-    pointwise: Pointwise | None
-    attention: FusedAttention | None
-    states: States
+    passes: TrainingPasses
     optimizer: Optimizer | None
     parameters: Sequence[tuple[str, torch.Tensor]]
     figures: Figures
-    levers: Levers = ALONE
-    microbatch: Microbatch | None = None
-    precision: Precision | None = None
-    further: tuple[StepPass, ...] = ()
-    only: tuple[tuple[str, str, str], ...] | None = None
+    forbidden: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    decided: Sequence[Decision] | None = None
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
     known_ways: list[tuple[tuple[StatesOption, ...], tuple[Declined, ...]]] = field(default_factory=list)
+    fronts: dict[str, BlockFront] = field(default_factory=dict)
 
-    def capture(self, keep_outputs: bool, refused: tuple[Declined, ...] = ()) -> Captured:
-        """The joint graph of the step, with attentions as written and fused; in 16 bits too where that is allowed."""
-
-        def capture(by: Capture = capture_training) -> Captured:
-            return captured(self.model, self.args, self.kwargs, self.loss, keep_outputs, self.attention, by)
-
+    def capture(self, keep_outputs: bool = False) -> Case:
+        """The joint graph of the step, which passes may have captured anew."""
+        source = Source(model=self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, keep_outputs=keep_outputs)
         with self.progress.step("capture the step"):
-            wide = replace(capture(), refused=refused)
-            return wide if self.precision is None else with_narrow(wide, self.precision, self.figures, capture)
+            step, front = source.capture_with_front()
+        return Case(step=step, source=source, front=front)
 
-    def prepare(
-        self, step: Captured, unfused: Collection[frozenset[str]] | None = None, changed: Callable[[Step], Step] | None = None
-    ) -> Preparation:
-        """Its variants with their options; what was measured for them is kept for the next plan.
+    def prepare(self, case: Case, changed: Callable[[Step], Step] | None = None) -> Preparation:
+        """Its forms with the options of their blocks; what was measured for them is kept for the next plan.
 
-        changed: a last change of every variant, after which no gradients are left for an optimizer to consume.
-        """
-        ways, _ = self.ways(step.step)
-        consumed = {consumed_key(way): way.pieces for way in ways if way.consumed and changed is None}
-        found = prepare(
-            step.step, self.checkpoint, self.heads, self.pointwise, self.figures, self.progress,
-            forms=step.forms(self.attention), unfused=unfused, levers=self.levers, consumed=consumed, changed=changed, more=self._further,
-        )  # fmt: skip
-        found = replace(found, attended=step.attended, refused=step.refused)
-        if self.figures.here and (note := keep_figures(self.figures.known)):
-            self.notes.append(note)
-        return found
-
-    def _further(self, step: Step) -> list[StepForm | Declined]:
-        """The forms that passes of installed packages have; of a saved plan its own.
+        changed: a last change of every form, after which no gradients are left for an optimizer to consume.
 
         Raises:
-            FormatError: they do not have that of the saved plan.
+            FormatError: a plan is applied again, and this step cannot be what it says.
         """
-        context = Context(goal=self.goal, target=self.figures.target, here=self.figures.here)
-        found = all_forms(self.further, step, context)
-        if self.only is None:
-            return found
-        same = [item for item in found if not isinstance(item, Declined) and keys(item[1]) == self.only]
-        if not same:
-            listed = ", ".join(f"{kind} = {option} at {site}" for site, kind, option in self.only)
-            raise FormatError(
-                f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
-                "Install it, or plan again without --plan."
-            )
-        return [*same]
+        ways, _ = self.ways(case.step)
+        consumed = {consumed_key(way): way.pieces for way in ways if way.consumed and changed is None}
+        made, declined = self._forms(case)
+        found = prepare(
+            case.step, made, self.passes.checkpoint, self.figures, levers=self.passes.levers, consumed=consumed, changed=changed,
+            solved=self.fronts,
+        )  # fmt: skip
+        if self.figures.here and (note := keep_figures(self.figures.known)):
+            self.notes.append(note)
+        return replace(found, declined=tuple(declined))
+
+    def _forms(self, case: Case) -> tuple[list[Case], list[Declined]]:
+        """What passes propose; of a plan that is applied again what it says."""
+        with self.progress.step("find the forms of the step"):
+            if self.decided is not None:
+                return [reapplied(self.passes.step, case, self.decided)], []
+            return forms(self.passes.step, case, self.figures.context(self.goal, self.forbidden))
+
+    def without(self, error: RefutedError) -> Work:
+        """The same work without a choice that was run and did not hold."""
+        levers = self.passes.levers
+        passes = replace(self.passes, levers=levers.only([name for name in levers.names if name != error.kind]))
+        if not error.option or error.kind in levers.names:
+            self.notes.append(f"{error.said}: {error}")
+        return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): str(error)})
 
     def forget(self, found: Preparation) -> None:
         """Forget what was measured of the operators of all variants: it does not agree with what the step takes."""
@@ -129,7 +117,7 @@ class Work:
         if not self.known_ways:
             with self.progress.step("price the optimizer"):
                 figures = self.figures
-                found = self.states.options(step, self.optimizer, self.parameters, self.goal, figures.target, figures.here)
+                found = self.passes.states.options(step, self.optimizer, self.parameters, self.goal, figures.target, figures.here)
                 self.known_ways.append(found)
         return self.known_ways[0]
 
@@ -161,33 +149,22 @@ def make_work(
     """
     kwargs = with_items_as_tensor(kwargs)
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
-    checkpoint, heads, pointwise, states = load_training_passes(passes)
     machine = resolve(target, [])
     devices = {tensor.device.type for tensor in model.parameters()}
     notes = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
     if (sparse := per_row_of(model)) is not None:
         notes.append(sparse.matched_note())
     # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
-    levers = load_levers(passes, linked=not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0)
-    if levers.compress is not None and goal.exact:
-        notes.append("compress is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02.")
-        levers = replace(levers, compress=None)
-    precision = load_precision(passes, allowed=not goal.exact)
-    if precision is not None and goal.exact:
-        notes.append("precision is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.05.")
-        precision = None
-    further = load_step_passes(passes)
-    notes += [
-        f"{each.name} is not proposed: it changes gradients, and the goal allows no error."
-        for each in further
-        if not each.exact and goal.exact
-    ]
-    figures = Figures(target=machine.target, here=machine.here, known=known_figures() if machine.here else {})
+    linked = not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0
+    loaded = load_training_passes(passes, inexact=not goal.exact, linked=linked)
+    if goal.exact:
+        loaded, refused = loaded.exact
+        notes += [
+            f"{name} is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02." for name in refused
+        ]
+    known = known_figures() if machine.here else {}
     return Work(
-        model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, checkpoint=checkpoint, heads=heads, pointwise=pointwise,
-        attention=load_attention(passes), states=states, optimizer=as_optimizer(optimizer, model),
-        parameters=tuple(model.named_parameters()), figures=figures, levers=levers, progress=progress, notes=notes,
-        microbatch=load_microbatch(passes),
-        further=tuple(each for each in further if each.exact or not goal.exact),
-        precision=precision,
+        model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, passes=loaded, optimizer=as_optimizer(optimizer, model),
+        parameters=tuple(model.named_parameters()), progress=progress, notes=notes,
+        figures=Figures(target=machine.target, here=machine.here, known=known, progress=progress),
     )  # fmt: skip

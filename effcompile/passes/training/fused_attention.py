@@ -6,13 +6,24 @@ that the planner sees (Dao et al. 2022, FlashAttention, section 3: the softmax i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, fx
 
+from effcompile.capture.source import Source
+from effcompile.capture.training_graph import WRAPPED
+from effcompile.core.cost import Cost
+from effcompile.core.errors import FormatError
+from effcompile.core.units import format_bytes
+from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.program import Program, TensorSpec
+from effcompile.ir.step import Step
+from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
+from effcompile.schedule.blocks import Blocks
 from effcompile.sites.attention.closed_masks import in_closed_form, mask_of
 from effcompile.sites.attention.find.match import SDPA, match
 from effcompile.sites.attention.find.normal_form import AttentionMatch
@@ -20,6 +31,12 @@ from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.normalise import normalise, refused
 from effcompile.sites.attention.rewrite import why_not
 from effcompile.sites.parts import AttentionSite, attentions
+
+KIND, WRITTEN, FUSED = "attention", "as written", "fused"
+
+#: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor,
+#: and its largest operator does not need more bytes.
+_CLEARLY_FASTER = 0.97
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,13 +58,48 @@ class FusedAttention:
     name: ClassVar[str] = "attention"
     exact: ClassVar[bool] = True
 
-    def promises(self, front: fx.GraphModule) -> bool:
-        """Whether there is anything to fuse in a forward graph."""
-        return self.enabled and any(isinstance(m, AttentionMatch) and _pays(m) for m in match(front.graph))
+    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+        """The step as written, and with its attentions fused: the forward is captured again. Masks are understood by their values."""
+        if not self.enabled or case.source is None or case.front is None:
+            return
+        names = _Names(case.step)
+        found = match(case.front.graph)
+        if not any(isinstance(m, AttentionMatch) and _pays(m) for m in found):
+            yield from _left(names.of(Attended(left=refused(found))))
+        elif case.source.without_data:
+            yield from _left(Attended(left={KIND: "its mask has no values to look at: this is the meta device"}))
+        else:
+            made, attended = self._made(case.source, case)
+            attended = names.of(attended)
+            yield from _left(attended)
+            if attended.fused:
+                yield self._choice(case, made, attended, context)
 
-    def refused(self, front: fx.GraphModule) -> dict[str, str]:
-        """Attention → why it stays as it is, of those that nothing can be done about."""
-        return refused(match(front.graph)) if self.enabled else {}
+    def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
+        """The step with all its attentions fused."""
+        if case.source is None:
+            raise FormatError("The plan has fused attentions, and this step cannot be captured again to have them. Plan again.")
+        made, attended = self._made(case.source, case)
+        if not attended.fused:
+            raise FormatError("The plan has fused attentions, and nothing in this step is fused. Plan again.")
+        return made
+
+    def _made(self, source: Source, case: Case) -> tuple[Case, Attended]:
+        def capture() -> tuple[Step, Attended]:
+            found: list[Attended] = []
+            step = source.capture(lambda front, inputs: found.append(self.fuse(front, inputs)))
+            return step, found[-1] if found else Attended()
+
+        step, attended = source.once(self.name, capture)
+        return replace(case, step=step, front=None), attended
+
+    def _choice(self, case: Case, made: Case, attended: Attended, context: Context) -> StepChoice:
+        """Fused keeps no scores; where it is clearly faster too, or wanted `always`, the step as written is no alternative, else it is."""
+        options = [StepOption(name=FUSED, told=partial(_told, attended, True), made=made)]
+        settled = self.always or _clearly_better(*context.prices.unplanned(made.step, case.step))
+        if not settled:
+            options.append(StepOption(name=WRITTEN, told=partial(_told, attended, False)))
+        return StepChoice(site="", kind=KIND, baseline=WRITTEN, options=tuple(options), settled=settled)
 
     def fuse(self, front: fx.GraphModule, inputs: Sequence[Tensor]) -> Attended:
         """Change a forward graph in place.
@@ -70,6 +122,49 @@ class FusedAttention:
         front.graph.eliminate_dead_code()
         front.recompile()
         return attended
+
+
+def _clearly_better(fused: tuple[float, int], written: tuple[float, int]) -> bool:
+    """Whether one step is so much faster than another that there is no need to look at that one, and its largest operator is no larger."""
+    return fused[0] < _CLEARLY_FASTER * written[0] and fused[1] <= written[1]
+
+
+def _told(attended: Attended, fused: bool, cut: Blocks) -> Iterator[Decision]:
+    """What became of every attention that can be one operator."""
+    for site, text in attended.fused.items():
+        size = attended.score_bytes[site]
+        yield Decision(
+            site=site, kind=KIND, option=FUSED if fused else WRITTEN, baseline=WRITTEN, by=FusedAttention.name, cost=Cost(),
+            baseline_cost=Cost(bytes_kept=size), note=f"sees {text}",
+            why=f"its scores, {format_bytes(size)}, are never whole" if fused else "no faster here",
+        )  # fmt: skip
+
+
+def _left(attended: Attended) -> Iterator[Declined]:
+    """The attentions that stay as they are."""
+    for site, reason in attended.left.items():
+        yield Declined(site=site, kind=KIND, option=FUSED, by=FusedAttention.name, reason=reason)
+
+
+class _Names:
+    """Modules without the wrapper around the model, inputs by the names that the user gives them."""
+
+    def __init__(self, step: Step) -> None:
+        self.inputs = {f"tensors_{index}": name for index, name in enumerate(step.input_names)}
+
+    def of(self, attended: Attended) -> Attended:
+        return Attended(
+            fused={_site(s): self.text(words) for s, words in attended.fused.items()},
+            score_bytes={_site(s): size for s, size in attended.score_bytes.items()},
+            left={_site(s): self.text(reason) for s, reason in attended.left.items()},
+        )
+
+    def text(self, words: str) -> str:
+        return re.sub(r"tensors_\d+", lambda found: self.inputs.get(found[0], found[0]), words)
+
+
+def _site(name: str) -> str:
+    return name.removeprefix(f"{WRAPPED}.")
 
 
 def _pays(found: AttentionMatch) -> bool:

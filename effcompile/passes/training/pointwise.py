@@ -7,14 +7,19 @@ what torch.compile gains on a step of matrix products; here the planner still se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 from torch import fx
 
+from effcompile.core.cost import Cost
 from effcompile.core.torch_compat_aot import is_random
+from effcompile.ir.plan import Decision, Setting
 from effcompile.ir.step import Step
+from effcompile.ops.fused import Fused
+from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
 from effcompile.passes.training.pointwise_build import replace_group, size_of
 from effcompile.passes.training.pointwise_cut import absorbed
 from effcompile.passes.training.pointwise_graph import (
@@ -32,15 +37,14 @@ from effcompile.passes.training.pointwise_graph import (
     written,
 )
 from effcompile.passes.training.step_edit import copied
-from effcompile.schedule.blocks import split
+from effcompile.schedule.blocks import Blocks, split
 
 #: Operators of one kernel at the most.
 _LARGEST = 48
 #: Times that groups are formed again after the slow ones were left out.
 _ROUNDS = 4
 
-#: Groups that stay apart: the names of each one's nodes.
-Refused = tuple[tuple[str, ...], ...]
+KIND, ONE_BY_ONE, FUSED = "element-wise", "one by one", "kernels"
 
 #: (nodes) → seconds of each, measured here.
 Price = Callable[[Sequence[fx.Node]], Sequence[float]]
@@ -68,31 +72,50 @@ class Pointwise:
     name: ClassVar[str] = "pointwise"
     exact: ClassVar[bool] = True
 
-    def apply(self, step: Step, price: Price | None = None, refused: Collection[frozenset[str]] = ()) -> tuple[Step, Refused]:
-        """The step with its chains fused, and the groups that were left apart, by their nodes' names.
-
-        Args:
-            step: with or without a changed loss head.
-            price: measures nodes; kernels are compiled, and left out where their operators are as fast. None: all are taken.
-            refused: groups that an earlier decision left apart.
-        """
+    def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+        """The step with its chains fused where that was measured to be faster, for another machine all; no other form competes."""
         if not self.enabled:
-            return step, ()
-        apart = set(refused)
+            return
+        apart: set[frozenset[str]] = set()
         for _ in range(_ROUNDS):
-            changed, fusions = fuse(step, apart)
-            slow = [] if price is None else _slow(fusions, price)
+            changed, fusions = fuse(case.step, apart)
+            slow = _slow(fusions, context.prices.priced) if context.here else []
             if not slow:
                 break
             apart.update(fusion.names for fusion in slow)
         else:
-            changed, _ = fuse(step, apart)
-        return changed, tuple(sorted(tuple(sorted(names)) for names in apart))
+            changed, fusions = fuse(case.step, apart)
+        if not fusions and not apart:
+            return
+        names = sorted(tuple(sorted(group)) for group in apart)
+        option = StepOption(
+            name=FUSED, settings={str(number): group for number, group in enumerate(names)}, told=partial(_told, names),
+            made=replace(case, step=changed),
+        )  # fmt: skip
+        yield StepChoice(site="", kind=KIND, baseline=ONE_BY_ONE, options=(option,), settled=True)
+
+    def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
+        """The step with its chains fused but for those that the settings leave apart."""
+        apart = [option.setting(number, tuple) for number in option.settings]
+        return replace(case, step=fuse(case.step, [frozenset(group) for group in apart])[0])
 
 
-def fuse_pointwise(step: Step) -> Step:
-    """A copy of the step in which chains of element-wise operators are calls of `Fused` kernels. See `fuse`."""
-    return fuse(step)[0]
+def _told(apart: Sequence[tuple[str, ...]], cut: Blocks) -> Iterator[Decision]:
+    """One decision for the kernels of every block that has any, and one for all chains that are none."""
+    kernels = [(block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward))) for block in cut.blocks]
+    for site, count in kernels:
+        if count:
+            yield _decision(site, f"{count} kernels", "chains measured to be faster as one kernel each", {})
+    if apart:
+        settings = {str(number): names for number, names in enumerate(apart)}
+        yield _decision(KIND, f"{len(apart)} chains one by one", "measured to be no slower apart", settings)
+
+
+def _decision(site: str, option: str, why: str, settings: Mapping[str, Setting]) -> Decision:
+    return Decision(
+        site=site, kind=KIND, option=option, baseline=ONE_BY_ONE, by=Pointwise.name, cost=Cost(), baseline_cost=Cost(), why=why,
+        settings=settings,
+    )  # fmt: skip
 
 
 def fuse(step: Step, refused: Collection[frozenset[str]] = ()) -> tuple[Step, tuple[Fusion, ...]]:
@@ -113,7 +136,7 @@ def fuse(step: Step, refused: Collection[frozenset[str]] = ()) -> tuple[Step, tu
     order, unread = lasting_order(graph), {node for node in graph.nodes if not node.users}
     fusions: list[Fusion] = []
 
-    def replace(groups: Iterable[Sequence[fx.Node]], again: Collection[fx.Node]) -> None:
+    def fused(groups: Iterable[Sequence[fx.Node]], again: Collection[fx.Node]) -> None:
         fusions.extend(Fusion(node=replace_group(graph, g, again), members=tuple(old[node] for node in g)) for g in groups)
         _remove_unread(graph, unread)
         sort(graph, order)
@@ -122,10 +145,10 @@ def fuse(step: Step, refused: Collection[frozenset[str]] = ()) -> tuple[Step, tu
     allowed = _allowed(graph)
     groups = [g.nodes for g in _groups(graph, [n for n in backward if n in allowed], refused, loose=True)]
     again = absorbed([(_block(g), g) for g in groups], allowed & set(forward), set(backward), step.forward_results)
-    replace([g for g in groups if size_of(g, again) > 1], again)
+    fused([g for g in groups if size_of(g, again) > 1], again)
     forward, _ = split(step)
     chains = _groups(graph, [n for n in forward if n in allowed], refused, loose=False)
-    replace([g.nodes for g in chains if len(g.nodes) > 1], ())
+    fused([g.nodes for g in chains if len(g.nodes) > 1], ())
     graph.lint()
     step.module.recompile()
     return step, tuple(fusions)

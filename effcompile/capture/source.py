@@ -1,0 +1,61 @@
+"""How a step was captured, so that it can be captured again: with its forward changed before autograd is traced through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from effcompile.capture.training import Edit, Loss, capture_training
+from effcompile.core.torch_compat import is_fake
+from effcompile.ir.step import Step
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A model with example inputs. Arguments as in `capture_training`; by: it, or the same under autocast.
+
+    made: what was captured again, by the name of the change.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    loss: Loss | None = None
+    keep_outputs: bool = False
+    by: Callable[..., Step] = capture_training
+    made: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, change: str, make: Callable[[], T]) -> T:
+        """What a change made of the step; it is captured with it but once."""
+        if change not in self.made:
+            self.made[change] = make()
+        found: T = self.made[change]
+        return found
+
+    def capture(self, edit: Edit | None = None) -> Step:
+        """The step, its forward changed by `edit`. Raises what `capture_training` does."""
+        return self.by(self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=self.keep_outputs, edit=edit)
+
+    def capture_with_front(self) -> tuple[Step, fx.GraphModule | None]:
+        """The step, and a copy of the forward that autograd was traced through; None where Dynamo gave it."""
+        fronts: list[fx.GraphModule] = []
+
+        def keep(front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(front.graph, {}))
+            fronts.append(fx.GraphModule(front, graph))
+
+        step = self.capture(keep)
+        return step, fronts[-1] if fronts else None
+
+    @property
+    def without_data(self) -> bool:
+        """Whether some tensor has no values to look at."""
+        given = [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
+        return any(is_fake(tensor) for tensor in (*self.model.parameters(), *self.model.buffers(), *given))
