@@ -18,7 +18,7 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
-from effcompile.ir.formats import INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
+from effcompile.ir.formats import FP32, INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import two_of_four
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
@@ -96,12 +96,16 @@ class _Editor:
         if refusal is not None:
             raise LoweringError(f"Cannot run {site.site} as {held.name}: {refusal}. Plan again with another backend.")
         weight = (stored.t() if site.transposed else stored).detach()  # (N, K)
+        wide = dtype_of(site.node) == torch.float64 and held != FP32 and not held.block  # rounded products make fp32
         cores = held.family == TWO_OF_FOUR.family and two_of_four.no_cores(stored.device) is None
         with self.graph.inserting_before(site.node):
+            if wide and site.bias is not None:
+                site = replace(site, bias=self.call(None, aten.to.dtype, site.bias, torch.float32))
             if cores:
                 result = _two_of_four(self, site, weight)
             else:
                 result = _sparse(self, site, weight, held) if held.block else _EMITTERS[held.family](self, site, weight, held)
+            result = self.call(None, aten.to.dtype, result, torch.float64) if wide else result
         if result is not site.node:
             result.meta = {**site.node.meta, **result.meta}
             site.node.replace_all_uses_with(result)

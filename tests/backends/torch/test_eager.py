@@ -14,6 +14,7 @@ from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.torch import TorchEager, load
+from effcompile.capture import capture
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.formats import W8, Form
@@ -59,6 +60,22 @@ def test_every_option_runs_at_any_shape_and_is_read_back(model: nn.Module, progr
         found = error(model, lowered, ids)
         assert found <= LIMITS[option]
         assert option == "fp32" or found > 1e-5  # reduced precision must show
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option not in ("fp32", "int8_static")])
+def test_a_model_in_float64_stays_in_float64(option: str) -> None:
+    """Rounded products take a bias and make results in fp32, which its other operators do not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False)).double().eval()
+    x = torch.randn(8, 64).double()
+    program = capture(model, (x,), {})
+    planned = {site.site: option for site in linears(program)}
+    lowered = TorchEager().lower(program.tagged(forms(planned), "test"), None, [[x]])
+    with torch.no_grad():
+        (found,), wanted = lowered(x), model(x)
+    assert found.dtype == torch.float64 and len(planned) == 2
+    assert float((found - wanted).norm() / wanted.norm()) <= LIMITS[option]
+    assert {site: lowered.applied[site].name for site in planned} == planned
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
