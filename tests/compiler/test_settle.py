@@ -33,6 +33,7 @@ class Noisy:
     lowerings: list = field(default_factory=list)
     name: ClassVar[str] = "noisy"
     conflicts: ClassVar[tuple] = ()
+    copies: ClassVar[float] = 1.0
 
     def lacks(self, call):
         return None
