@@ -20,6 +20,7 @@ from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.ir.plan import Check
+from effcompile.machine.memory import give_back
 from effcompile.ops.optimizers import Form, one_by_one
 from effcompile.passes.training.states import StatesOption
 
@@ -44,6 +45,7 @@ def run(
     with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(device_of(model)) as peak:
         _bind(runner, optimizer, lambda consume: consume)
         _step(step, optimizer.step, optimizer, inputs)
+        give_back()
         _bind(runner, optimizer, clock.around)
         start = perf_counter()
         _step(step, clock.around(optimizer.step), optimizer, inputs)
