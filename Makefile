@@ -12,7 +12,8 @@ test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest docs  # a page's examples share their names: one process
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests
 
 # Takes hours: as many random cases of each fuzzer (2,000 of files), drawn anew at every run; the suite runs a few fixed ones.
 CASES ?= 5000

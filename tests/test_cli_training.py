@@ -246,7 +246,7 @@ def test_infeasible_gives_the_command_that_would_do(
     [
         (("--mode", "training", "--dynamic"), "one batch shape"),
         (("--keep-outputs",), "keep_outputs is for a training step"),
-        (("--mode", "training", "--pass", "quantize"), "No pass is named 'quantize'"),
+        (("--mode", "training", "--pass", "quantize"), "The pass 'quantize' is for the mode 'inference'"),
         (("--mode", "training", "--memory", "12 parsecs"), "'12 parsecs' is not a size"),
         (("--mode", "training", "--memory", "0"), "at least one byte"),
     ],
