@@ -8,11 +8,12 @@ OUT ?= out/bert
 demo: .venv/demo
 	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
 
+# Examples of a page share their names, so that the docs are run by one process.
 test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest docs  # a page's examples share their names: one process
+	OMP_NUM_THREADS=1 $(BIN)/pytest docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests
 
 # Takes hours: as many random cases of each fuzzer (2,000 of files), drawn anew at every run; the suite runs a few fixed ones.
