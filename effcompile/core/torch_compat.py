@@ -278,8 +278,9 @@ def kept_onnx_registry() -> Iterator[None]:
 
 def _copied_registry(build: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
     """A registry of the caller's own: it may add to it."""
-    kept = _REGISTRIES.setdefault((args, kwargs), None) or build(*args, **dict(kwargs))
-    _REGISTRIES[args, kwargs] = kept
+    if (args, kwargs) not in _REGISTRIES:
+        _REGISTRIES[args, kwargs] = build(*args, **dict(kwargs))
+    kept = _REGISTRIES[args, kwargs]
     own = copy.copy(kept)
     vars(own).update({name: {k: list(v) for k, v in value.items()} for name, value in vars(kept).items() if isinstance(value, dict)})
     return own

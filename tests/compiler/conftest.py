@@ -1,4 +1,4 @@
-"""Training plans in a fraction of a second: operators timed once, blocks searched briefly, this machine calibrated once."""
+"""Training plans in a fraction of a second: operators timed once, this machine calibrated once."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +24,5 @@ def quick_training(_calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """The cache folder of these tests, which keep their operators' figures there between them."""
     measured = operators._seconds
     monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
-    monkeypatch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.15)
-    monkeypatch.setattr("effcompile.compiler.training.confirm._TIMING_SECONDS", 0.0)
-    monkeypatch.setattr("effcompile.ir.plan.FAR_APART", 1e9)  # one call of each operator on a busy machine says little: no second solve
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
     return _calibrated

@@ -15,6 +15,7 @@ from effcompile.compiler.training.work import Work
 from effcompile.core.errors import FormatError
 from effcompile.ir.plan import Decision, Plan, Setting
 from effcompile.passes import TRAINING_PASSES
+from effcompile.passes.training.base import setting_of
 from effcompile.passes.training.microbatch import KIND as BATCH
 from effcompile.passes.training.states import KIND as STATES
 from effcompile.passes.training.states import StatesOption
@@ -168,10 +169,4 @@ def _setting(decision: Decision, name: str, kind: type[T]) -> T:
     Raises:
         FormatError: it is not there, or of another type.
     """
-    value = decision.settings.get(name)
-    if type(value) is not kind:
-        raise FormatError(
-            f"The plan's decision {decision.option!r} at {decision.site!r} has {name} = {value!r}, where a {kind.__name__} is wanted. "
-            "Plan again, or restore the file."
-        )
-    return value
+    return setting_of(decision.settings, f"{decision.option!r} at {decision.site!r}", name, kind)

@@ -86,6 +86,20 @@ class Context:
     forbidden: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
+def setting_of(settings: Mapping[str, object], decision: str, name: str, kind: type[T]) -> T:
+    """One of a decision's settings, which may come from a file; `decision` names it.
+
+    Raises:
+        FormatError: it is not there, or of another type.
+    """
+    value = settings.get(name)
+    if type(value) is not kind:
+        raise FormatError(
+            f"The plan's decision {decision} has {name} = {value!r}, where a {kind.__name__} is wanted. Plan again, or restore the file."
+        )
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOption:
     """One form of the step.
@@ -109,13 +123,7 @@ class StepOption:
         Raises:
             FormatError: it is not there, or of another type.
         """
-        value = self.settings.get(name)
-        if type(value) is not kind:
-            raise FormatError(
-                f"The plan's decision {self.name!r} has {name} = {value!r}, where a {kind.__name__} is wanted. "
-                "Plan again, or restore the file."
-            )
-        return value
+        return setting_of(self.settings, repr(self.name), name, kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
