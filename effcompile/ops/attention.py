@@ -33,17 +33,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.ops import attention_flash, attention_kernel
 from effcompile.ops.attention_terms import Terms, check, visible_pairs, wide
+from effcompile.ops.mask import FORM, OPERANDS, declared
 
 __all__ = ["attention", "attention_backward"]
 
-_INPUTS = (
-    "Tensor? bias=None, Tensor? sink=None, Tensor? mask=None, Tensor? q_ids=None, Tensor? k_ids=None, Tensor? valid=None, "
-    "Tensor[]? tiles=None"
-)
-_FORM = (
-    "float scale, float softcap=0.0, SymInt? lo=None, SymInt? hi=None, SymInt chunk=0, int block_q=0, int block_k=0, "
-    "bool uniform_empty=False, bool fills=False"
-)
+_INPUTS, _FORM = declared(*OPERANDS, "tiles"), declared(*FORM)
 
 
 @torch.library.custom_op(
@@ -123,16 +117,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 
 
 def _gradients(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, bias, sink, mask, q_ids, k_ids, valid, out, lse, *tiles = ctx.saved_tensors
+    q, k, v, *rest = ctx.saved_tensors
+    operands, (out, lse, *tiles) = rest[: len(OPERANDS)], rest[len(OPERANDS) :]
     given = len(ctx.needs_input_grad)  # arguments left at their defaults are not among them
     needs = (*ctx.needs_input_grad[:given], False, False)
     if grad_out is None:
         found: tuple[Tensor | None, ...] = (None,) * 5
     else:
         dq, dk, dv, dbias, dsink = attention_backward(
-            grad_out, q, k, v, out, lse, bias, sink, mask, q_ids, k_ids, valid, tiles,
-            **ctx.form, bias_gradient=needs[3], sink_gradient=needs[4],
-        )  # fmt: skip
+            grad_out, q, k, v, out, lse, *operands, tiles, **ctx.form, bias_gradient=needs[3], sink_gradient=needs[4]
+        )
         found = dq, dk, dv, dbias if needs[3] else None, dsink if needs[4] else None
     return (*found, *((None,) * 4), [None] * len(tiles) if ctx.has_tiles else None)[:given]
 

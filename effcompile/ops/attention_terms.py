@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -14,17 +13,14 @@ from torch import Tensor
 
 from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
+from effcompile.ops.mask import OPERANDS, TILES, Mask
 
 #: Dtypes of q, k and v.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: The operators' arguments that say who sees whom: numbers, and tensors of ids and padding; and all tensors beside q, k and v.
-BAND = ("lo", "hi", "chunk")
-IDS = ("q_ids", "k_ids", "valid")
-OPERANDS = ("bias", "sink", "mask", *IDS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Terms(Mask[Tensor, Tensor, int]):
     """The operators' arguments beside q, k and v, see `effcompile.ops.attention`.
 
     tiles: (partial_count, partial_index, full_count, full_index) of a `TileList`, or nothing.
@@ -32,29 +28,18 @@ class Terms:
 
     bias: Tensor | None = None
     sink: Tensor | None = None
-    mask: Tensor | None = None
-    q_ids: Tensor | None = None
-    k_ids: Tensor | None = None
-    valid: Tensor | None = None
     tiles: tuple[Tensor, ...] = ()
     scale: float
     softcap: float = 0.0
-    lo: int | None = None
-    hi: int | None = None
-    chunk: int = 0
     block_q: int = 0
     block_k: int = 0
-    uniform_empty: bool = False
     fills: bool = False
 
     @classmethod
-    def of(
-        cls, bias: Tensor | None = None, sink: Tensor | None = None, mask: Tensor | None = None, q_ids: Tensor | None = None,
-        k_ids: Tensor | None = None, valid: Tensor | None = None, tiles: Sequence[Tensor] | None = None, **form: Any,
-    ) -> Terms:  # fmt: skip
-        """From the operators' arguments, in their order."""
-        lists = tuple((tiles or ())[:4])
-        return cls(bias=bias, sink=sink, mask=mask, q_ids=q_ids, k_ids=k_ids, valid=valid, tiles=lists, **form)
+    def of(cls, *rest: Any, **form: Any) -> Terms:
+        """From the operators' arguments, in their order; the first four lists of tiles are read."""
+        given = dict(zip((*OPERANDS, "tiles"), rest, strict=False)) | form
+        return cls(**{**given, "tiles": tuple((given.get("tiles") or ())[:4])})
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -126,8 +111,8 @@ def visible_pairs(q: Tensor, k: Tensor, terms: Terms) -> int:
 
 def check(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> None:
     """Raises UsageError for what the operators do not take, with the argument's name."""
-    one_device("attention", q=q, k=k, v=v, bias=terms.bias, sink=terms.sink, mask=terms.mask, q_ids=terms.q_ids, k_ids=terms.k_ids,
-               valid=terms.valid, tiles=terms.tiles[0] if terms.tiles else None)  # fmt: skip
+    operands = {name: getattr(terms, name) for name in OPERANDS}
+    one_device("attention", q=q, k=k, v=v, tiles=terms.tiles[0] if terms.tiles else None, **operands)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise UsageError(f"attention takes {name} of 4 axes (batch, heads, length, width); given {tuple(tensor.shape)}.")
@@ -195,8 +180,7 @@ def _check_tiles(terms: Terms, full: tuple[int, ...]) -> None:
             f"given {len(terms.tiles)} tensors, block_q {terms.block_q} and block_k {terms.block_k}."
         )  # fmt: skip
     counts = (*full[:2], -(-full[2] // terms.block_q), -(-full[3] // terms.block_k))
-    for name, tensor, shape in zip(("partial_count", "partial_index", "full_count", "full_index"), terms.tiles, (counts[:3], counts) * 2,
-                                   strict=True):  # fmt: skip
+    for name, tensor, shape in zip(TILES, terms.tiles, (counts[:3], counts) * 2, strict=True):
         if tensor.dtype != torch.int32:
             raise UsageError(f"attention takes tiles of int32; {name} is {tensor.dtype}.")
         _check_shape(f"tiles' {name}", tensor, shape, free=2)

@@ -12,12 +12,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.torch_compat import unlimited_recompilation
+from effcompile.ops.mask import BAND, declared
 from effcompile.ops.visibility import Visibility
 
 #: FlexAttention's own tiles, in queries and keys.
 BLOCK = 128
 
-_SCHEMA = "(Tensor q, Tensor k, Tensor v, *, float scale, float softcap=0.0, SymInt? lo=None, SymInt? hi=None, SymInt chunk=0) -> Tensor"
+_SCHEMA = f"(Tensor q, Tensor k, Tensor v, *, {declared('scale', 'softcap', *BAND)}) -> Tensor"
 
 
 @torch.library.custom_op("effcompile::attention_flex", mutates_args=(), schema=_SCHEMA)

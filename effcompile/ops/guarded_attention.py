@@ -11,11 +11,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
 from effcompile.ops.attention import attention
+from effcompile.ops.mask import BAND, OPERANDS, declared
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor holds, Tensor written, Tensor? bias=None, Tensor? sink=None, Tensor? mask=None, "
-    "Tensor? q_ids=None, Tensor? k_ids=None, Tensor? valid=None, *, float scale, float softcap=0.0, SymInt? lo=None, SymInt? hi=None, "
-    "SymInt chunk=0, bool uniform_empty=False) -> Tensor"
+    f"(Tensor q, Tensor k, Tensor v, Tensor holds, Tensor written, {declared(*OPERANDS)}, *, "
+    f"{declared('scale', 'softcap', *BAND, 'uniform_empty')}) -> Tensor"
 )
 
 

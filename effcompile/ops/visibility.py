@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effcompile.ops.mask import Mask
 from effcompile.ops.tile_bounds import Bounds, band_bounds, chunk_bounds, id_bounds, valid_bounds
 from effcompile.ops.tiles import TileList, check_blocks, once
 
@@ -21,24 +22,8 @@ _DROPS: tuple[tuple[str, Any], ...] = (("lo", None), ("hi", None), ("chunk", 0),
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Visibility:
-    """Query i of batch b sees key j when every term holds; a term that is None (chunk: 0) holds everywhere.
-
-    Attributes:
-        lo, hi: the band lo ≤ j − i ≤ hi. Causal: hi = 0, or Sk − Sq where the last query sees all keys; window of w: lo = hi − w + 1.
-        chunk: i // chunk == j // chunk.
-        q_ids, k_ids: documents, integers [B or 1, Sq] and [B or 1, Sk]: q_ids[b, i] == k_ids[b, j].
-        valid: padding, bool [B or 1, Sk]: valid[b, j].
-        mask: anything else, bool [B or 1, H or 1, Sq, Sk]: mask[b, h, i, j].
-    """
-
-    lo: int | None = None
-    hi: int | None = None
-    chunk: int = 0
-    q_ids: Tensor | None = None
-    k_ids: Tensor | None = None
-    valid: Tensor | None = None
-    mask: Tensor | None = None
+class Visibility(Mask[Tensor, Tensor, int]):
+    """A mask of tensors and numbers: as it is at certain sizes."""
 
     def dense(self, batch: int, q_len: int, k_len: int) -> Tensor:
         """The mask as bool [batch, H or 1, q_len, k_len]; axes on which nothing depends are expanded."""

@@ -190,7 +190,7 @@ class Predict(Pass):
             return f"its mask is not known for certain: {mask.note or mask.guards[0].text}"
         if mask.biases:
             return "its scores have a bias, which predictors do not see"
-        return f"it sees {mask.text}: predictors know bands, chunks and padding" if mask.dense or mask.q_ids is not None else ""
+        return f"it sees {mask.text}: predictors know bands, chunks and padding" if mask.mask or mask.q_ids is not None else ""
 
 
 def _is_dynamic(program: Program, site: AttentionSite) -> bool:

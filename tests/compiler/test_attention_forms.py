@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 import effcompile
 from effcompile.backends.torch import TorchEager
 from effcompile.machine.target import KernelCall
+from effcompile.sites.attention import closed_masks, normalise, rewrite
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -63,3 +65,24 @@ def test_what_it_sees_is_in_the_plan_and_it_composes_with_int8(mistral: Any, mon
     assert any(d.option.startswith("int8") and d.applied == d.option for d in executable.plan.decisions if d.kind == "linear")
     again = effcompile.optimize(model, inputs=inputs, plan=executable.plan)
     assert attention(again.plan) == {("tiled", "tiled", "math")} and all(check.passed for check in again.plan.checks)
+
+
+def test_the_graph_is_searched_once_and_a_mask_recovered_once(mistral: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers share one mask: planning, two ways of lowering it and applying the plan again find no attention anew."""
+    model, inputs = mistral
+    counts = {"match": 0, "recover": 0}
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return counted
+
+    monkeypatch.setattr(normalise, "match", counting("match", normalise.match))
+    monkeypatch.setattr(rewrite, "match", counting("match", rewrite.match))
+    monkeypatch.setattr(closed_masks, "recover_mask", counting("recover", closed_masks.recover_mask))
+    fast("attention/tiled", monkeypatch)
+    executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager")
+    assert attention(executable.plan) == {("tiled", "tiled", "math")}
+    assert counts == {"match": 1, "recover": 1}

@@ -22,6 +22,7 @@ from effcompile.backends.triton.layout import WIDEST, by_rows
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.attention_terms import Terms, check, sink_rows
+from effcompile.ops.mask import TILES
 from effcompile.ops.tiles import TileList
 from effcompile.ops.visibility import Visibility
 
@@ -106,11 +107,10 @@ class _Call:
         t, (b, h, sq, sk) = self.terms, self.full
         ids = [None if x is None else _per_batch(x, b) for x in (t.q_ids, t.k_ids, t.valid)]
         bias, mask = (None if x is None else x.expand(self.full) for x in (t.bias, t.mask))
-        names = ("partial_count", "partial_index", "full_count", "full_index")
         return {
             "q": self.q, "k": self.k, "v": self.v, "bias": bias, "mask": None if mask is None else mask.view(torch.uint8),
             "q_ids": ids[0], "k_ids": ids[1], "valid": None if ids[2] is None else ids[2].view(torch.uint8),
-            **dict(zip(names, lists.tensors, strict=True)),
+            **dict(zip(TILES, lists.tensors, strict=True)),
             "q_strides": self.q.stride()[:3], "k_strides": self.k.stride()[:3], "v_strides": self.v.stride()[:3],
             "bias_strides": _strides(bias, 4), "mask_strides": _strides(mask, 4),
             "row_strides": tuple(0 if x is None else x.stride(0) for x in ids), "list_strides": lists.strides,
@@ -319,8 +319,7 @@ def _on(t: Tensor) -> Any:
 def _transposed(tiles: tuple[Tensor, ...], terms: Terms, q_len: int, k_len: int) -> tuple[Tensor, ...]:
     if len(tiles) == 8:
         return tiles[4:]
-    names = ("partial_count", "partial_index", "full_count", "full_index")
-    given = TileList(q_len=q_len, k_len=k_len, block_q=terms.block_q, block_k=terms.block_k, **dict(zip(names, tiles, strict=True)))
+    given = TileList(q_len=q_len, k_len=k_len, block_q=terms.block_q, block_k=terms.block_k, **dict(zip(TILES, tiles, strict=True)))
     return tuple(given.tensors()[4:])
 
 

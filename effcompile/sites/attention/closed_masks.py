@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.ir.program import Program, dtype_of, shape_of
-from effcompile.ops.attention_terms import BAND, OPERANDS
+from effcompile.ops.mask import BAND, OPERANDS
 from effcompile.sites.attention.expand import arguments
 from effcompile.sites.attention.find.fx_queries import aten
-from effcompile.sites.attention.find.match import SDPA, match
-from effcompile.sites.attention.find.normal_form import AttentionMatch, NotThisFormError, Operand, Term, same, tensor_of
+from effcompile.sites.attention.find.match import SDPA, match_sdpa
+from effcompile.sites.attention.find.normal_form import AttentionMatch, NotThisFormError, Operand, Term, Unmatched, same, tensor_of
 from effcompile.sites.attention.mask.fit_bands import Edge
 from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.mask.mask_guards import conjunction
@@ -100,18 +100,17 @@ def _alive(graph: fx.Graph, values: Sequence[fx.Node]) -> Iterator[None]:
 
 
 def _told_all(program: Program, masks: Mapping[fx.Node, GraphMask | None]) -> dict[fx.Node, fx.Node]:
+    """Each call with its mask told; an SDPA is read for what it is, and the graph is not searched again."""
     emit = Emitter(program.graph)
-    replaced = {}
-    found = {m.anchor: m for m in match(program.graph) if isinstance(m, AttentionMatch) and m.anchor in masks}
-    for node, known in masks.items():
-        if node.target is not SDPA:
-            _retold(emit.before(node), node, known)
-            replaced[node] = node
-            continue
-        (outcome,) = rewrite(program.graph, matches=[found[node]], masking=lambda m, mask=known: _masking(m, mask))  # type: ignore[misc]
-        if not hasattr(outcome, "match"):
+    ours = [node for node in masks if node.target is not SDPA]
+    for node in ours:
+        _retold(emit.before(node), node, masks[node])
+    found = [match_sdpa(node) for node in masks if node.target is SDPA]
+    replaced = dict(zip(ours, ours, strict=True))
+    for outcome in rewrite(program.graph, matches=found, masking=lambda one: _masking(one, masks[one.anchor])):
+        if isinstance(outcome, Unmatched):
             raise NotThisFormError(outcome.reason)
-        replaced[node] = outcome.node
+        replaced[outcome.match.anchor] = outcome.node
     return replaced
 
 
@@ -169,17 +168,8 @@ def _masking(found: AttentionMatch, mask: GraphMask | None) -> Masking:
 
 
 def _told(mask: GraphMask, q: Tensor, k: Tensor) -> Masking:
-    return Masking(
-        bias=tuple(Term(value=_four(Operand.of(node)), kind="bias") for node in mask.biases),
-        mask=_all(mask.dense),
-        valid=_all(mask.valid),
-        q_ids=None if mask.q_ids is None else _value(mask.q_ids),
-        k_ids=None if mask.k_ids is None else _value(mask.k_ids),
-        lo=_edge(mask.lo, q, k),
-        hi=_edge(mask.hi, q, k),
-        chunk=mask.chunk,
-        uniform_empty=mask.uniform_empty,
-    )
+    biases = tuple(Term(value=_four(Operand.of(node)), kind="bias") for node in mask.biases)
+    return mask.told(Masking, ids=_value, condition=_all, limit=lambda edge: _limit(edge, q, k), bias=biases)
 
 
 def _retold(emit: Emitter, node: fx.Node, mask: GraphMask | None) -> None:
@@ -189,10 +179,9 @@ def _retold(emit: Emitter, node: fx.Node, mask: GraphMask | None) -> None:
     given = arguments(node)
     said = _told(mask, tensor_of(given["q"]), tensor_of(given["k"]))
     bias = given["bias"] if given["mask"] is not None else emit.additive(said.bias, tensor_of(given["q"]).dtype)
-    operands = [None if value is None else emit.put(value) for value in (said.mask, said.q_ids, said.k_ids, said.valid)]
-    node.args = (given["q"], given["k"], given["v"], bias, given["sink"], *operands)
+    node.args = (given["q"], given["k"], given["v"], bias, given["sink"], *said.put(emit))
     empty = given["uniform_empty"] or said.uniform_empty
-    node.kwargs = {**node.kwargs, "lo": said.lo, "hi": said.hi, "chunk": said.chunk, "uniform_empty": empty}
+    node.kwargs = {**node.kwargs, **said.numbers, "uniform_empty": empty}
 
 
 def _value(expression: Expression) -> Operand:
@@ -202,13 +191,12 @@ def _value(expression: Expression) -> Operand:
     return value
 
 
-def _all(conditions: Sequence[Expression]) -> Operand | None:
-    """All of them, broadcast; None of none."""
-    result: Operand | None = None
-    for condition in conditions:
-        value = _value(condition)
-        result = value if result is None else result.then(aten.bitwise_and.Tensor, value)
-    return result
+def _all(conditions: Sequence[Expression]) -> Operand:
+    """All of them, broadcast; there is at least one."""
+    first, *others = map(_value, conditions)
+    for other in others:
+        first = first.then(aten.bitwise_and.Tensor, other)
+    return first
 
 
 def _four(value: Operand) -> Operand:
@@ -217,14 +205,14 @@ def _four(value: Operand) -> Operand:
     return value
 
 
-def _edge(edge: Edge | None, q: Tensor, k: Tensor) -> int | None:
+def _limit(edge: Edge, q: Tensor, k: Tensor) -> int:
     """A limit of j − i as a number.
 
     Raises:
         NotThisFormError: it depends on lengths that are dynamic and not known to be equal.
     """
-    if edge is None or not edge.aligned or same(q.shape[2], k.shape[2]):
-        return None if edge is None else edge.offset
+    if not edge.aligned or same(q.shape[2], k.shape[2]):
+        return edge.offset
     if isinstance(q.shape[2], torch.SymInt) or isinstance(k.shape[2], torch.SymInt):
         raise NotThisFormError("its band ends at the last key, and both lengths are dynamic")
     return edge.at(q.shape[2], k.shape[2])

@@ -12,7 +12,7 @@ from torch import fx
 
 from effcompile.core.errors import LoweringError
 from effcompile.ir.program import Program
-from effcompile.ops.attention_terms import BAND, IDS
+from effcompile.ops.mask import BAND, IDS
 from effcompile.sites.attention.find.fx_queries import aten
 from effcompile.sites.attention.find.normal_form import tensor_of
 from effcompile.sites.attention.node_builder import Emitter

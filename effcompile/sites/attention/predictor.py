@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from effcompile.core.errors import UsageError
 from effcompile.ir.formats import Form
 from effcompile.ops.attention import attention
-from effcompile.ops.attention_terms import BAND, OPERANDS
+from effcompile.ops.mask import BAND, OPERANDS, declared
 from effcompile.ops.tile_predictors import METHODS, STATIC, check, exact, listed, pooled_rows, tile_mass
 from effcompile.ops.tiles import TileList
 from effcompile.ops.visibility import Visibility
@@ -22,8 +22,8 @@ from effcompile.sites.attention.expand import arguments
 from effcompile.sites.attention.node_builder import Emitter
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor? valid=None, Tensor[]? factors=None, *, str method, float scale, float mass, int detail=0, int pool=8, "
-    "int block=64, SymInt? lo=None, SymInt? hi=None, SymInt chunk=0) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"(Tensor q, Tensor k, {declared('valid')}, Tensor[]? factors=None, *, str method, {declared('scale')}, float mass, int detail=0, "
+    f"int pool=8, int block=64, {declared(*BAND)}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 

@@ -11,45 +11,42 @@ import torch
 from torch import fx
 
 from effcompile.ops.attention import attention
-from effcompile.ops.attention_terms import BAND
+from effcompile.ops.mask import BAND, OPERANDS, Mask
 from effcompile.sites.attention.find.fx_queries import ASSERTS, aten
 from effcompile.sites.attention.find.match import SDPA, match
 from effcompile.sites.attention.find.normal_form import AttentionMatch, Fill, NotThisFormError, Operand, Term, Unmatched
 from effcompile.sites.attention.node_builder import Emitter
 
 Form = Literal["attention", "sdpa"]
+_PLACES = OPERANDS[2:]  # after the bias and the sink, which are no part of a mask
 OPERATOR = attention._opoverload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Masking:
-    """What hides keys from queries, as `effcompile::attention` takes it; see there for each argument.
+class Masking(Mask[Operand, Operand, int]):
+    """What hides keys from queries, of values of the graph, as `effcompile::attention` takes it; see there for each argument.
 
     Attributes:
         bias: terms and fills that stay numbers added to the scores, in order.
-        mask, q_ids, k_ids, valid, tiles: further operands, values of the graph.
-        lo, hi, chunk, block_q, block_k, uniform_empty, fills: further arguments.
+        fills: hidden scores are overwritten, not added to.
     """
 
     bias: tuple[Term | Fill, ...] = ()
-    mask: Operand | None = None
-    q_ids: Operand | None = None
-    k_ids: Operand | None = None
-    valid: Operand | None = None
-    tiles: tuple[Operand, ...] = ()
-    lo: int | None = None
-    hi: int | None = None
-    chunk: int = 0
-    block_q: int = 0
-    block_k: int = 0
-    uniform_empty: bool = False
     fills: bool = False
 
     @property
     def only_bias(self) -> bool:
         """Whether numbers added to the scores say it all, but for causality."""
-        operands = (self.mask, self.q_ids, self.k_ids, self.valid)
-        return all(operand is None for operand in operands) and not self.tiles and self.lo is None and not self.chunk
+        return all(getattr(self, name) is None for name in _PLACES) and self.lo is None and not self.chunk
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """The band and the chunk, as arguments."""
+        return {name: getattr(self, name) for name in BAND}
+
+    def put(self, emit: Emitter) -> list[fx.Node | None]:
+        """The operands beside bias and sink as nodes, in the operator's order."""
+        return [None if (value := getattr(self, name)) is None else emit.put(value) for name in _PLACES]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +59,7 @@ class Rewritten:
 
 ABSORBING = -1e20  # added to a score in fp32, nothing of the score is left
 _NOTHING = Masking()
-_PLAIN = (*BAND, "block_q", "block_k", "uniform_empty", "fills")
+_PLAIN = (*BAND, "uniform_empty", "fills")
 
 
 def as_numbers(found: AttentionMatch) -> Masking:
@@ -197,12 +194,10 @@ def _attention(emit: Emitter, found: AttentionMatch, masking: Masking) -> fx.Nod
     """softmax(softcap(q·kᵀ·scale) + bias)·v by effcompile's own operator; its first result."""
     q, k, v = (emit.put(value) for value in (found.q, found.k, found.v))
     bias = emit.additive(masking.bias, found.q.val.dtype)
-    operands = (found.sink, masking.mask, masking.q_ids, masking.k_ids, masking.valid)
-    optional = [None if value is None else emit.put(value) for value in operands]
-    tiles = [emit.put(tile) for tile in masking.tiles] or None
+    sink = None if found.sink is None else emit.put(found.sink)
     plain = {name: getattr(masking, name) for name in _PLAIN if getattr(masking, name) != getattr(_NOTHING, name)}
     kwargs = {"scale": found.scale, **({"softcap": found.softcap} if found.softcap else {}), **plain}
-    call = emit.call(OPERATOR, (q, k, v, bias, *optional, tiles), kwargs, name=_name(found))
+    call = emit.call(OPERATOR, (q, k, v, bias, sink, *masking.put(emit), None), kwargs, name=_name(found))
     return emit.call(operator.getitem, (call, 0))
 
 

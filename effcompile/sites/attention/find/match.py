@@ -54,6 +54,34 @@ def match(graph: fx.Graph) -> list[AttentionMatch | Unmatched]:
     return [finder.at(node) for node in graph.nodes if node in finder.alive and node.target in SOFTMAXES | {SDPA}]
 
 
+def match_sdpa(node: fx.Node, kind: str = "bias") -> AttentionMatch:
+    """A `scaled_dot_product_attention` in its normal form; `kind` is that of its mask, see Term.
+
+    Raises:
+        NotThisFormError: it has more than one batch axis, or operands of other forms.
+    """
+    named = {a.name: argument(node, i, a.name, a.default_value) for i, a in enumerate(SDPA._schema.arguments)}
+    query, key, value, mask = (named[name] for name in ("query", "key", "value", "attn_mask"))
+    lead = tuple(tensor_of(node).shape[:-2])
+    if len(lead) > 2:
+        raise NotThisFormError("it has more than one batch axis")
+    heads = Heads(lead=lead)
+    frame = Frame.of(query)
+    (q, _), (k, _), (v, _) = (operand(x, heads, frame) for x in (query, key, value))
+    q, k, v = _agreeing(q, k, v, [operand(x, heads, frame, group=False)[0] for x in (key, value)])
+    size = tensor_of(query).shape[-1]
+    scale = named["scale"] if named["scale"] is not None else float(size) ** -0.5
+    edits: tuple[Term | Fill, ...] = ()
+    if isinstance(mask, fx.Node):
+        shaped = heads.split(Operand.of(mask), frame)
+        hides = tensor_of(mask).dtype == torch.bool
+        edits = (Fill(value=shaped, hidden=False, fill=-torch.inf, kind=kind) if hides else Term(value=shaped, kind=kind),)
+    return AttentionMatch(
+        site=module_path(node), anchor=node, q=q, k=k, v=v, scale=float(scale), output=node, inner=(node,), edits=edits,
+        causal=bool(named["is_causal"]), dropout=float(named["dropout_p"]), empty="zero", restore=_back(heads, node, q, None),
+    )  # fmt: skip
+
+
 class _Finder:
     """What is known of the whole graph."""
 
@@ -65,7 +93,10 @@ class _Finder:
 
     def at(self, node: fx.Node) -> AttentionMatch | Unmatched:
         try:
-            return self._sdpa(node) if node.target is SDPA else self._softmax(node)
+            if node.target is not SDPA:
+                return self._softmax(node)
+            mask = argument(node, 3, "attn_mask")
+            return match_sdpa(node, self.learned.kind(mask) if isinstance(mask, fx.Node) else "bias")
         except NotThisFormError as reason:
             return Unmatched(node=node, site=module_path(node), reason=str(reason))
 
@@ -105,28 +136,6 @@ class _Finder:
             between = self.position[first] < self.position[node] < self.position[found.output]
             if between and node not in found.inner and any(graphs.root_of(target) in read for target in graphs.mutated(node)):
                 raise NotThisFormError(f"{node.name} writes to its operands between the products")
-
-    def _sdpa(self, node: fx.Node) -> AttentionMatch:
-        named = {a.name: argument(node, i, a.name, a.default_value) for i, a in enumerate(SDPA._schema.arguments)}
-        query, key, value, mask = (named[name] for name in ("query", "key", "value", "attn_mask"))
-        lead = tuple(tensor_of(node).shape[:-2])
-        if len(lead) > 2:
-            raise NotThisFormError("it has more than one batch axis")
-        heads = Heads(lead=lead)
-        frame = Frame.of(query)
-        (q, _), (k, _), (v, _) = (operand(x, heads, frame) for x in (query, key, value))
-        q, k, v = _agreeing(q, k, v, [operand(x, heads, frame, group=False)[0] for x in (key, value)])
-        size = tensor_of(query).shape[-1]
-        scale = named["scale"] if named["scale"] is not None else float(size) ** -0.5
-        edits: tuple[Term | Fill, ...] = ()
-        if isinstance(mask, fx.Node):
-            shaped, kind = heads.split(Operand.of(mask), frame), self.learned.kind(mask)
-            hides = tensor_of(mask).dtype == torch.bool
-            edits = (Fill(value=shaped, hidden=False, fill=-torch.inf, kind=kind) if hides else Term(value=shaped, kind=kind),)
-        return AttentionMatch(
-            site=module_path(node), anchor=node, q=q, k=k, v=v, scale=float(scale), output=node, inner=(node,), edits=edits,
-            causal=bool(named["is_causal"]), dropout=float(named["dropout_p"]), empty="zero", restore=_back(heads, node, q, None),
-        )  # fmt: skip
 
 
 class _Weights:

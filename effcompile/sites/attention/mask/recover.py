@@ -171,7 +171,7 @@ class _Search:
         if self.sense == "added":
             return GraphMask(biases=(self.node,), counts={}, note=note)
         leaf = Leaf(node=self.node, test="true" if self.sense == "visible" else "false")
-        return GraphMask(dense=(whole(tested(leaf), self.node.meta["val"].dim()),), counts={}, note=note)
+        return GraphMask(mask=(whole(tested(leaf), self.node.meta["val"].dim()),), counts={}, note=note)
 
     def told(self, mask: GraphMask, q_len: int, k_len: int) -> GraphMask:
         """With its text, the inputs it reads, and its tiles at the example."""
@@ -197,7 +197,7 @@ def _words(mask: GraphMask) -> dict[str, list[fx.Node]]:
     ids = [e for e in (mask.q_ids, mask.k_ids) if e is not None]
     flags = any(target is torch.ops.aten.logical_not.default for e in ids for target, _ in e.steps)
     word = "padded queries and keys" if flags else "documents"
-    return {word: [e.node for e in ids], "padding": [e.node for e in mask.valid], "dense": [e.node for e in mask.dense]}
+    return {word: [e.node for e in ids], "padding": [e.node for e in mask.valid or ()], "dense": [e.node for e in mask.mask or ()]}
 
 
 def _of_the_model(program: Program, node: fx.Node) -> bool:
