@@ -15,7 +15,7 @@ from effcompile.schedule.simulate import simulate
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.15)
+    monkeypatch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.05)
 
 
 def options(cut: Blocks, **settings: int) -> dict[str, tuple[BlockOption, ...]]:

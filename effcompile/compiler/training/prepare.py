@@ -27,7 +27,7 @@ from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.consume import with_consumed_gradients
 from effcompile.passes.training.levers import Levers
-from effcompile.planner.remat import BlockFront, BlockOption, Stage
+from effcompile.planner.remat import BlockFront, BlockOption, Stage, keep_fronts
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, reads_of
 from effcompile.schedule.emit import emit
 from effcompile.schedule.simulate import Trace, simulate
@@ -193,6 +193,7 @@ def prepare(
         with progress.step("find the options of every block"):
             whole = Prepared(case=form, consumed=key, cut=cut, options={}, seconds=_seconds(form.step, held, figures), plain=cut)
             prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
+    keep_fronts()
     unplanned = simulate_unplanned(_cut(captured, plain, figures))
     return Preparation(
         variants=prepared, captured=captured, seconds=_seconds(captured, plain, figures), footprint=unplanned.footprint

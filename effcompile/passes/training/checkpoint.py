@@ -20,7 +20,7 @@ from effcompile.schedule.emit import Emitted, emit
 from effcompile.schedule.simulate import Trace, simulate
 
 #: Options of a block are searched for so long at the most; then the best found stand.
-SECONDS_PER_BLOCK = 1.5
+SECONDS_PER_BLOCK = 0.5
 #: Times as long where values may be held in other forms: there are many more options.
 MORE_FOR_FORMS = 3
 _NAMED = 3

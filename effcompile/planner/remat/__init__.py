@@ -4,7 +4,7 @@
 every stage of a chain (chain.py; the constraints in links.py, the certificate in count.py). Knows no torch.
 """
 
-from effcompile.planner.remat.block import BlockFront, block_front, block_options, joint_front
+from effcompile.planner.remat.block import BlockFront, block_front, block_options, joint_front, keep_fronts
 from effcompile.planner.remat.chain import chain_frontier, frontier_budgets, solve_chain
 from effcompile.planner.remat.least import smallest_budget, smallest_words
 from effcompile.planner.remat.problem import (
@@ -37,6 +37,7 @@ __all__ = [
     "frontier_budgets",
     "in_order_of_need",
     "joint_front",
+    "keep_fronts",
     "option",
     "simulate_block",
     "smallest_budget",

@@ -18,26 +18,32 @@ Seconds are compared in whole ticks: exactly where 2^30 of them make up the bloc
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import z3
 
 from effcompile.core.errors import UsageError
+from effcompile.planner.remat import kept
+from effcompile.planner.remat.grid import Grid
+from effcompile.planner.remat.kept import KeptFront, hashed
 from effcompile.planner.remat.layout import Layout, layout
 from effcompile.planner.remat.problem import BlockOption, BlockProblem
 from effcompile.planner.remat.prove import prove
-from effcompile.planner.remat.search import Front, Grid, replayed, search
+from effcompile.planner.remat.search import Front, replayed, search
 from effcompile.planner.remat.simulate import check_block, option
 
 _ROOMS = (60, 600, 4000)  # labels at a time, pass after pass: each pass prunes with what the one before found
-_SEARCH_SHARE = 0.6  # of the time; the rest is z3's
+_SEARCH_SHARE = 0.8  # of the time; the rest is z3's
 _MOST_KNOWN = 1000
-#: Problem (its hash) and points → seconds that were given, and the front: subsets of levers have most of their problems in common.
-_known: dict[tuple[str, int], tuple[float, BlockFront]] = {}
+_WORTH_KEEPING = 0.02  # seconds of search
+#: Problem and points (their hash) → seconds that were given, and the front: subsets of levers have most of their problems in common.
+_known: dict[str, tuple[float, BlockFront]] = {}
+_fresh: dict[str, KeptFront] = {}  # found here and not yet kept for later processes
+_from_disk: dict[Path, dict[str, KeptFront]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +87,47 @@ def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
     check_block(problem)
     if not (math.isfinite(timeout) and timeout > 0) or points < 3:
         raise UsageError(f"timeout = {timeout!r}, points = {points!r}: give a positive number of seconds, and at least 3 points.")
-    key = hashlib.sha256(repr(problem).encode()).hexdigest(), points
-    given, front = _known.get(key, (0.0, None))
+    key = hashed(problem, points)
+    given, front = _known.get(key) or _read(key, problem)
     if front is None or (timeout > given and not front.proven):
-        front = _found(problem, timeout, points)
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = timeout, front
+        given, front = timeout, _found(problem, timeout, points)
+        if front.seconds > _WORTH_KEEPING:
+            _fresh[key] = _as_kept(problem, given, front)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[key] = given, front
     return front
+
+
+def keep_fronts() -> None:
+    """Keep what was found since the last time for later processes."""
+    if _fresh:
+        kept.write(kept.path(), _fresh)
+        _from_disk.pop(kept.path(), None)
+        _fresh.clear()
+
+
+def _read(key: str, problem: BlockProblem) -> tuple[float, BlockFront | None]:
+    """(seconds that were given, the front) as an earlier process found it; none where none did."""
+    file = kept.path()
+    if file not in _from_disk:
+        _from_disk[file] = kept.read(file)
+    found = _from_disk[file].get(key)
+    options = found.options(problem) if found is not None else None
+    if found is None or options is None:
+        return 0.0, None
+    solver = f"z3 {z3.get_version_string()}"
+    front = BlockFront(
+        options=options, found=found.found, complete=found.complete, proven=found.proven, solver=solver, seconds=found.seconds
+    )  # fmt: skip
+    return found.given, front
+
+
+def _as_kept(problem: BlockProblem, given: float, front: BlockFront) -> KeptFront:
+    values, forms = kept.values_of(front.options, problem)
+    return KeptFront(
+        given=given, seconds=front.seconds, found=front.found, complete=front.complete, proven=front.proven, kept=values, forms=forms
+    )  # fmt: skip
 
 
 def _found(problem: BlockProblem, timeout: float, points: int) -> BlockFront:

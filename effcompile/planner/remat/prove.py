@@ -39,8 +39,9 @@ import time
 import z3
 
 from effcompile.planner.ask import ask
+from effcompile.planner.remat.grid import Grid
 from effcompile.planner.remat.layout import Layout
-from effcompile.planner.remat.search import Front, Grid, Point, lateness, replayed
+from effcompile.planner.remat.search import Front, Point, lateness, replayed
 
 _MOST_STATED = 8  # violated instants that one model adds
 _LARGEST = 2**31 - 1  # that a number of z3's PbLe may be
