@@ -243,3 +243,48 @@ def test_a_guard_that_is_none_is_refused_in_a_saved_plan(planned: Planned) -> No
     data["guards"][0]["kind"] = "wish"
     with pytest.raises(EffcompileError, match="not a valid plan"):
         Plan.from_dict(data)
+
+
+class Wide(nn.Module):
+    """Too large to be looked at whole at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(64, 2048), nn.Linear(2048, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_a_few_elements_written_through_data_are_noticed_in_time() -> None:
+    """torch counts no such write; each call looks at another part of all bytes."""
+    model, x = Wide().eval(), torch.randn(2, 64)
+    run = effcompile.optimize(model, inputs=x, backend="onnxruntime", **QUICK)
+    (said,) = (note for note in run.plan.notes if "check_weights()" in note)
+    calls = int(said.partition("within ")[2].split()[0])
+    for _ in range(2 * calls):
+        run(x)
+    model.up.weight.data[777, 3] += 1
+
+    def called(times: int) -> None:
+        for _ in range(times):
+            run(x)
+
+    with pytest.raises(GuardError, match=r"model.up.weight was changed"):
+        called(calls)
+    with pytest.raises(GuardError, match=r"model.up.weight was changed"):
+        run(x)  # and not forgotten
+    model.up.weight.data[777, 3] -= 1
+    run(x)
+    before = model.down.weight.data[5, 1000].clone()
+    model.down.weight.data[5, 1000] = 7
+    with pytest.raises(GuardError, match=r"model.down.weight was changed"):
+        run.check_weights()
+    model.train()
+    with pytest.raises(GuardError, match=r"model.down.weight was changed"):
+        run(x)  # whoever changes the mode may have trained
+    model.eval()
+    model.down.weight.data[5, 1000] = before
+    run.check_weights()
+    torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)

@@ -291,6 +291,15 @@ class CallGuards:
             return False
         return not isinstance(defaults[name], torch.Tensor) or isinstance(self._nodes[name], _Value)
 
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """See `ir.guards.CallGuards`."""
+        return self.parameters.positional
+
+    def texts(self, *, given: bool) -> dict[str, str]:
+        """See `ir.guards.CallGuards`."""
+        return {node.place.guarded: described(node.value) for node in self._constants if node.default is not given}
+
     def listed(self) -> Iterator[Guard]:
         """The values that are fixed; what is fixed of the tensors is known to who runs the graph."""
         for node in self._constants:

@@ -58,7 +58,7 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
             says where not, and why); False: all shapes are the example's; a mapping: torch.export's `dynamic_shapes`.
 
     Raises:
-        InputsError: the model itself raises, or returns NaN, with these inputs.
+        InputsError: the model itself raises, or returns NaN or nothing but empty tensors, with these inputs.
         CaptureError: torch.export cannot trace it; names the line, the construct and the fix.
     """
     args, kwargs = pytree.tree_map(_contiguous, (tuple(args), dict(kwargs or {})))
@@ -89,7 +89,7 @@ def _run_eager(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """The model's own output.
 
     Raises:
-        InputsError: it raises, returns no tensor, or returns NaN.
+        InputsError: it raises, returns no tensor, only empty ones, or NaN.
     """
     try:
         outputs = model(*args, **kwargs)
@@ -106,6 +106,12 @@ def _run_eager(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
             )
     if not _tensors(outputs):
         raise InputsError(f"{type(model).__name__} returns no tensor with these inputs, but {type(outputs).__name__}.")
+    if not any(tensor.numel() for tensor in _tensors(outputs)):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in _tensors(outputs))
+        raise InputsError(
+            f"{type(model).__name__} returns nothing but empty tensors with these inputs ({shapes}), so that no result could be compared "
+            "with them. Give example inputs of at least one element, a batch of 1 or more."
+        )
     return outputs
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from effcompile.capture import reads as code
-from effcompile.capture.tensors import Watched, state_of
+from effcompile.capture.tensors import Sums, Watched, state_of
 from effcompile.core import torch_compat
 from effcompile.core.errors import GuardError
 from effcompile.ir.guards import Guard, Kind, described, same
@@ -31,6 +31,12 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 _FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
 _LONGEST, _DEEPEST = 1000, 4  # of containers that are looked into
 _training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
+
+#: A note in the plan of a model that is too large to be looked at whole at each call.
+_SUMMED = (
+    "a write to some elements of a weight through .data, which torch does not count, is noticed within {} calls, as each looks at another "
+    "part; executable.check_weights() looks at all"
+)
 
 Source = Any  # a mapping, a sequence or a cell: what a getter reads
 Getter = Callable[[Source], Collection[object]]
@@ -100,6 +106,11 @@ class Snapshot:
         self._sizes = list(map(len, self._sized))
         self._types = list(map(type, self._modules))
         self._watched = Watched(list(self._tensors.values()))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those whose values are constants of the graph."""
+        return list(self._tensors.values())
 
     def unchanged(self) -> bool:
         """Whether every object is the one that it was, and no tensor was changed."""
@@ -353,6 +364,7 @@ class ModelGuards:
         self._reads = code.reads_of(model)
         self._snapshot = self._taken()
         self._first = frozenset(self._snapshot.facts)
+        self._sums, self._mode = Sums(()), model.training
 
     def check(self) -> None:
         """Raise GuardError where the model's own forward would now be another one than the one captured.
@@ -361,12 +373,26 @@ class ModelGuards:
         """
         if self._stale is not None:
             raise self._stale
-        if self._snapshot.unchanged():
-            return
-        fresh = self._taken()
-        for change in self._changes(fresh):
-            raise GuardError(_refusal(self._name, change), place=change.place, of_model=True)
-        self._snapshot = fresh
+        if not self._snapshot.unchanged():
+            fresh = self._taken()
+            for change in self._changes(fresh):
+                raise GuardError(_refusal(self._name, change), place=change.place, of_model=True)
+            self._snapshot = fresh
+        mode = next(iter(self._roots.values())).training
+        if mode is not self._mode:  # somebody may have trained it meanwhile
+            self.check_weights()
+            self._mode = mode
+        elif (changed := self._sums.changed()) is not None:
+            raise self._overwritten(changed)
+
+    def check_weights(self) -> None:
+        """See `ir.guards.StateGuards`."""
+        if (changed := self._sums.changed_anywhere()) is not None:
+            raise self._overwritten(changed)
+
+    def _overwritten(self, tensor: torch.Tensor) -> GuardError:
+        place, fact = next((place, fact) for place, fact in self._snapshot.facts.items() if fact.value is tensor)
+        return GuardError(_refusal(self._name, Change(place, fact, fact)), place=place, of_model=True)
 
     def settle(self) -> tuple[str, ...]:
         """See `ir.guards.StateGuards`."""
@@ -377,7 +403,11 @@ class ModelGuards:
             fresh = self._taken()
         self._snapshot = fresh
         names = sorted(change.place for change in changes)
-        return (f"not followed, for the forward itself changes them at each call: {', '.join(names)}",) if names else ()
+        notes = [f"not followed, for the forward itself changes them at each call: {', '.join(names)}"] * bool(names)
+        if not self._training:
+            self._sums = Sums(fresh.tensors)
+            notes += [_SUMMED.format(self._sums.calls)] * (self._sums.calls > 1)
+        return tuple(notes)
 
     def bound_to(self, *models: nn.Module) -> ModelGuards:
         """See `ir.guards.StateGuards`. What has changed before is not forgotten."""

@@ -76,7 +76,8 @@ def capture_training(
             through it. Called with no graph that Dynamo gave: its operators are not aten's.
 
     Raises:
-        InputsError: the model itself raises with these inputs, or one of them is neither tensor nor plain value.
+        InputsError: the model itself raises with these inputs, one of them is neither tensor nor plain value, or the model has a
+            forward hook beside a `loss`.
         CaptureError: nothing requires a gradient, no loss is returned, or the forward cannot be traced: names the line,
             the construct and the fix.
     """
@@ -86,6 +87,12 @@ def capture_training(
         raise CaptureError(
             f"No parameter of {type(model).__name__} requires a gradient and no input does, so that there is nothing to train. "
             "Unfreeze those that are to be trained: parameter.requires_grad_(True)."
+        )
+    if loss is not None and model._forward_hooks:
+        raise InputsError(
+            f"{type(model).__name__} has a forward hook, which would be given the planned step's loss in the place of what the forward "
+            "returns, as `loss` is a function beside the model. Put what the hook does into the forward or `loss`, or register it on a "
+            "submodule."
         )
     inputs = StepInputs(model, args, kwargs)
     tensors, refill = split_tensors(inputs, args, kwargs)
@@ -114,7 +121,8 @@ class _StepModule(nn.Module):
         subject = self._subject
         args, kwargs = subject.refill(tensors)
         taken, named = subject.inputs.forward_part(args, kwargs) if subject.loss is not None else (args, kwargs)
-        outputs = getattr(self, training_graph.WRAPPED)(*taken, **named)
+        # its forward, for hooks on the outermost module run around a planned step, at the call of the module that has it
+        outputs = getattr(self, training_graph.WRAPPED).forward(*taken, **named)
         if subject.layout is None:
             subject.layout = Layout.of(outputs, own_loss=subject.loss is not None, keep_outputs=subject.keep_outputs)
         if subject.loss is not None:

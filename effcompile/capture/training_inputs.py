@@ -29,6 +29,11 @@ class StepInputs:
                     f"{place} is a {type(value).__name__}. What it holds would be fixed in the graph: "
                     "give tensors, plain values, or tuples, lists and dicts of them."
                 )
+        if empty := next((place for place, tensor in self.call.tensors if tensor.dim() and not len(tensor)), None):
+            raise InputsError(
+                f"{empty} is an empty batch: its first axis is 0 long. What a step makes of nothing could not be compared with anything, "
+                "and shapes are fixed at capture. Give example inputs of at least one example."
+            )
         self._kinds = [_kind(tensor) for _, tensor in self.call.tensors]
         self._differentiated = [tensor.requires_grad for _, tensor in self.call.tensors]
         self._strides = [tensor.detach().clone().stride() for _, tensor in self.call.tensors]  # as the capture has them
@@ -77,6 +82,17 @@ class StepInputs:
             "it is not trained through this loss.",
             place=place.guarded,
         )
+
+
+def after_pre_hooks(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the forward is given: the outermost module's own pre-hooks run before a planned step, too, at its own call."""
+    given = dict(kwargs)
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if number in model._forward_pre_hooks_with_kwargs:
+            args, given = hook(model, args, given) or (args, given)
+        elif (result := hook(model, args)) is not None:
+            args = result if isinstance(result, tuple) else (result,)
+    return args, given
 
 
 _Kind = tuple[torch.Size, torch.dtype, torch.device, torch.layout]

@@ -1,6 +1,6 @@
 """The whole path from a model to a verified, measured Executable."""
 
-from effcompile.compiler.artifact import ArtifactRun, run_artifact
+from effcompile.compiler.artifact import Artifact, ArtifactRun, open_artifact, run_artifact
 from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.machine import calibrate
@@ -9,6 +9,7 @@ from effcompile.compiler.training import TrainingExecutable, frontier_training, 
 
 __all__ = [
     "QUIET",
+    "Artifact",
     "ArtifactRun",
     "Executable",
     "Progress",
@@ -17,6 +18,7 @@ __all__ = [
     "frontier",
     "frontier_training",
     "make_plan",
+    "open_artifact",
     "optimize",
     "optimize_training",
     "plan_training",

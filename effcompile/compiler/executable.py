@@ -53,7 +53,8 @@ class Executable(nn.Module):
         assert program.call is not None and program.state is not None
         self._call, self._state, self._inputs = program.call, program.state, GraphInputs(program)
         notes = self._state.settle()
-        self.plan = replace(plan, guards=self._inputs.guards(), notes=tuple(dict.fromkeys((*plan.notes, *notes))))
+        said = tuple(dict.fromkeys((*plan.notes, *notes)))
+        self.plan = replace(plan, guards=self._inputs.guards(), signature=self._inputs.signature(), notes=said)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the lowered model (in training mode: the original).
@@ -74,6 +75,15 @@ class Executable(nn.Module):
         outputs = self._gradients.results(tensors, self._run(tensors))
         sizes = self._inputs.sizes(tensors) if self._program.returned else {}
         return pytree.tree_unflatten(self._program.with_plain_results(outputs, sizes), self._output_spec)
+
+    def check_weights(self) -> None:
+        """Look at every byte of the model's weights: a write through `weight.data` to some elements is noticed by calls only in time.
+
+        Raises:
+            GuardError: they are not what they were when the plan was made. Call effcompile.optimize again.
+        """
+        self._state.check()
+        self._state.check_weights()
 
     def _run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The lowered model's outputs.

@@ -8,27 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.backends.indices import bounded_inputs
 from effcompile.core.errors import GuardError, InputsError
-from effcompile.ir.export import allowed, size_at
+from effcompile.ir.export import allowed, domain_of, size_at, sizes_of
 from effcompile.ir.guards import Guard
-from effcompile.ir.program import Program, TensorSpec, shape_of
+from effcompile.ir.program import Program, TensorSpec
+from effcompile.ir.signature import Signature, TensorInput, told
 
 #: Kinds of calls (shapes, dtypes, devices) that are remembered as accepted.
 _REMEMBERED = 256
 _AGAIN = "Plan again for other shapes; on_change='replan' does so by itself."
 _Seen = tuple[tuple[torch.Size, torch.dtype, torch.device, torch.layout, type], ...]
-aten = torch.ops.aten
-#: Operators that raise for an index that is negative or too large, where a runtime wraps it round: the table's and the index's argument.
-_LOOKUPS = {aten.embedding.default: (0, 1), aten.index_select.default: (0, 2), aten.gather.default: (0, 2)}
-#: What hands on a tensor's values as they are.
-_SAME_VALUES = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
-    aten.slice.Tensor, aten.select.int, aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default,
-    aten._to_copy.default, aten.to.dtype, aten.flatten.using_ints, aten.permute.default, aten.transpose.int,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +70,27 @@ class GraphInputs:
         """All guards of the program, for its plan: of its inputs, of the call and of the model's state."""
         assert self._program.call is not None and self._program.state is not None
         return (*self._listed(), *self._program.call.listed(), *self._program.state.listed())
+
+    def signature(self) -> Signature:
+        """The same for whoever opens the saved artifact."""
+        program, call, domain = self._program, self._program.call, domain_of(self._program)
+        assert call is not None
+        rows = {bound.index: bound.size for bound in self._bounds}
+        sizes = {spec.name: spec.shape for spec in program.inputs}
+        return Signature(
+            parameters=call.positional,
+            inputs=tuple(
+                TensorInput(name=s.name, place=place.guarded, dtype=s.dtype, device=str(device), sizes=s.shape, rows=rows.get(at, 0))
+                for at, (s, device, (place, _)) in enumerate(zip(program.inputs, self._devices, call.tensors, strict=True))
+            ),
+            fixed=call.texts(given=True),
+            left_out=call.texts(given=False),
+            bounds={name: (low if low > 2 else 1, high) for name, (low, high) in domain.bounds.items()},
+            not_one=tuple(tuple(sorted(names)) for names in domain.not_one),
+            example=sizes_of(program),
+            related=not all(told(guard, sizes, domain.bounds) for guard in domain.guards)
+            or any(isinstance(dim, str) and not dim.isidentifier() for shape in sizes.values() for dim in shape),
+        )
 
     def _listed(self) -> Iterator[Guard]:
         places = self._program.call.tensors if self._program.call is not None else ()
@@ -164,18 +177,9 @@ def _sized(spec: TensorSpec, sizes: dict[str, int]) -> str:
 def _bounds(program: Program) -> Iterator[Bound]:
     """Inputs that are looked up as they are: the smallest of the tables of each."""
     inputs = [node for node in program.graph.nodes if node.op == "placeholder"]
-    found: dict[int, int] = {}
-    for node in program.calls(*_LOOKUPS):
-        table, index = (node.args[i] for i in _LOOKUPS[node.target])  # type: ignore[index]
-        axis = 0 if node.target is aten.embedding.default else node.args[1]
-        while isinstance(index, fx.Node) and index.target in _SAME_VALUES:
-            index = index.args[0]
-        if isinstance(index, fx.Node) and index in inputs and isinstance(table, fx.Node) and isinstance(axis, int):
-            at = _position(program, inputs.index(index))
-            size = shape_of(table)[axis] if table.op == "get_attr" else 0
-            if at is not None and size:
-                found[at] = min(size, found.get(at, size))
-    yield from (Bound(index=at, size=size) for at, size in found.items())
+    for node, size in bounded_inputs(program).items():
+        if (at := _position(program, inputs.index(node))) is not None:
+            yield Bound(index=at, size=size)
 
 
 def _position(program: Program, holder: int) -> int | None:

@@ -54,12 +54,22 @@ class CallGuards(Protocol):
     def listed(self) -> Iterable[Guard]:
         """The plain values that are checked."""
 
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """Names of the arguments that can be given by position."""
+
+    def texts(self, *, given: bool) -> dict[str, str]:
+        """Place → value as text, of what was given beside the tensors, or of what was left out."""
+
 
 class StateGuards(Protocol):
     """Checks that a model is still what was captured; see `capture/state.py`."""
 
     def check(self) -> None:
         """Raises GuardError naming the first thing that changed."""
+
+    def check_weights(self) -> None:
+        """Look at every byte of the weights. Raises GuardError naming the first that changed."""
 
     def settle(self) -> tuple[str, ...]:
         """Leave out what the forward itself has changed since the capture; returns a note about it, or nothing."""

@@ -20,6 +20,7 @@ from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
 from effcompile.ir.guards import Guard
 from effcompile.ir.sane import objection
+from effcompile.ir.signature import Signature
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -246,6 +247,7 @@ class Plan:
     settings: Mapping[str, Any] = field(default_factory=dict)  # backend settings tuned by measurement
     notes: tuple[str, ...] = ()  # mends, fallbacks, corrections: nothing silent
     guards: tuple[Guard, ...] = ()  # what the capture took for granted; checked at each call
+    signature: Signature | None = None  # the calls that the artifact holds for
     versions: Mapping[str, str] = field(default_factory=dict)
     artifact: Mapping[str, str] = field(default_factory=dict)  # file name beside plan.json → SHA-256 of what was written with it
     memory_timeline: MemoryTimeline | None = None  # of a training step

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 try:
     import resource
@@ -26,7 +25,8 @@ def resident_bytes() -> int:
 
 def free_bytes(device: str = "cpu") -> int | None:
     """The least that the machine, the control group and the address space's limit leave on a type of device; None: nobody says."""
-    if device == "cuda" and torch.cuda.is_available():
+    torch = sys.modules.get("torch")  # who asks for a GPU's has loaded it; the planner asks, too, which knows no torch
+    if device == "cuda" and torch is not None and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info()[0])
     return min((n for n in (_of_machine(), _of_address_space(), *_of_groups()) if n is not None), default=None)
 

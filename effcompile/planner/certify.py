@@ -132,7 +132,7 @@ def _relaxation(row: _Row) -> bool:
         terms += [f"(* {v * _GRID // unit}.0 {x})" for v, x in zip(coefficients, names, strict=True) if v]
     solver = z3.SolverFor("QF_LRA")
     solver.from_string("\n".join([*lines, f"(assert (<= (+ {' '.join(terms)} 0.0) (- {_GRID}.0)))"]))
-    return bool(ask(solver) == z3.unsat)
+    return bool(ask(solver)[0] == z3.unsat)
 
 
 def _branch(reduced: Reduced, target: int | None, surrogates: Sequence[Weights], deadline: float) -> Verdict:
@@ -180,12 +180,11 @@ def _search(solver: z3.Solver, names: list[list[z3.BoolRef]], reduced: Reduced, 
         if left <= 0:
             break
         solver.set("timeout", max(1, int(left * 1000)))
-        answer = ask(solver)
+        answer, model = ask(solver)
         if answer == z3.unsat:
             return Verdict("refuted")
-        if answer != z3.sat:
+        if model is None:
             break
-        model = solver.model()
         picks = tuple(next(i for i, x in enumerate(group) if z3.is_true(model.eval(x))) for group in names)
         if reduced.feasible(picks) and (target is None or reduced.sums(picks)[0] < target):
             return Verdict("found", reduced, picks)

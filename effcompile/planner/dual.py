@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import z3
 
+from effcompile.planner.ask import answered
 from effcompile.planner.reduce import Reduced
 
 _ROUNDS = 40
@@ -113,8 +114,9 @@ def _master(cuts: list[tuple[float, tuple[float, ...]]], count: int, box: float)
     for cost, excess in cuts:
         optimizer.add(theta <= _rational(cost) + z3.Sum([_rational(e) * v for e, v in zip(excess, lambdas, strict=True)]))
     optimizer.maximize(theta)
-    optimizer.check()
-    model = optimizer.model()
+    _, model = answered(optimizer)
+    if model is None:
+        raise z3.Z3Exception(b"no answer")
     return _value(model, theta), tuple(_value(model, v) for v in lambdas)
 
 

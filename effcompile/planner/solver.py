@@ -55,8 +55,7 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float, describe: Des
     except Impossible:
         raise explain(problem, describe, timeout) from None
     except z3.Z3Exception as error:
-        # z3 is given time and no limit of memory: one (memory_max_size), or the end of the address space (RLIMIT_AS) within a call, is no
-        # exception in z3 5.4 but often a segmentation fault, which nothing in this process can catch.
+        # z3 is given no limit of memory of its own (memory_max_size): in z3 5.4 one ends in a segmentation fault. See ask.py.
         said = str(error).strip()
         raise UndecidedError(
             f"The solver stopped before it found a choice within the limits, perhaps for lack of memory: {said}."

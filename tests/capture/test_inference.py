@@ -189,6 +189,11 @@ def test_nan_outputs_are_refused() -> None:
         capture(model, (torch.randn(2, 8),))
 
 
+def test_an_empty_batch_is_refused_for_nothing_could_be_compared() -> None:
+    with pytest.raises(InputsError, match=r"nothing but empty tensors.*\[0, 4\]"):
+        capture(nn.Linear(8, 4), (torch.randn(0, 8),))
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = mlp().train()
     model[2].eval()

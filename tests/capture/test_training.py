@@ -587,3 +587,8 @@ def test_a_tiny_huggingface_model(kind: str) -> None:
 
 def test_every_refusal_is_one_of_ours() -> None:
     assert issubclass(CaptureError, EffcompileError) and issubclass(InputsError, EffcompileError)
+
+
+def test_an_empty_batch_is_refused_for_nothing_could_be_compared() -> None:
+    with pytest.raises(InputsError, match="x is an empty batch"):
+        capture_training(nn.Linear(8, 4), (), {"x": torch.randn(0, 8)}, loss=lambda outputs, inputs: outputs.sum())

@@ -19,6 +19,7 @@ import onnxscript.optimizer
 import torch
 from torch import fx
 
+from effcompile.backends.indices import raising
 from effcompile.core.errors import LoweringError
 from effcompile.core.torch_compat import kept_onnx_registry
 from effcompile.ir.export import reexport, refresh_shapes
@@ -52,7 +53,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
     Raises:
         LoweringError: torch.onnx has no translation for something; names the operator.
     """
-    program = without_ours(program)
+    program = raising(without_ours(program))
     try:
         exported = reexport(program)
     except Exception as error:

@@ -88,7 +88,7 @@ def open_session(model: Path | bytes, settings: Settings | None = None) -> onnxr
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1
     options.enable_cpu_mem_arena = settings.arena
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what fails is raised, with the same words
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if settings.spinning else "0")
     options.add_session_config_entry("session.force_spinning_stop", "1")  # threads do not burn a core between calls
     source = str(model) if isinstance(model, Path) else model

@@ -13,9 +13,10 @@ import torch
 
 from effcompile.backends import resident
 from effcompile.backends.base import Run
+from effcompile.backends.indices import flagged
 from effcompile.backends.openvino import model as models
 from effcompile.backends.openvino.measure import KERNELS, measure
-from effcompile.backends.openvino.shapes import Shaped
+from effcompile.backends.openvino.shapes import FLAG, Shaped
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.stages import first_line
@@ -81,11 +82,14 @@ class OpenVino:
         """
         if refusal := _why_not(program):
             raise LoweringError(f"OpenVINO cannot run {program.name} as planned: {refusal}.")
-        converted = models.convert(program)
+        checked = flagged(program)
+        converted = models.convert(checked)
         names = models.names_of_sites(program, converted) | models.names_of_attentions(program, converted)
         quantized = models.quantize(program, converted, names, calibration)
         precision = "bf16" if BF16 in _linear_formats(program) else "f32"
         quantized.set_rt_info(precision, ["runtime_options", "INFERENCE_PRECISION_HINT"])
+        if checked is not program:
+            quantized.set_rt_info("the last output", FLAG)
         return _compile(program, quantized, names, precision)
 
     def open(self, directory: Path, plan: Plan) -> Run:

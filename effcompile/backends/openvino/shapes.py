@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 
 from effcompile.backends.openvino.measure import config
+from effcompile.core.errors import LoweringError
+
+#: Where a model says that its last output tells whether all indices were in range.
+FLAG = ["effcompile", "indices_in_range"]
 
 
 class Shaped:
@@ -21,7 +25,7 @@ class Shaped:
     """
 
     def __init__(self, model: Any, precision: str) -> None:
-        self._model, self._precision = model, precision
+        self._model, self._precision, self._flagged = model, precision, bool(model.has_rt_info(FLAG))
         self._sizes: tuple[tuple[int, ...], ...] | None = None
         self._for_sizes: Any = None
         self._for_any: Any = None
@@ -31,7 +35,7 @@ class Shaped:
         """One call.
 
         Raises:
-            RuntimeError: OpenVINO cannot compile or run it.
+            RuntimeError: OpenVINO cannot compile or run it. LoweringError: an index that the model computed is in no row.
         """
         sizes = tuple(array.shape for array in arrays)
         if self._sizes is None:
@@ -40,7 +44,13 @@ class Shaped:
         if sizes != self._sizes and self._for_any is None:
             self._for_any = self._request(self._model)
         request = self._for_sizes if sizes == self._sizes else self._for_any
-        return list(request.infer(list(arrays), share_inputs=True).values())
+        outputs = list(request.infer(list(arrays), share_inputs=True).values())
+        if self._flagged and not bool(outputs.pop()):
+            raise LoweringError(
+                "An index that the model computes from these inputs is negative or too large for what is looked up, and the model itself "
+                "raises for it, too. Give other inputs."
+            )
+        return outputs
 
     def _request(self, model: Any) -> Any:
         import openvino

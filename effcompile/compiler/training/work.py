@@ -16,6 +16,7 @@ from effcompile.backends import triton
 from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.source import Source
 from effcompile.capture.training import Loss
+from effcompile.capture.training_inputs import after_pre_hooks
 from effcompile.compiler.machine import resolve
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training import verify
@@ -134,7 +135,7 @@ class Work:
             taken = inspect.signature(self.model.forward).parameters
             if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
                 kwargs = {name: value for name, value in kwargs.items() if name in taken}
-        outputs = self.model(*args, **kwargs)
+        outputs = self.model.forward(*args, **kwargs)  # as captured: hooks on the outermost module run around a planned step, too
         whole = (self.args, dict(self.kwargs)) if self.args and self.kwargs else self.args or dict(self.kwargs)
         return verify.loss_of(outputs, whole, self.loss)
 
@@ -147,7 +148,7 @@ def make_work(
 
     Inputs that an upstream model made are cut from it, so that verification makes no gradients there.
     """
-    kwargs = with_items_as_tensor(kwargs)
+    args, kwargs = after_pre_hooks(model, args, with_items_as_tensor(kwargs))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
     machine = resolve(target, [])
     devices = {tensor.device.type for tensor in model.parameters()}

@@ -114,17 +114,16 @@ class _System:
             if left < 0:  # hopeless, and z3's simplex says so at once when asked for nothing else
                 alone = z3.Solver()
                 alone.add(*(n >= 0 for counts in self.counts for n in counts), surrogate)
-                return ask(alone), []
+                return ask(alone)[0], []
             solver.add(self._instant(i, phase), surrogate)
         if self.links.host is not None:
             solver.add(_sum([(way.host, n) for way, n in self._ways()]) <= self.links.host)
         terms = [(way.ticks // grain, n) for way, n in self._ways()]
         solver.add(_sum(terms) <= (target - 1) // grain)
         solver.set("timeout", max(1, int(seconds * 1000)))
-        answer = ask(solver)
-        if answer != z3.sat:
+        answer, model = ask(solver)
+        if model is None:
             return answer, []
-        model = solver.model()
         return answer, [[model.eval(n, model_completion=True).as_long() for n in counts] for counts in self.counts]
 
     def _ways(self) -> list[tuple[Way, z3.ArithRef]]:

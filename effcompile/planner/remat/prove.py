@@ -84,8 +84,7 @@ def _another(terms: _Terms, solver: z3.Solver, front: Front, limit: int | None, 
     solver.push()
     solver.add(*_uncovered(terms, _under(front, limit)))
     solver.set("timeout", max(1, int(left * 1000)))
-    answer = ask(solver)
-    model = solver.model() if answer == z3.sat else None
+    answer, model = ask(solver)
     solver.pop()
     if model is None:
         return answer

@@ -1,0 +1,102 @@
+"""What an artifact takes, as data in its plan: whoever opens it without the model refuses the calls that an Executable would."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+#: How torch.export says what must be so of sizes.
+_SIZE = re.compile(r"L\['(?P<name>\w+)'\]\.size\(\)\[(?P<axis>\d+)\]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInput:
+    """One tensor of a call.
+
+    Attributes:
+        name: of the graph's input. `place`: where it stands in a call, as its guard names it: `inputs['batch']['mask']`.
+        sizes: of its axes, a name where the size is free; equal names are equal sizes.
+        rows: its values are at least 0 and below this; 0: they are not looked up.
+    """
+
+    name: str
+    place: str
+    dtype: str
+    device: str
+    sizes: tuple[int | str, ...]
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """The calls that an artifact holds for.
+
+    Attributes:
+        parameters: names of the arguments that can be given by position.
+        inputs: the tensors, in the order of the graph.
+        fixed: place → value, as text, of what else was given when the plan was made. `left_out`: the same of what was not: defaults.
+        bounds: name of an axis → its least and greatest size (None: any).
+        not_one: sets of axes that may not all be 1.
+        example: sizes of the axes when the plan was made.
+        related: the sizes hang together in ways that are not told here, so that only those of the example are known to be right.
+    """
+
+    parameters: tuple[str, ...]
+    inputs: tuple[TensorInput, ...]
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
+    not_one: tuple[tuple[str, ...], ...] = ()
+    example: Mapping[str, int] = field(default_factory=dict)
+    related: bool = False
+
+    def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """Why tensors of these shapes are not taken; None where they are."""
+        sizes: dict[str, int] = {}
+        for given, shape in zip(self.inputs, shapes, strict=True):
+            fits = len(shape) == len(given.sizes)
+            for wanted, size in zip(given.sizes, shape, strict=False):
+                fits = fits and size == (sizes.setdefault(wanted, size) if isinstance(wanted, str) else wanted)
+            if not fits:
+                return f"{given.name} is {list(shape)}; the artifact takes [{' × '.join(map(str, given.sizes))}]{_at(sizes)}"
+        for name, size in sizes.items():
+            low, high = self.bounds.get(name, (1, None))
+            if size < max(low, 1) or (high is not None and size > high):
+                return f"{name} = {size}; the artifact takes {low} to {'any' if high is None else high}"
+        if any(names and all(sizes.get(name) == 1 for name in names) for names in self.not_one):
+            return f"the artifact was seen not to be the model at {_at(sizes).removeprefix(' at ')}"
+        if self.related and any(sizes[name] != self.example.get(name) for name in sizes):
+            return f"sizes of this model hang together, so that its artifact takes those of its example alone:{_at(self.example)}"
+        return None
+
+
+def _at(sizes: Mapping[str, int]) -> str:
+    return f" at {', '.join(f'{name}={size}' for name, size in sizes.items())}" if sizes else ""
+
+
+def told(guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Mapping[str, tuple[int, int | None]]) -> bool:
+    """Whether a guard of torch.export follows from fixed sizes, equal names and bounds: a comparison of a size with another or a number."""
+    left, comparison, right = (*re.split(r" (==|<=|>=|<|>) ", guard, maxsplit=1), "", "")[:3]
+    a, b = _side(left, sizes), _side(right, sizes)
+    if not comparison or a is None or b is None:
+        return False
+    if isinstance(a, int) and isinstance(b, int):
+        return True  # of fixed sizes, and so of the example's
+    if a == b:
+        return comparison in ("==", "<=", ">=")
+    if isinstance(a, str) and isinstance(b, int):
+        low, high = bounds.get(a, (0, None))
+        above = high is not None and (high <= b if comparison == "<=" else high < b)
+        below = low >= b if comparison == ">=" else low > b
+        return above if comparison in ("<=", "<") else below if comparison in (">=", ">") else False
+    return False
+
+
+def _side(text: str, sizes: Mapping[str, Sequence[int | str]]) -> int | str | None:
+    """A number, or what the size of an axis is."""
+    if text.isdigit():
+        return int(text)
+    found = _SIZE.fullmatch(text)
+    axes = sizes.get(found["name"]) if found else None
+    return axes[int(found["axis"])] if found and axes is not None and int(found["axis"]) < len(axes) else None
