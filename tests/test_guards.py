@@ -265,6 +265,7 @@ def test_a_few_elements_written_through_data_are_noticed_in_time() -> None:
     calls = int(said.partition("within ")[2].split()[0])
     for _ in range(2 * calls):
         run(x)
+    before = model.up.weight.data[777].clone()
     model.up.weight.data[777, 3] += 1
 
     def called(times: int) -> None:
@@ -275,9 +276,9 @@ def test_a_few_elements_written_through_data_are_noticed_in_time() -> None:
         called(calls)
     with pytest.raises(GuardError, match=r"model.up.weight was changed"):
         run(x)  # and not forgotten
-    model.up.weight.data[777, 3] -= 1
+    model.up.weight.data[777] = before
     run(x)
-    before = model.down.weight.data[5, 1000].clone()
+    before = model.down.weight.data[5].clone()
     model.down.weight.data[5, 1000] = 7
     with pytest.raises(GuardError, match=r"model.down.weight was changed"):
         run.check_weights()
@@ -285,6 +286,6 @@ def test_a_few_elements_written_through_data_are_noticed_in_time() -> None:
     with pytest.raises(GuardError, match=r"model.down.weight was changed"):
         run(x)  # whoever changes the mode may have trained
     model.eval()
-    model.down.weight.data[5, 1000] = before
+    model.down.weight.data[5] = before
     run.check_weights()
     torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)

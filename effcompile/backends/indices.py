@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,9 +29,15 @@ def bounded_inputs(program: Program) -> dict[fx.Node, int]:
 
 
 def unchecked(program: Program) -> list[Lookup]:
-    """The lookups whose index nobody has looked at before: it is computed in the graph, and may be negative."""
-    checked = bounded_inputs(program)
-    return [found for found in may_be_negative(program) if found.source not in checked]
+    """The lookups whose index nobody has looked at before: it is computed in the graph, and may be negative, or too large in silence."""
+    checked, negative = bounded_inputs(program), {found.node for found in may_be_negative(program)}
+
+    def passes(found: Lookup) -> bool:
+        if found.node.target is aten.one_hot.default:
+            return not reads_inputs(found.index) or checked.get(found.source, math.inf) <= found.size
+        return found.source in checked or found.node not in negative
+
+    return [found for found in lookups(program) if not passes(found)]
 
 
 def raising(program: Program) -> Program:

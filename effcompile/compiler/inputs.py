@@ -76,7 +76,7 @@ class GraphInputs:
         program, call, domain = self._program, self._program.call, domain_of(self._program)
         assert call is not None
         rows = {bound.index: bound.size for bound in self._bounds}
-        sizes = {spec.name: spec.shape for spec in program.inputs}
+        sizes = {place.guarded.removeprefix("inputs"): spec.shape for spec, (place, _) in zip(program.inputs, call.tensors, strict=True)}
         return Signature(
             parameters=call.positional,
             inputs=tuple(

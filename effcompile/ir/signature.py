@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 #: How torch.export says what must be so of sizes.
-_SIZE = re.compile(r"L\['(?P<name>\w+)'\]\.size\(\)\[(?P<axis>\d+)\]")
+_SIZE = re.compile(r"L(?P<place>(\['\w+'\]|\[\d+\])+)\.size\(\)\[(?P<axis>\d+)\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,12 @@ def _at(sizes: Mapping[str, int]) -> str:
 
 
 def told(guard: str, sizes: Mapping[str, Sequence[int | str]], bounds: Mapping[str, tuple[int, int | None]]) -> bool:
-    """Whether a guard of torch.export follows from fixed sizes, equal names and bounds: a comparison of a size with another or a number."""
+    """Whether a guard of torch.export follows from fixed sizes, equal names and bounds: a comparison of a size with another or a number.
+
+    `sizes`: of the tensor at a place (`['batch']['mask']`). Guards of plain values follow, for these are fixed.
+    """
+    if ".size()" not in guard:
+        return True
     left, comparison, right = (*re.split(r" (==|<=|>=|<|>) ", guard, maxsplit=1), "", "")[:3]
     a, b = _side(left, sizes), _side(right, sizes)
     if not comparison or a is None or b is None:
@@ -98,5 +103,5 @@ def _side(text: str, sizes: Mapping[str, Sequence[int | str]]) -> int | str | No
     if text.isdigit():
         return int(text)
     found = _SIZE.fullmatch(text)
-    axes = sizes.get(found["name"]) if found else None
+    axes = sizes.get(found["place"]) if found else None
     return axes[int(found["axis"])] if found and axes is not None and int(found["axis"]) < len(axes) else None

@@ -175,7 +175,8 @@ def _part(signs: _Signs, node: fx.Node) -> bool:
     source, number = node.args
     if not isinstance(source, fx.Node) or source.target not in (*_ORDERED, *_DIVIDED):
         return False
-    return (source.target in _ORDERED and number == 1) or signs.never_negative(source.args[0])
+    places = source.target in _ORDERED and isinstance(number, int) and number == 1
+    return places or signs.never_negative(source.args[0])
 
 
 def _always(signs: _Signs, node: fx.Node) -> bool:

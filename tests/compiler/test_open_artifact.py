@@ -114,7 +114,9 @@ def test_the_signature_is_read_back_as_it_was_written(opened: Artifact, tmp_path
         ("Mod(L['x'].size()[0], 4) == 0", False),
         ("L['x'].size()[0] * 2 <= 512", False),
         ("L['z'].size()[0] == 1", False),
+        ("L['d']['k'].size()[0] == L['x'].size()[0]", True),
+        ("L['alpha'] == 2.0", True),
     ],
 )
 def test_guards_that_follow_from_the_rest(guard: str, follows: bool) -> None:
-    assert told(guard, {"x": ("seq", 8), "y": ("batch", "seq")}, {"seq": (2, 512)}) is follows
+    assert told(guard, {"['x']": ("seq", 8), "['y']": ("batch", "seq"), "['d']['k']": ("seq",)}, {"seq": (2, 512)}) is follows

@@ -401,6 +401,62 @@ def check(case: Case, tally: Counter[str]) -> None:
                 return
             for way, args, kwargs in calls:
                 compare(case, Flat(model), opened, f"{way}, saved and opened", args, kwargs, tally)
+    changed(case, model, run, example, tally)
+
+
+def changed(case: Case, model: Model, run: Any, example: dict[str, Tensor], tally: Counter[str]) -> None:
+    """The model is changed, one thing at a time: each answer is that of the changed model, or the call is refused."""
+    for name, change in CHANGES.items():
+        undo = change(model)
+        try:
+            compare(case, model, run, f"changed: {name}", (), example, tally)
+        finally:
+            undo()
+        tally[f"inference: {case.backend}: changes of the model"] += 1
+
+
+Undo = Callable[[], object]
+
+
+def _hooked(model: Model) -> Undo:
+    return model.layers[0].register_forward_hook(lambda module, given, result: result * 2).remove
+
+
+def _replaced(model: Model) -> Undo:
+    before = model.layers[-1]
+    model.layers[-1] = nn.Identity()
+    return lambda: model.layers.__setitem__(len(model.layers) - 1, before)
+
+
+def _longer(model: Model) -> Undo:
+    model.layers.append(nn.Tanh())
+    return lambda: model.layers.__delitem__(len(model.layers) - 1)
+
+
+def _other_output(model: Model) -> Undo:
+    before, model.output = model.output, "bool" if model.output != "bool" else "tensor"
+    return lambda: setattr(model, "output", before)
+
+
+def _one_element(model: Model) -> Undo:
+    """Through .data: no version counts it. Small models are looked at whole at each call."""
+    parameter = list(model.parameters())[-1]
+    parameter.data.view(-1)[-1] += 3
+    return lambda: None
+
+
+def _all_weights(model: Model) -> Undo:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    return lambda: None
+
+
+#: Those that cannot be taken back come last.
+CHANGES: dict[str, Callable[[Model], Undo]] = {
+    "a hook": _hooked, "a layer replaced": _replaced, "a layer more": _longer, "an attribute": _other_output,
+    "one element of a weight": _one_element, "all weights": _all_weights,
+}  # fmt: skip
 
 
 def answers(model: nn.Module, example: dict[str, Tensor]) -> bool:
@@ -471,7 +527,8 @@ def compare(
                 run(*args, **kwargs)
             tally[f"inference: {case.backend}: calls refused as eager's are"] += 1
             return
-    before = [leaf.clone() for leaf in pytree.tree_leaves((args, kwargs))]
+    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    before = [leaf.clone() for leaf in given]
     try:
         found = run(*args, **kwargs)
     except InternalError:
@@ -482,7 +539,7 @@ def compare(
             raise AssertionError(f"{way}: refused") from error
         return
     tally[f"inference: {case.backend}: answers compared"] += 1
-    assert all(torch.equal(a, b) for a, b in zip(before, pytree.tree_leaves((args, kwargs)), strict=True)), f"{way}: inputs were changed"
+    assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True)), f"{way}: inputs were changed"
     ours, theirs = (pytree.tree_flatten_with_path(output)[0] for output in (found, wanted))
     assert [path for path, _ in ours] == [path for path, _ in theirs], f"{way}: another structure"
     for (path, a), (_, b) in zip(ours, theirs, strict=True):

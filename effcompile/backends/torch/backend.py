@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from effcompile.backends.base import Run
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import edit
-from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load, lower_eager, lower_inductor
+from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load_flat, lower_eager, lower_inductor
 from effcompile.backends.torch.measure import measure
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
@@ -85,14 +85,10 @@ class TorchInductor:
 
 
 def _open(directory: Path) -> Run:
-    call = load(directory / ARTIFACT)
+    call = load_flat(directory / ARTIFACT)
 
     def run(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        try:
-            outputs = call(**tensors)
-        except TypeError:  # captured with positional inputs
-            outputs = call(*tensors.values())
-        return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in pytree.tree_leaves(call(list(tensors.values()))) if isinstance(leaf, torch.Tensor)]
 
     return run
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.pack import flatten, pack
@@ -80,6 +82,24 @@ def load(path: Path) -> Callable[..., Any]:
     Raises:
         UsageError: no such file. FormatError: not a model.pt2 of effcompile.
     """
+    return _loaded(path)[1]
+
+
+def load_flat(path: Path) -> Callable[[Sequence[torch.Tensor]], Any]:
+    """The same as a function of the flat tensors alone: what else the model was given stands in the artifact. Raises what `load` does."""
+    exported, run = _loaded(path)
+    given = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+
+    def call(tensors: Sequence[torch.Tensor]) -> Any:
+        left = iter(tensors)
+        leaves = [arg.value if isinstance(arg, ConstantArgument) else next(left) for arg in given]
+        args, kwargs = pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
+        return run(*args, **kwargs)
+
+    return call
+
+
+def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any]]:
     if not path.is_file():
         raise UsageError(f"There is no {str(path)!r}. Give the folder that `effcompile optimize -o` wrote.")
     torch_compat.allow_tracing_packing()
@@ -98,7 +118,7 @@ def load(path: Path) -> Callable[..., Any]:
         with torch.no_grad():
             return run(*args, **kwargs)
 
-    return call
+    return exported, call
 
 
 def lower_eager(program: Program) -> TorchLowered:

@@ -20,6 +20,7 @@ USES: dict[str, Use] = {
     "index_select": lambda model, h, at: h + model.table.weight.index_select(0, at.flatten()).view_as(h),
     "scatter": lambda model, h, at: h.scatter(2, at.unsqueeze(-1), 1.0),
     "one_hot": lambda model, h, at: h + F.one_hot(at, 8),
+    "one_hot, never negative": lambda model, h, at: h + F.one_hot((2 * at - 7).abs(), 8),
     "nll_loss": lambda model, h, at: F.nll_loss(h.flatten(0, 1).log_softmax(-1), at.flatten(), reduction="none"),
 }
 
