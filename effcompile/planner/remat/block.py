@@ -10,7 +10,7 @@ measure of the front. Three stages find the front and one proves it, and each on
     labels     dynamic program over the operators in reverse (search.py), first with few labels, then with all it takes.
                Exact where no label was dropped for lack of room
     z3         refutes "there is an option that none of these covers" (prove.py): the mathematics, constraint by
-               constraint. What z3 finds instead is added, and it is asked again
+               constraint. What z3 finds instead is added, and it is asked again. Not where the labels' time ran out
     check      every option's figures come from the simulator, which knows nothing of the other two     `simulate.option`
 
 Seconds are compared in whole ticks: exactly where 2^30 of them make up the block's time, else rounded up to that.
@@ -39,6 +39,7 @@ from effcompile.planner.remat.simulate import check_block, option
 _ROOMS = (60, 600, 4000)  # labels at a time, pass after pass: each pass prunes with what the one before found
 _SEARCH_SHARE = 0.8  # of the time; the rest is z3's
 _MOST_KNOWN = 1000
+_LEVELS = 16  # thresholds of the greedy options, about
 _WORTH_KEEPING = 0.02  # seconds of search
 #: Problem and points (their hash) → seconds that were given, and the front: subsets of levers have most of their problems in common.
 _known: dict[str, tuple[float, BlockFront]] = {}
@@ -134,8 +135,10 @@ def _found(problem: BlockProblem, timeout: float, points: int) -> BlockFront:
     start = time.monotonic()
     small, front = layout(problem), Front()
     _greedy(small, front)
-    complete = any(search(small, front, room=room, deadline=start + _SEARCH_SHARE * timeout) for room in _ROOMS)
-    proven = prove(small, front, deadline=start + timeout)
+    until = start + _SEARCH_SHARE * timeout
+    complete = any(search(small, front, room=room, deadline=until) for room in _ROOMS)
+    in_time = complete or time.monotonic() < until  # else z3 has no chance either
+    proven = in_time and prove(small, front, deadline=start + timeout)
     found = [_option(problem, small, codes) for codes in front.points.values()]
     options = _pareto([o for o in found if o is not None], problem.scarce)
     return BlockFront(
@@ -178,11 +181,11 @@ def _greedy(small: Layout, front: Front) -> None:
     depth = max(map(len, small.forms), default=0)
     worth = [small.ticks[u] / max(1, small.size[v]) if (u := small.maker[v]) >= 0 else math.inf for v in range(len(small.names))]
     levels = sorted(set(worth))
-    for level in [*levels[:: max(1, len(levels) // 40)], math.inf]:
-        kept = frozenset(v for v, w in enumerate(worth) if w >= level)
-        for chosen in (kept, *(some for m in range(depth) for some in _in_form(small, kept, m))):
-            point, codes, _ = replayed(small, grid, chosen)
-            front.add(point, codes)
+    tried = [frozenset(v for v, w in enumerate(worth) if w >= level) for level in [*levels[:: max(1, len(levels) // _LEVELS)], math.inf]]
+    tried += [some for kept in tried for m in range(depth) for some in _in_form(small, kept, m)]
+    for chosen in dict.fromkeys(tried):
+        point, codes, _ = replayed(small, grid, chosen)
+        front.add(point, codes)
 
 
 def _in_form(small: Layout, kept: frozenset[int], m: int) -> list[frozenset[int]]:

@@ -229,7 +229,7 @@ def _after(layout: Layout, grid: Grid, group: _Labels, u: int, keep: list[int], 
     for v, form in away.items():
         _put_away(layout, grid, load, v, form, group.need[v])
         late = _later(grid, late, u, form, group.need[v][0])
-        taken += np.array([form.held, form.ticks, form.host], dtype=np.int64)
+        taken += (form.held, form.ticks, form.host)
         _mark(codes, layout.code(v, layout.forms[v].index(form)))
     return _Labels(need, load, late, taken, codes)
 
