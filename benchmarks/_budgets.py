@@ -42,13 +42,13 @@ def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
     figures = Figures(target=load_target("cpu-generic"), here=True)
     made, _ = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
     found = prepare(step, made, checkpoint, figures)
-    low = min(leanest(prepared, checkpoint) for prepared in found.variants)
-    high = fastest(found, checkpoint, None).trace.peak_bytes
+    low = min(leanest(prepared) for prepared in found.variants)
+    high = fastest(found, None).trace.peak_bytes
     eager = verify.run(lambda: model(**batch).loss, model)
     unplanned: dict[int, verify.Result] = {}
     for k in range(count):
         budget = low + round((high - low) * k / max(1, count - 1))
-        best = fastest(found, checkpoint, budget)
+        best = fastest(found, budget)
         runner = StepRunner(model, best.prepared.step, best.emitted)
         ran = verify.run(lambda: runner.loss((), batch), model)  # noqa: B023
         reference = unplanned.setdefault(id(best.prepared), _unplanned(model, batch, best.prepared))

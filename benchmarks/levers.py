@@ -35,9 +35,8 @@ class Request:
 
     name: str
     work: Any
-    found: Any
     subsets: Any
-    divisions: Any
+    branches: Any
 
 
 def main() -> int:
@@ -63,8 +62,8 @@ def main() -> int:
 def _request(name: str, options: argparse.Namespace) -> Request:
     import torch
 
+    from effcompile.compiler.training.branches import Branches
     from effcompile.compiler.training.levers import Subsets
-    from effcompile.compiler.training.microbatch import Divisions
     from effcompile.compiler.training.work import make_work
     from effcompile.core.goal import Goal
 
@@ -73,10 +72,9 @@ def _request(name: str, options: argparse.Namespace) -> Request:
     passes = [f"offload.bandwidth={options.bandwidth}", *PASSES, *(["microbatch"] if options.microbatch else [])]
     adam = lambda parameters: torch.optim.AdamW(parameters, foreach=False)  # noqa: E731
     work = make_work(model, (), batch, goal, "auto", passes, None, progress=_quiet(), optimizer=adam)
-    found = work.prepare(work.capture(False))
-    divisions = Divisions(work=work)
-    list(divisions.every(found))
-    return Request(name=name, work=work, found=found, subsets=Subsets.of(divisions, found), divisions=divisions)
+    branches = Branches(work=work, case=work.capture(False))
+    subsets = Subsets(found=list(branches.every()), levers=work.passes.levers, figures=work.figures)
+    return Request(name=name, work=work, subsets=subsets, branches=branches)
 
 
 def _quiet() -> Any:
@@ -129,13 +127,13 @@ def _run(request: Request, joint: Any, budget: int) -> dict[str, Any]:
 
     from effcompile.compiler.training import confirm
     from effcompile.compiler.training.build import build_plan
-    from effcompile.compiler.training.microbatch import runner_of
+    from effcompile.compiler.training.in_parts import runner_of
 
     confirm._TIMING_SECONDS = 0.0
     work, best = request.work, joint.schedule
-    plan = build_plan(joint, request.divisions.chosen_from(request.found, joint), work.figures, replace(work.goal, memory=budget))
-    runner = runner_of(work.model, best.prepared, best.emitted, joint.parts)
-    made = confirm.verified(work, best.prepared, runner, plan, joint.states, joint.parts)[0].plan
+    plan = build_plan(joint, request.branches.chosen_from(joint), work.figures, replace(work.goal, memory=budget))
+    runner = runner_of(work.model, joint.case, best.emitted)
+    made = confirm.verified(work, best.prepared, runner, plan)[0].plan
     pool = [int(found) for note in made.notes for found in POOL.findall(note)]
     return {
         "peak": made.measured.peak_bytes, "predicted": made.predicted.peak_bytes, "error": made.checks[0].error,

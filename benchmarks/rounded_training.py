@@ -17,6 +17,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
     adam: Callable[[Any], Any] = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False)  # noqa: E731
     work = make_work(model, (), batch, goal, "auto", passes, None, QUIET, adam)
     found = work.prepare(work.capture(False))
-    ways = [way for way in work.ways(found.captured)[0] if (way.form.name == EIGHT_BIT) == eight_bit and not way.consumed]
-    subsets = Subsets(found=found, ways=ways[:1], levers=work.passes.levers, checkpoint=work.passes.checkpoint, figures=work.figures)
+    wanted = [p for p in found.variants if (p.case.states.form.name == EIGHT_BIT) == eight_bit and not p.case.states.consumed]
+    subsets = Subsets(found=[replace(found, variants=wanted[:1])], levers=work.passes.levers, figures=work.figures)
     least = None
     if compress:
         try:
@@ -90,7 +91,7 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
     joint = subsets.solve(("compress",) if compress else (), least)
     plan = build_plan(joint, found, work.figures, goal)
     best = joint.schedule
-    return confirm.verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), plan, joint.states)[0]
+    return confirm.verified(work, best.prepared, StepRunner(model, best.prepared.step, best.emitted), plan)[0]
 
 
 def _gradient(name: str) -> dict[str, Any]:

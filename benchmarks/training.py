@@ -163,13 +163,13 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
         made, _ = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
         found = prepare(step, made, checkpoint, figures)
     keep_figures(figures.known)
-    least = min(leanest(prepared, checkpoint) for prepared in found.variants) - base
+    least = min(leanest(prepared) for prepared in found.variants) - base
     print(f"\n  smallest feasible peak above the parameters: {least / MB:.1f} MB")
     ways = []
     for budget in budgets:
         start = time.perf_counter()
         try:
-            best = fastest(found, checkpoint, int(budget * MB + base))
+            best = fastest(found, int(budget * MB + base))
         except InfeasibleError as error:
             print(f"  {error}")
             continue

@@ -42,7 +42,8 @@ def context(*, here: bool = False, **forbidden: str) -> Context:
 
 def forms_of(step: Step, *passes: StepPass, **forbidden: str) -> tuple[list[Case], list[Declined]]:
     """The forms of a step that these passes have, and what they decline."""
-    return forms(passes, Case(step=step), context(**forbidden))
+    found = forms(passes, Case(step=step), context(**forbidden))
+    return found.cases, list(found.declined)
 
 
 class Layer(nn.Module):

@@ -62,23 +62,25 @@ PASSES: dict[str, type[Any]] = {
     "sparsify": Sparsify,
 }
 
-#: Ours that change the form of a whole training step (training/base.py), in order of application: those that capture it anew, then
-#: those that change its graph. Those of installed packages come before the last.
-_OWN_STEP_PASSES: dict[str, type[Any]] = {
+#: Ours that decide about a whole training step (training/base.py), in order of application. First those whose options are captured
+#: when the search takes them up; then those that capture the step anew, and those that change its graph: those of installed packages
+#: come before the last of them; then what stands beside the step.
+_CAPTURED_LATE: dict[str, type[Any]] = {"microbatch": Microbatch}
+_OF_THE_GRAPH: dict[str, type[Any]] = {
     "precision": Precision,
     "attention": FusedAttention,
     "loss_head": LossHeads,
     "pointwise": Pointwise,
 }
+_BESIDE: dict[str, type[Any]] = {"states": States}
+_OWN_STEP_PASSES = {**_CAPTURED_LATE, **_OF_THE_GRAPH, **_BESIDE}
 
-#: The passes of a training step: those of its form, of its blocks, and of what stands beside it.
+#: The passes of a training step: those of the whole step, and those of its blocks.
 TRAINING_PASSES: dict[str, type[Any]] = {
     **_OWN_STEP_PASSES,
     "checkpoint": Checkpoint,
-    "states": States,
     "offload": Offload,
     "compress": Compress,
-    "microbatch": Microbatch,
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
@@ -144,13 +146,20 @@ def load_passes(spec: Sequence[str] | None = None) -> tuple[Pass, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPasses:
-    """The passes of a training step: of its form, in order of application; of its blocks; of what stands beside it."""
+    """The passes of a training step: of the whole step, in order of application; of its blocks.
 
+    late: those of the whole step, the first ones, whose options are captured when the search takes them up.
+    """
+
+    late: tuple[StepPass, ...] = ()
     step: tuple[StepPass, ...]
     checkpoint: Checkpoint
     levers: Levers
-    states: States
-    microbatch: Microbatch | None
+
+    @property
+    def whole(self) -> tuple[StepPass, ...]:
+        """Those of the whole step."""
+        return (*self.late, *self.step)
 
     @property
     def exact(self) -> tuple[TrainingPasses, list[str]]:
@@ -162,11 +171,11 @@ class TrainingPasses:
         return replace(self, step=step, levers=replace(self.levers, compress=None)), others
 
     def carrying_out(self, names: Collection[str]) -> TrainingPasses:
-        """With those of ours that change the form of the step and are named, whether they were left out or not."""
-        have = {each.name: each for each in self.step}
+        """With those of ours that decide about the whole step and are named, whether they were left out or not."""
+        have = {each.name: each for each in self.whole}
         ours = {name: have.get(name) or cls() for name, cls in _OWN_STEP_PASSES.items() if name in have or name in names}
-        installed = tuple(each for each in self.step if each.name not in ours)
-        return replace(self, step=_in_order(ours, installed))
+        late, step = _in_order({**have, **ours})
+        return replace(self, late=late, step=step)
 
 
 def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = False, linked: bool = False) -> TrainingPasses:
@@ -186,20 +195,28 @@ def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = F
     if "checkpoint" not in selected:
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
-    ours = {name: each for name, each in made.items() if name in _OWN_STEP_PASSES}
+    made.setdefault(States.name, States(offload=False))  # left out: held as given
+    late, step = _in_order({name: each for name, each in made.items() if name in _OWN_STEP_PASSES or name not in TRAINING_PASSES})
     return TrainingPasses(
-        step=_in_order(ours, (each for name, each in made.items() if name not in TRAINING_PASSES)),
+        late=late,
+        step=step,
         checkpoint=made["checkpoint"],
         levers=Levers(offload=made.get("offload"), compress=made.get("compress")),
-        states=made.get("states", States(offload=False)),  # left out: held as given
-        microbatch=made.get("microbatch"),
     )
 
 
-def _in_order(ours: Mapping[str, StepPass], installed: Iterable[StepPass]) -> tuple[StepPass, ...]:
-    """Passes over the form of a step in order of application: those of installed packages before our last one."""
-    *first, last = _OWN_STEP_PASSES
-    return (*(ours[name] for name in first if name in ours), *installed, *([ours[last]] if last in ours else []))
+def _in_order(passes: Mapping[str, StepPass]) -> tuple[tuple[StepPass, ...], tuple[StepPass, ...]]:
+    """Passes over a whole step in order of application: those captured late, and the others.
+
+    Those of installed packages stand before our last one that changes the graph.
+    """
+    *first, last = _OF_THE_GRAPH
+    installed = [name for name in passes if name not in _OWN_STEP_PASSES]
+
+    def named(names: Iterable[str]) -> tuple[StepPass, ...]:
+        return tuple(passes[name] for name in names if name in passes)
+
+    return named(_CAPTURED_LATE), named((*first, *installed, last, *_BESIDE))
 
 
 def _selected(

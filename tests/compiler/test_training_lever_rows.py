@@ -83,7 +83,7 @@ def test_pairs_that_are_not_looked_at_are_told() -> None:
     figures, levers = Figures(target=load_target("cpu-generic"), here=False), Levers(offload=Offload(bandwidth="40GB"))
     step = capture_training(model, (), batch)
     found = prepare(step, forms_of(step, LossHeads(chunks=2))[0], Checkpoint(), figures, levers=levers)
-    subsets = Subsets(found=found, ways=(), levers=levers, checkpoint=Checkpoint(), figures=figures)
+    subsets = Subsets(found=[found], levers=levers, figures=figures)
     joint = subsets.solve(subsets.names, None)
     assert subsets.names == ("recompute", "offload", "loss head")
     shown, note = lever_rows(subsets, joint, 1 << 40, seconds=0.0)

@@ -208,7 +208,7 @@ def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
     checkpoint = Checkpoint()
     step = capture_training(model, (), batch)
     prepared = prepare(step, [Case(step=step)], checkpoint, figures, levers=levers)
-    subsets = Subsets(found=prepared, ways=(), levers=levers, checkpoint=checkpoint, figures=figures)
+    subsets = Subsets(found=[prepared], levers=levers, figures=figures)
     every = [names for count in (1, 2, 3) for names in combinations(subsets.names, count)]
     assert subsets.names == levers.names
     assert len(every) == 7

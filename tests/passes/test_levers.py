@@ -35,19 +35,19 @@ def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks
 
 def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     plain = TrainingPasses(
-        step=(FusedAttention(), LossHeads(), Pointwise()), checkpoint=Checkpoint(), levers=Levers(), states=States(), microbatch=None
+        step=(FusedAttention(), LossHeads(), Pointwise(), States()), checkpoint=Checkpoint(), levers=Levers()
     )  # fmt: skip
     load = load_training_passes
     assert load(None) == plain
     assert load(["offload", "compress"]) == replace(plain, levers=Levers(offload=Offload(), compress=Compress()))
-    assert load(["offload.host=1GiB", "no-pointwise"]).step == plain.step[:2]
-    assert load(["checkpoint", "offload"]) == replace(plain, step=(), states=States(offload=False), levers=Levers(offload=Offload()))
+    assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:2], States())
+    assert load(["checkpoint", "offload"]) == replace(plain, step=(States(offload=False),), levers=Levers(offload=Offload()))
     assert load(["checkpoint", "no-offload"]).levers == load(["compress.share=0.1", "no-compress"]).levers == Levers()
     assert load(["offload.host=2GiB", "compress"]).levers == Levers(offload=Offload(host="2GiB"), compress=Compress())
     assert load(None, linked=True).levers == load(["no-pointwise"], linked=True).levers == Levers(offload=Offload())
     assert load(["no-offload"], linked=True).levers == load(["checkpoint"], linked=True).levers == Levers()
     assert load(None, inexact=True).step == load(["precision"]).step == (Precision(), *plain.step)
-    assert load(["no-precision"], inexact=True).step == plain.step and load(["microbatch"]).microbatch == Microbatch()
+    assert load(["no-precision"], inexact=True).step == plain.step and load(["microbatch"]).late == (Microbatch(),)
 
 
 def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
@@ -57,7 +57,7 @@ def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
 
 def test_a_plans_own_passes_carry_it_out_also_where_they_were_left_out() -> None:
     left = load_training_passes(["no-pointwise", "no-attention"])
-    assert left.carrying_out({"pointwise", "precision", "states"}).step == (Precision(), LossHeads(), Pointwise())
+    assert left.carrying_out({"pointwise", "precision", "states"}).step == (Precision(), LossHeads(), Pointwise(), States())
 
 
 def test_each_says_whether_it_changes_numbers() -> None:

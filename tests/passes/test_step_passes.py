@@ -12,9 +12,8 @@ from train_helpers import context, forms_of, skips
 from effcompile.capture import capture_training
 from effcompile.core.cost import Cost
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, StepChoice, StepOption, forms, reapplied, told
+from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption, forms, reapplied, told
 from effcompile.passes.training.step_edit import copied
-from effcompile.schedule.blocks import Blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def test_every_combination_of_two_passes_choices_is_a_form_the_step_as_it_is_fir
 
 
 def test_a_plans_decisions_make_the_form_again(step: Step) -> None:
-    nothing: Blocks = None  # type: ignore[assignment]  # these options tell nothing of blocks
+    nothing: Outcome = None  # type: ignore[assignment]  # these options tell nothing more
     for form in forms_of(step, Marks())[0]:
         decisions = [d for chosen in form.taken for d in told(chosen, nothing, Cost(), Cost(), "")]
         assert [d.why for d in decisions if d.option == "on"] == ["why not"] * len(marks(form.step))
@@ -70,7 +69,8 @@ def test_a_plans_decisions_make_the_form_again(step: Step) -> None:
 
 
 def test_what_was_refuted_is_no_form_and_told(step: Step) -> None:
-    found, declined = forms([Marks()], Case(step=step), context(**{"mark a": "on"}))
+    made = forms([Marks()], Case(step=step), context(**{"mark a": "on"}))
+    found, declined = made.cases, made.declined
     assert [marks(form.step) for form in found] == ["", "b"]
     assert [(d.site, d.option, d.by, d.reason) for d in declined] == [("a", "on", "marks", "it was run, and did not hold")]
 

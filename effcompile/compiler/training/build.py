@@ -10,19 +10,18 @@ import torch
 from torch import fx
 
 from effcompile.compiler.search import versions
-from effcompile.compiler.training import microbatch, moved
+from effcompile.compiler.training import moved
 from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.fit import fit
-from effcompile.compiler.training.prepare import Figures, Preparation, Prepared
+from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
 from effcompile.compiler.training.solve import Schedule
-from effcompile.compiler.training.states import decisions, state_notes
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.footprint import GIVEN, GRADIENTS, excess
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Chosen, told
+from effcompile.passes.training.base import Chosen, Outcome, told
 from effcompile.passes.training.checkpoint import carried_out
 from effcompile.planner.remat import BlockOption, Group
 
@@ -34,7 +33,9 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
     """The plan of a schedule and its optimizer states. `found`: what was chosen from."""
     best = joint.schedule
     prepared = best.prepared
-    given = prepared.step if joint.parts is None else joint.parts.step.whole
+    case = prepared.case
+    given = prepared.step if case.division is None else case.division.whole
+    beside = [chosen for chosen in case.taken if chosen.choice.tells and len(chosen.choice.options) > 1]
     timeline = _timeline(joint)
     solution = best.solution
     return Plan(
@@ -49,8 +50,6 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *_checkpoints(best, figures),
             *moved.decisions(best),
             *_whole(joint, found),
-            *microbatch.decisions(joint),
-            *decisions(joint.states, joint.case.given, prepared.step),
         ),
         declined=(
             *_not_taken(best),
@@ -61,9 +60,10 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             status=solution.status,
             objective=joint.seconds,
             bound=joint.bound,
-            gap=max(solution.gap, 1 - joint.bound / joint.seconds) if joint.seconds and (joint.states or joint.parts) else solution.gap,
-            sites=len(prepared.cut.blocks) + bool(joint.states),
-            alternatives=sum(len(prepared.options[stage.kind]) for stage in prepared.stages) + joint.ways,
+            gap=max(solution.gap, 1 - joint.bound / joint.seconds) if joint.seconds and case.seconds_beside else solution.gap,
+            sites=len(prepared.cut.blocks) + len(beside),
+            alternatives=sum(len(prepared.blocks[stage.kind]) for stage in prepared.stages)
+            + sum(len(chosen.choice.options) for chosen in beside),
             seconds=_solving(joint),
             solver=solution.solver,
             rounds=best.rounds,
@@ -77,8 +77,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *_dropped(given),
             *_times(figures),
             *moved.notes(best),
-            *state_notes(joint.states),
-            *microbatch.notes(joint),
+            *case.notes,
             *notes,
         ),
         versions=versions(),
@@ -95,9 +94,9 @@ def _solving(joint: Joint) -> float:
 
 def _baseline(joint: Joint, found: Preparation) -> Totals:
     """The unplanned step, with the optimizer as it was given."""
-    given = joint.case.given
-    if given is None:
+    if joint.case.optimizer is None:
         return Totals(seconds=found.seconds, peak_bytes=found.footprint.peak_bytes, error=0.0)
+    given = joint.case.optimizer.given
     peak = (found.footprint + given.footprint).peak_bytes
     return Totals(seconds=found.seconds + given.seconds, peak_bytes=peak, error=0.0)
 
@@ -130,7 +129,7 @@ def _checkpoints(best: Schedule, figures: Figures) -> list[Decision]:
     decisions = []
     grouped = {i: group for group in best.solution.groups for i in range(group.first, group.last + 1)}
     for i, (block, option) in enumerate(zip(best.prepared.cut.blocks, best.chosen, strict=True)):
-        full = best.prepared.options[block.stage.kind][0]
+        full = best.prepared.blocks[block.stage.kind][0]
         origin = _origin(best, grouped, i)
         name = option.label + (f"; input remade from block {origin}" if origin else "")
         decisions.append(
@@ -164,24 +163,29 @@ def _why(option: BlockOption, full: BlockOption) -> str:
 def _whole(joint: Joint, found: Preparation) -> list[Decision]:
     """What passes have made of the whole step, with its unplanned time and bytes against the same without that one change."""
     best = joint.schedule.prepared
+    outcome = Outcome(
+        case=best.case, cut=best.cut, seconds=best.case.seconds_before_update(joint.schedule.seconds), unplanned_seconds=best.seconds,
+        unplanned=lambda: simulate_unplanned(best.plain).footprint,
+        captured=Cost(seconds=found.seconds, bytes_transient=found.footprint.peak_bytes),
+    )  # fmt: skip
     made: list[Decision] = []
-    for chosen in best.case.taken:
-        if chosen.changes or chosen.option.settings:
+    for chosen in sorted(best.case.taken, key=lambda chosen: chosen.choice.tells):
+        if (chosen.changes or chosen.option.settings) and not chosen.choice.tells:
             plain = _without(chosen, best, found)
             made += told(
-                chosen, best.cut, why=_gain(joint, chosen),
+                chosen, outcome, why=_gain(joint, chosen),
                 cost=Cost(seconds=best.seconds - plain.seconds, bytes_kept=_kept(best), bytes_transient=_end_peak(best)),
                 baseline_cost=Cost(bytes_kept=_kept(plain), bytes_transient=_end_peak(plain)),
             )  # fmt: skip
         elif chosen.option.told is not None:
-            made += chosen.option.told(best.cut)
+            made += chosen.option.told(outcome)
     return made
 
 
 def _without(chosen: Chosen, prepared: Prepared, found: Preparation) -> Prepared:
     """The form of the step that differs in one choice alone, which is as it was; itself where that is none to choose from."""
     wanted = {**prepared.case.options, chosen.choice.kind: chosen.choice.baseline}
-    same = (p for p in found.variants if p.case.options == wanted and p.consumed == prepared.consumed)
+    same = (p for p in found.variants if p.case.options == wanted)
     return next(same, prepared)
 
 
@@ -200,12 +204,12 @@ def _gain(joint: Joint, chosen: Chosen) -> str:
 
 def _kept(prepared: Prepared) -> int:
     """Bytes between forward and backward where all is kept."""
-    return sum(max(option.kept_bytes for option in prepared.options[stage.kind]) for stage in prepared.stages)
+    return sum(max(option.kept_bytes for option in prepared.blocks[stage.kind]) for stage in prepared.stages)
 
 
 def _end_peak(prepared: Prepared) -> int:
     """The least that the last block, which holds the loss head, needs at its highest instant."""
-    return min(max(o.forward_peak, o.backward_peak) for o in prepared.options[prepared.stages[-1].kind])
+    return min(max(o.forward_peak, o.backward_peak) for o in prepared.blocks[prepared.stages[-1].kind])
 
 
 # ------------------------------------------------------------------ what was declined
@@ -219,7 +223,7 @@ def _not_taken(best: Schedule) -> list[Declined]:
     key = lambda pair: (pair[1][0].stage.kind, pair[1][1].label)  # noqa: E731
     for _, run in groupby(sorted(pairs, key=lambda p: (*key(p), p[0])), key=key):
         i, (block, option) = next(run)
-        faster = [o for o in best.prepared.options[block.stage.kind] if o.seconds < option.seconds]
+        faster = [o for o in best.prepared.blocks[block.stage.kind] if o.seconds < option.seconds]
         if faster and budget is not None:
             found.append(_declined(best, i, faster[-1], budget))
     return found
@@ -266,7 +270,7 @@ def _timeline(joint: Joint) -> MemoryTimeline:
     second = [max(live[i : i + size]) for i in range(forward, len(live), size)]
     updating = whole.updating
     return MemoryTimeline(
-        points=(*first, *second, *([whole.at_update] if joint.states else [])),
+        points=(*first, *second, *([whole.at_update] if joint.case.states is not None else [])),
         forward_points=len(first),
         parameter_bytes=trace.parts[GIVEN] + whole.resident_bytes - whole.resident.get(GRADIENTS, 0),
         peak_phase="optimizer's step" if updating else trace.peak.phase,

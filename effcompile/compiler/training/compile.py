@@ -10,19 +10,18 @@ from torch import nn
 
 from effcompile.compiler.machine import AUTO
 from effcompile.compiler.progress import QUIET, Progress, entry
+from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.build import build_plan, fingerprint
-from effcompile.compiler.training.cases import Joint, cases
+from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.fit import limit, within_machine
+from effcompile.compiler.training.in_parts import runner_of
 from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
-from effcompile.compiler.training.microbatch import Divisions, runner_of
 from effcompile.compiler.training.moved import RefutedError
-from effcompile.compiler.training.prepare import Preparation
-from effcompile.compiler.training.reapply import Taken, as_planned, chosen
+from effcompile.compiler.training.reapply import as_planned, chosen, held
 from effcompile.compiler.training.solve import frontier
-from effcompile.compiler.training.states import beside, consumed_key
 from effcompile.compiler.training.work import Loss, Work, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
@@ -53,14 +52,12 @@ def plan_training(
         CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
     """
     work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
-    found = work.prepare(work.capture(keep_outputs))
-    divisions = Divisions(work=work)
+    branches = Branches(work=work, case=work.capture(keep_outputs))
     if not work.figures.here and (goal.memory is None or goal.memory > work.figures.target.memory_bytes):
-        joint = within_machine(work.figures.target, lambda budget: divisions.solve(found, budget))
+        joint = within_machine(work.figures.target, branches.solve)
     else:
-        joint = divisions.solve(found, goal.memory)
-    made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, goal, work.notes)
-    return _with_levers(divisions, found, joint, made)
+        joint = branches.solve(goal.memory)
+    return _with_levers(branches, joint, build_plan(joint, branches.chosen_from(joint), work.figures, goal, work.notes))
 
 
 @entry("optimize")
@@ -105,42 +102,41 @@ def _refined(work: Work, case: Case) -> TrainingExecutable:
     That is a choice that does not keep what it promises, operators that take other times than they were measured to take (once), and
     bytes that the allocator takes beyond the simulated peak.
     """
-    found = work.prepare(case)
-    states = max((way.resident_bytes for way in work.ways(found.captured)[0]), default=0)
-    budget = limit(work.goal.memory, found.footprint.peak_bytes + states, work.figures.target)
-    divisions, priced_again, refuted = Divisions(work=work), False, None
+    branches, priced_again, refuted = Branches(work=work, case=case), False, None
+    beside = max(variant.case.beside.resident_bytes for variant in branches.whole.variants)
+    budget = limit(work.goal.memory, branches.whole.footprint.peak_bytes + beside, work.figures.target)
     for _ in range(_ROUNDS):
         try:
-            joint = divisions.solve(found, budget)
+            joint = branches.solve(budget)
         except InfeasibleError as error:
             raise (error if refuted is None else error.with_more(f"Here {refuted.said}: {refuted}.")) from refuted
-        made = build_plan(joint, divisions.chosen_from(found, joint), work.figures, work.goal, work.notes)
-        runner = runner_of(work.model, joint.schedule.prepared, joint.schedule.emitted, joint.parts)
+        made = build_plan(joint, branches.chosen_from(joint), work.figures, work.goal, work.notes)
+        runner = runner_of(work.model, joint.case, joint.schedule.emitted)
         try:
-            result, over = verified(work, joint.schedule.prepared, runner, made, joint.states, joint.parts)
+            result, over = verified(work, joint.schedule.prepared, runner, made)
         except RefutedError as error:
             work, refuted = work.without(error), error
-            found, divisions = work.prepare(case), Divisions(work=work)
+            branches = Branches(work=work, case=case)
             continue
         if (not over or budget is None) and not priced_again and result.plan.misjudged is not None:
             work.notes.append(_PRICED_AGAIN.format(f"{result.plan.misjudged:.2f}"))
-            work.forget(found)
-            found, divisions, priced_again = work.prepare(case), Divisions(work=work), True
+            work.forget(branches.whole)
+            branches, priced_again = Branches(work=work, case=case), True
             continue
         if not over or budget is None:
             break
         work.notes.append(f"the allocator's peak was {format_bytes(over)} above the budget: solved again with so much less")
         budget -= over
-    result.plan = _with_levers(divisions, found, joint, result.plan)  # once, of the plan that is returned
-    return taking_items(result, work, found.captured)
+    result.plan = _with_levers(branches, joint, result.plan)  # once, of the plan that is returned
+    return taking_items(result, work, case.step)
 
 
-def _with_levers(divisions: Divisions, found: Preparation, joint: Joint, plan: Plan) -> Plan:
+def _with_levers(branches: Branches, joint: Joint, plan: Plan) -> Plan:
     """The plan with what each lever reaches alone within its budget, where that budget binds."""
-    budget, captured = plan.goal.memory, plan.baseline.peak_bytes
+    budget, captured, work = plan.goal.memory, plan.baseline.peak_bytes, branches.work
     if budget is None or captured is None or captured <= budget:
         return plan
-    rows, notes = lever_rows(Subsets.of(divisions, found), joint, budget, divisions.work.progress)
+    rows, notes = lever_rows(Subsets(found=branches.made, levers=work.passes.levers, figures=work.figures), joint, budget, work.progress)
     return replace(plan, levers=rows, notes=(*plan.notes, *notes))
 
 
@@ -152,22 +148,18 @@ def frontier_training(
 ) -> list[Plan]:  # fmt: skip
     """Predicted plans for budgets from the least feasible to the unlimited one, none both larger and slower than another."""
     work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
-    found = work.prepare(work.capture(keep_outputs))
-    divisions = Divisions(work=work)
-    ways, refused = work.ways(found.captured)
+    branches = Branches(work=work, case=work.capture(keep_outputs))
     made: list[Joint] = []
-    for variants, parts in divisions.every(found):
+    for found in branches.every():
         with progress.step("solve for every budget"):
-            each = [(p, s) for p in variants for s in frontier(p, work.passes.checkpoint, points)]
-        every = cases(replace(found, variants=variants), ways, work.passes.checkpoint, parts, divisions.batch)
-        joints = [case.with_schedule(s) for case in every for p, s in each if case.prepared is p]
-        made += [replace(joint, ways=len(ways), refused=tuple(refused)) for joint in joints]
+            schedules = {id(p.cut): frontier(p, points) for p in {id(p.cut): p for p in found.variants}.values()}
+        made += [Joint.of(replace(s, prepared=p)) for p in found.variants for s in schedules[id(p.cut)]]
     front: list[Joint] = []
     for s in sorted(made, key=lambda s: (s.peak_bytes, s.seconds)):
         if not front or s.seconds < front[-1].seconds:
             front.append(s)
     thinned = front if len(front) <= points else [front[round(i * (len(front) - 1) / (points - 1))] for i in range(points)]
-    return [build_plan(s, divisions.chosen_from(found, s), work.figures, replace(goal, memory=s.peak_bytes), work.notes) for s in thinned]
+    return [build_plan(s, branches.chosen_from(s), work.figures, replace(goal, memory=s.peak_bytes), work.notes) for s in thinned]
 
 
 def _reapply(
@@ -175,31 +167,26 @@ def _reapply(
     keep_outputs: bool, progress: Progress, optimizer: Any,
 ) -> TrainingExecutable:  # fmt: skip
     """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
-    taken = Taken.of(plan)
-    work = as_planned(make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer), plan, taken)
+    blocks = held(plan)
+    work = as_planned(make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer), plan)
     checkpoint = work.passes.checkpoint
     no_options = _NoOptions(points=checkpoint.points, groups=checkpoint.groups)
     lazy = replace(work, passes=replace(work.passes, checkpoint=no_options))
     case = lazy.capture(keep_outputs)
     if fingerprint(case.step) != plan.fingerprint:
         raise _another(plan)
-    found, parts = (lazy if taken.count == 1 else replace(lazy, decided=())).prepare(case), None
-    if taken.count != 1:
-        found, parts = Divisions(work=lazy).restored(found, taken.count)
-    states = taken.way(work.ways(case.step)[0])
-    key = "" if states is None else consumed_key(states)
-    prepared = next((p for p in found.variants if p.consumed == key), None)
-    if prepared is None:
-        raise _another(plan)
-    emitted, trace = carried_out(prepared.cut, *chosen(prepared.cut, taken.blocks))
-    peak = (trace.footprint + beside(states, parts)).peak_bytes
+    (prepared,) = lazy.prepare(case).variants
+    if case.optimizer is not None and prepared.case.states is None:
+        raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
+    emitted, trace = carried_out(prepared.cut, *chosen(prepared.cut, blocks))
+    peak = (trace.footprint + prepared.case.beside).peak_bytes
     if plan.goal.memory is not None and excess(peak, plan.goal.memory):
         raise FormatError(
             f"The plan's schedule would peak at {format_bytes(peak)}, above its budget of {format_bytes(plan.goal.memory)}: "
             "it was changed, or made by another version. Plan again."
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
-    made = verified(work, prepared, runner_of(model, prepared, emitted, parts), fresh, states, parts)[0]
+    made = verified(work, prepared, runner_of(model, prepared.case, emitted), fresh)[0]
     return taking_items(made, work, case.step)
 
 

@@ -20,18 +20,17 @@ from effcompile.compiler.training import updates, verify
 from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.exact import in_float64, rounded_otherwise
 from effcompile.compiler.training.executable import TrainingExecutable, planned
+from effcompile.compiler.training.in_parts import eager_in_parts, inseparable, without_dropout
 from effcompile.compiler.training.lean import lean
-from effcompile.compiler.training.microbatch import eager_in_parts, inseparable, without_dropout
 from effcompile.compiler.training.moved import MEASURED, RefutedError, host_use, too_coarse
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.spool import Spool
-from effcompile.compiler.training.states import Parts
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import VerificationError
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.passes.training.base import Case
-from effcompile.passes.training.states import StatesOption
+from effcompile.passes.training.optimizer_ways import StatesOption
 
 #: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and gaps in the heap (measured).
 _UNPLANNED = 1.25
@@ -41,9 +40,7 @@ _TIMING_SECONDS = 20.0
 _LEAST_SCALE = 2.0**-14
 
 
-def verified(
-    work: Work, prepared: Prepared, runner: StepRunner, plan: Plan, states: StatesOption | None = None, parts: Parts | None = None
-) -> tuple[TrainingExecutable, int]:
+def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> tuple[TrainingExecutable, int]:
     """The planned model with what was verified and measured in its plan; bytes that the allocator was above the budget.
 
     Raises:
@@ -52,6 +49,7 @@ def verified(
             is not the whole batch's loss or gradient.
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
+    states, division = prepared.case.states, prepared.case.division
     base = _alive(work, prepared)
     room = Room.of(device_of(work.model), base, plan.goal.memory)
     room.tidy()  # what capture, pricing and the search left
@@ -67,9 +65,9 @@ def verified(
     wanted, checks, notes = None, list[Check](), list[str]()
     try:
         wanted = original.run(work.eager_loss)
-        checks = _checked(original, plan, runner, parts, found, wanted)
+        checks = _checked(original, plan, runner, found, wanted)
     except NoRoomError as error:
-        rest = "; that the micro-batches add up to it is read off the graph" if parts else ""
+        rest = "; that the micro-batches add up to it is read off the graph" if division is not None else ""
         notes.append(f"not compared with the unplanned step: {refusal or 'it does not fit'}; run leanly it {error}{rest}")
     notes += _compare_updates(work, states, wanted or found, checks)
     room.tidy()
@@ -153,9 +151,7 @@ def _alive(work: Work, prepared: Prepared) -> int:
     return alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
 
 
-def _checked(
-    original: _Original, plan: Plan, runner: StepRunner, parts: Parts | None, found: verify.Result, wanted: verify.Result
-) -> list[Check]:
+def _checked(original: _Original, plan: Plan, runner: StepRunner, found: verify.Result, wanted: verify.Result) -> list[Check]:
     """The checks of loss and gradients.
 
     Where dropout draws other numbers for micro-batches than for the whole batch: the planned step against the model's own on the
@@ -166,10 +162,10 @@ def _checked(
         NoRoomError: the original does not fit.
     """
     work = original.work
-    if parts is None or not isinstance(runner, MicrobatchRunner):
+    if not isinstance(runner, MicrobatchRunner):
         return [_compared(original, plan, found, wanted)]
     try:
-        if not parts.step.random:
+        if not runner.divided.random:
             return [_compared(original, plan, found, wanted)]
         name = "run the original step in micro-batches"
         apart = original.run(eager_in_parts(work, runner), name)

@@ -60,7 +60,7 @@ class _Partition:
         figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
         found = prepare(step, [Case(step=step)], checkpoint, figures)
         keep_figures(figures.known)
-        self.schedule = fastest(found, checkpoint, self.goal.memory)
+        self.schedule = fastest(found, self.goal.memory)
         return _modules(joint, step, self.schedule.emitted, outputs, num_fwd_outputs)
 
 

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training.cases import Joint, StepCase, cases, recorded
-from effcompile.compiler.training.microbatch import Divisions
+from effcompile.compiler.training.cases import Joint, recorded
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
-from effcompile.compiler.training.states import Parts
 from effcompile.core.errors import InfeasibleError, UnknownNameError
 from effcompile.core.units import format_seconds
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import LeverRow
-from effcompile.passes.training.checkpoint import Checkpoint, carried_out, periodic
+from effcompile.passes.training.checkpoint import carried_out, periodic
 from effcompile.passes.training.levers import LEVERS, RECOMPUTE, Levers
-from effcompile.passes.training.states import StatesOption
-from effcompile.planner.remat import BlockFront
 
 #: No lever of ours: whole blocks are remade at a fixed period, as other libraries do.
 PERIODIC = "periodic"
@@ -40,37 +36,22 @@ class Subsets:
     """A step, its levers, and what subsets of them reach.
 
     Attributes:
-        found: the step's variants. ways: to hold the optimizer's states, the given one first.
-        levers: of its blocks. checkpoint, figures: as the step was prepared with.
-        divided: the variants of micro-batches, by their number.
-        known: block levers and number of micro-batches → variants with these; filled as subsets are asked for.
+        found: the step's variants, of each branch that was taken up.
+        levers: of its blocks. figures: as the step was prepared with.
+        known: block levers and cut step → a variant of it with these; filled as subsets are asked for.
     """
 
-    found: Preparation
-    ways: Sequence[StatesOption]
+    found: Sequence[Preparation]
     levers: Levers
-    checkpoint: Checkpoint
     figures: Figures
-    divided: Mapping[int, tuple[Preparation, Parts]] = field(default_factory=dict)
-    known: MutableMapping[tuple[tuple[str, ...], int], list[Prepared]] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, divisions: Divisions, found: Preparation) -> Subsets:
-        """Those of one request, with the micro-batches that were prepared so far."""
-        work = divisions.work
-        ways, _ = work.ways(found.captured)
-        return cls(
-            found=found, ways=ways, levers=work.passes.levers, checkpoint=work.passes.checkpoint, figures=work.figures,
-            divided=divisions.made,
-        )  # fmt: skip
+    known: MutableMapping[tuple[tuple[str, ...], int], Prepared] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The levers that can be taken or left: what every case has is none."""
-        every = list(self.every(self.levers.names))
-        used = [case.levers for case in every]
-        kinds = dict.fromkeys(kind for case in every for kind in case.options)
-        whole = (kind for kind in kinds if 0 < sum(kind in levers for levers in used) < len(used))
+        every = [variant for found in self.found for variant in found.variants]
+        kinds = dict.fromkeys(kind for variant in every for kind in variant.options)
+        whole = (kind for kind in kinds if 0 < sum(kind in variant.case.levers for variant in every) < len(every))
         return (*self.levers.names, *whole)
 
     def solve(self, names: Collection[str], budget: int | None) -> Joint:
@@ -85,15 +66,13 @@ class Subsets:
                 raise UnknownNameError("lever", name, known)
         others = set(known) - set(names)
         record = recorded(budget, QUIET)
-        record.search(case for case in self.every(names) if not others & case.levers)
+        record.search(prepared for prepared in self.every(names) if not others & prepared.case.levers)
         return replace(record.best, record=record, bound=record.bound)
 
-    def every(self, names: Collection[str]) -> Iterator[StepCase]:
+    def every(self, names: Collection[str]) -> Iterator[Prepared]:
         """The cases whose blocks have these levers alone."""
-        for count, (found, parts) in {1: (self.found, None), **self.divided}.items():
-            variants = replace(found, variants=self._variants(names, found, count))
-            batch = parts.step.count * parts.step.examples if parts else 1
-            yield from cases(variants, self.ways, self._checkpoint(names), parts, batch)
+        blocks = tuple(name for name in LEVERS if name in names)
+        yield from (self._with(blocks, variant) for found in self.found for variant in found.variants)
 
     def reach(self, names: Collection[str], budget: int) -> LeverRow:
         """The same as a row."""
@@ -103,20 +82,16 @@ class Subsets:
             return LeverRow(levers=tuple(names), seconds=None, peak_bytes=error.needed)
         return LeverRow(levers=tuple(names), seconds=joint.seconds, peak_bytes=joint.peak_bytes)
 
-    def _variants(self, names: Collection[str], found: Preparation, count: int) -> list[Prepared]:
-        blocks = tuple(name for name in LEVERS if name in names)
-        if (blocks, count) not in self.known:
-            some, checkpoint = self.levers.only(blocks), replace(self._checkpoint(blocks), patience=1)
-            solved: dict[str, BlockFront] = {}
-            same = some == self.levers
-            self.known[blocks, count] = found.variants if same else [
-                with_levers(p, some, checkpoint, self.figures, solved) for p in found.variants
-            ]  # fmt: skip
-        return self.known[blocks, count]
-
-    def _checkpoint(self, names: Collection[str]) -> Checkpoint:
-        """Without recomputation there are no groups either."""
-        return replace(self.checkpoint, groups=self.checkpoint.groups and RECOMPUTE in names)
+    def _with(self, blocks: tuple[str, ...], variant: Prepared) -> Prepared:
+        """A variant whose blocks have these levers; without recomputation there are no groups either."""
+        some, checkpoint = self.levers.only(blocks), variant.checkpoint
+        if some == self.levers:
+            return variant
+        key = blocks, id(variant.plain)
+        if key not in self.known:
+            fewer = replace(checkpoint, patience=1, groups=checkpoint.groups and RECOMPUTE in blocks)
+            self.known[key] = with_levers(variant, some, fewer, self.figures)
+        return replace(self.known[key], case=variant.case)
 
 
 def lever_rows(
@@ -143,17 +118,17 @@ def lever_rows(
 
 def _periodic(subsets: Subsets, budget: int) -> list[LeverRow]:
     """Every k-th block remade as a whole, for the largest k that fits; for that which needs the least where none does."""
-    case = next((case for case in subsets.every(()) if not case.levers), None)
+    prepared = next((prepared for prepared in subsets.every(()) if not prepared.case.levers), None)
     rows: list[LeverRow] = []
-    if case is None:
+    if prepared is None:
         return rows
+    case, cut = prepared.case, prepared.plain
     for every in _EVERY:
-        cut = case.prepared.plain
         chosen = periodic(cut, every)
         if chosen is None:
             continue
         peak = (carried_out(cut, chosen, ())[1].footprint + case.beside).peak_bytes
-        seconds = case.seconds(case.prepared.seconds + sum(option.seconds for option in chosen))
+        seconds = case.seconds(prepared.seconds + sum(option.seconds for option in chosen))
         rows.append(LeverRow(levers=(PERIODIC,), seconds=None if excess(peak, budget) else seconds, peak_bytes=peak, every=every))
     return sorted(rows, key=_rank)[:1]
 

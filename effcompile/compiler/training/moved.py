@@ -61,22 +61,22 @@ def decisions(best: Schedule) -> list[Decision]:
 def notes(best: Schedule) -> list[str]:
     """Host memory, and what the certificate holds for, where values may be held elsewhere."""
     prepared = best.prepared
-    if not prepared.fronts:
+    kinds = {block.stage.kind for block in prepared.cut.blocks if block.problem.forms}
+    fronts = [prepared.fronts[kind] for kind in kinds]
+    if not fronts:
         return []
     lines = []
     if best.trace.host_bytes:
         limit = prepared.cut.host.limit
         room = f" of {format_bytes(limit)}" if limit is not None else "; its room was not checked"
         lines.append(f"host memory: {format_bytes(best.trace.host_bytes)} ({best.trace.host_bytes} bytes) at its highest{room}")
-    cut_off = sum(not front.complete for front in prepared.fronts.values())
-    thinned = [front for front in prepared.fronts.values() if front.found > len(front.options)]
+    cut_off = sum(not front.complete for front in fronts)
+    thinned = [front for front in fronts if front.found > len(front.options)]
     if cut_off or thinned:
         parts = [f"{cut_off} searched until the time was up"] * bool(cut_off)
         most = max((front.found for front in thinned), default=0)
         parts += [f"{len(thinned)} thinned (the largest from {most} options)"] * bool(thinned)
-        lines.append(
-            f"of {len(prepared.fronts)} kinds of blocks, {', '.join(parts)}: the certificate holds among the options that were left"
-        )
+        lines.append(f"of {len(fronts)} kinds of blocks, {', '.join(parts)}: the certificate holds among the options that were left")
     return lines
 
 

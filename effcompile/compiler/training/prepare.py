@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
 from effcompile.estimate.storages import Storages, graph_storages
-from effcompile.ir.footprint import Footprint
+from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
@@ -25,7 +25,6 @@ from effcompile.ops.products import Product, of_node
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.checkpoint import Checkpoint
-from effcompile.passes.training.consume import with_consumed_gradients
 from effcompile.passes.training.levers import Levers
 from effcompile.planner.remat import BlockFront, BlockOption, Stage, keep_fronts
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, reads_of
@@ -36,31 +35,27 @@ from effcompile.schedule.simulate import Trace, simulate
 ALONE = Levers()
 
 _NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
-_NOT_CONSUMED: Mapping[str, Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """One form of the step, ready to be planned.
+    """One case of the step, ready to be planned.
 
     Attributes:
-        case: the form. consumed: how its gradients are consumed in the backward (passes/training/states.py); "" where they are returned.
-        cut: the step in blocks.
-        options: kind of block → its options.
-        seconds: predicted time of the step without recomputation.
-        plain: the step in blocks before offload and compress were proposed in them.
-        fronts: kind of block → its front, where values may be held in other forms.
-        least: peak of its leanest schedule, once that is known (solve.leanest).
+        case: its form, and what stands beside it.
+        cut: the step in blocks. plain: the same before offload and compress were proposed in them.
+        seconds: predicted time of forward and backward without recomputation.
+        checkpoint: plans the blocks. fronts: kind of block → its options.
+        known: what was found out of it (solve.leanest).
     """
 
     case: Case
-    consumed: str
     cut: Blocks
-    options: Mapping[str, tuple[BlockOption, ...]]
-    seconds: float
     plain: Blocks
+    seconds: float
+    checkpoint: Checkpoint
     fronts: Mapping[str, BlockFront] = field(default_factory=dict)
-    least: MutableMapping[Checkpoint, int] = field(default_factory=dict, compare=False)
+    known: MutableMapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def step(self) -> Step:
@@ -69,6 +64,29 @@ class Prepared:
     @property
     def stages(self) -> tuple[Stage, ...]:
         return tuple(block.stage for block in self.cut.blocks)
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """What is decided for the whole step → the option, in the plan's words; what was decided last is first."""
+        return dict(reversed(self.case.options.items()))
+
+    @property
+    def least_seconds(self) -> float:
+        """Of the whole step with nothing recomputed."""
+        return self.case.seconds(self.seconds)
+
+    @property
+    def blocks(self) -> dict[str, tuple[BlockOption, ...]]:
+        """Kind of block → its options."""
+        return {kind: front.options for kind, front in self.fronts.items()}
+
+    @property
+    def end(self) -> Footprint:
+        """What the backward leaves: what is there throughout, the loss and shown outputs, gradients."""
+        held = self.cut.held
+        lasting = (*self.step.results[: 1 + self.step.shown], *self.step.all_gradients)
+        left = {s for node in lasting if node is not None for s in held.of[node]} - held.fixed
+        return Footprint(end={GIVEN: self.cut.base_bytes, GRADIENTS: sum(held.nbytes[s] for s in left)})
 
 
 @dataclass(kw_only=True)
@@ -150,6 +168,7 @@ class Preparation:
     Attributes:
         variants: ready to be planned, those with fewer changes first. declined: what passes decline.
         captured: the step. seconds, footprint: predicted of it, with all kept that its backward reads.
+        refused: options of the whole step that could not be had, with those beside which they were wanted, and the reason.
     """
 
     variants: list[Prepared]
@@ -157,14 +176,14 @@ class Preparation:
     seconds: float
     footprint: Footprint
     declined: tuple[Declined, ...] = ()
+    refused: Sequence[tuple[Mapping[str, str], str]] = ()
 
 
 def prepare(
     captured: Step, forms: Sequence[Case], checkpoint: Checkpoint, figures: Figures, *, levers: Levers = ALONE,
-    consumed: Mapping[str, Mapping[str, int]] = _NOT_CONSUMED, changed: Callable[[Step], Step] | None = None,
     solved: MutableMapping[str, BlockFront] | None = None,
 ) -> Preparation:  # fmt: skip
-    """Every form of a step, with the options of its blocks. Equal blocks are solved once, across forms.
+    """Every form of a step, with the options of its blocks. Equal blocks are solved once, and a step of several forms is cut once.
 
     Args:
         captured: the step as it was captured.
@@ -172,31 +191,28 @@ def prepare(
         checkpoint: makes the options of a block.
         figures: times of operators.
         levers: what may be done with values beside keeping and recomputing them.
-        consumed: ways in which gradients may be consumed in the backward, each with what the update of a parameter allocates.
-        changed: a last change of every form.
         solved: fronts of blocks by kind, found and added.
     """
     progress = figures.progress
-    if changed is not None:
-        forms = [replace(form, step=changed(form.step)) for form in forms]
-    every = [(form, "") for form in forms]
-    every += [(_consuming(form, pieces), key) for key, pieces in consumed.items() for form in forms if not form.scaled]
+    steps = {id(form.step): form.step for form in forms}
     with progress.step("trace storages"):
-        traced = [(form, key, _storages(form.step)) for form, key in every]
-        plain = traced[0][2] if forms[0].step is captured else _storages(captured)
+        traced = {key: _storages(step) for key, step in steps.items()}
+        plain = traced[id(captured)] if id(captured) in traced else _storages(captured)
     with progress.step("measure operators"):
-        figures.measure([*_costly(captured, plain), *(n for form, _, held in traced for n in _costly(form.step, held))])
+        figures.measure([*_costly(captured, plain), *(n for key, held in traced.items() for n in _costly(steps[key], held))])
     solved = {} if solved is None else solved
-    prepared = []
-    for form, key, held in traced:
-        cut = _cut(form.step, held, figures)
-        with progress.step("find the options of every block"):
-            whole = Prepared(case=form, consumed=key, cut=cut, options={}, seconds=_seconds(form.step, held, figures), plain=cut)
-            prepared.append(with_levers(whole, levers, checkpoint, figures, solved))
+    found: dict[int, Prepared] = {}
+    with progress.step("find the options of every block"):
+        for form in forms:
+            if (key := id(form.step)) not in found:
+                cut, seconds = _cut(form.step, traced[key], figures), _seconds(form.step, traced[key], figures)
+                whole = Prepared(case=form, cut=cut, plain=cut, seconds=seconds, checkpoint=checkpoint)
+                found[key] = with_levers(whole, levers, checkpoint, figures, solved)
     keep_fronts()
     unplanned = simulate_unplanned(_cut(captured, plain, figures))
     return Preparation(
-        variants=prepared, captured=captured, seconds=_seconds(captured, plain, figures), footprint=unplanned.footprint
+        variants=[replace(found[id(form.step)], case=form) for form in forms], captured=captured,
+        seconds=_seconds(captured, plain, figures), footprint=unplanned.footprint,
     )  # fmt: skip
 
 
@@ -218,18 +234,13 @@ def with_levers(
     for block in cut.blocks:
         if block.stage.kind not in fronts:
             fronts[block.stage.kind] = checkpoint.front(block)
-    kinds = {block.stage.kind: block for block in cut.blocks}
-    moved = {kind: fronts[kind] for kind, block in kinds.items() if block.problem.forms}
-    return replace(prepared, cut=cut, options={kind: fronts[kind].options for kind in kinds}, fronts=moved, least={})
+    here = {block.stage.kind: fronts[block.stage.kind] for block in cut.blocks}
+    return replace(prepared, cut=cut, checkpoint=checkpoint, fronts=here, known={})
 
 
 def simulate_unplanned(cut: Blocks) -> Trace:
     """The step with all kept that its backward reads."""
     return simulate(cut, emit(cut, cut.decidable))
-
-
-def _consuming(form: Case, pieces: Mapping[str, int]) -> Case:
-    return replace(form, step=with_consumed_gradients(form.step, pieces.keys(), pieces))
 
 
 def _storages(step: Step) -> Storages:

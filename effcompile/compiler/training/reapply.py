@@ -10,15 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from effcompile.compiler.training.states import allowing
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import FormatError
 from effcompile.ir.plan import Decision, Plan, Setting
 from effcompile.passes import TRAINING_PASSES
 from effcompile.passes.training.base import setting_of
-from effcompile.passes.training.microbatch import KIND as BATCH
-from effcompile.passes.training.states import KIND as STATES
-from effcompile.passes.training.states import StatesOption
 from effcompile.planner.remat import BlockOption, Group
 from effcompile.schedule.away import FORMS, movable
 from effcompile.schedule.blocks import Block, Blocks
@@ -26,72 +22,22 @@ from effcompile.schedule.blocks import Block, Blocks
 T = TypeVar("T", bound=Setting)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taken:
-    """What a saved training plan says beside the form of the step.
-
-    Attributes:
-        count: of micro-batches.
-        states: how the optimizer's states are held, None without an optimizer.
-        blocks: per block what is kept, what is held in which form, and the block that its input is remade from ("" for none).
-    """
-
-    count: int
-    states: Mapping[str, Setting] | None
-    blocks: Mapping[str, Held]
-
-    @classmethod
-    def of(cls, plan: Plan) -> Taken:
-        """From the decisions.
-
-        Raises:
-            FormatError: a decision without its settings, or with others.
-        """
-        by_kind: dict[str, list[Decision]] = {}
-        for decision in plan.decisions:
-            by_kind.setdefault(decision.kind, []).append(decision)
-        first = {kind: decisions[0] for kind, decisions in by_kind.items()}
-        return cls(
-            count=_setting(first[BATCH], "count", int) if BATCH in first else 1,
-            states=first[STATES].settings if STATES in first else None,
-            blocks=_blocks(by_kind),
-        )
-
-    def way(self, ways: Sequence[StatesOption]) -> StatesOption | None:
-        """The way to hold the states that the plan was saved with.
-
-        Raises:
-            FormatError: the plan has an optimizer and none was given, or the other way round, or it does not allow that way.
-        """
-        if self.states is None and not ways:
-            return None
-        if self.states is None:
-            raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
-        if not ways:
-            raise FormatError("The plan holds optimizer states: give the optimizer, too, when it is applied.")
-        for way in ways:
-            if way.settings == self.states:
-                return way
-        said = ", ".join(f"{name} {value}" for name, value in self.states.items())
-        raise FormatError(f"The plan's optimizer states ({said}) are not possible with this optimizer and these passes. Plan again.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one block holds from forward to backward: see `Taken.blocks`."""
+    """What one block holds from forward to backward: what is kept, what in which form, the block its input is remade from ("" for none)."""
 
     kept: tuple[str, ...]
     remade_from: str
     forms: Mapping[str, str] = field(default_factory=dict)
 
 
-def as_planned(work: Work, plan: Plan, taken: Taken) -> Work:
+def as_planned(work: Work, plan: Plan) -> Work:
     """The request with the plan's decisions, and passes that allow them.
 
     Raises:
         FormatError: a pass that the plan was made with is missing.
     """
-    known = {*TRAINING_PASSES, *(each.name for each in work.passes.step)}
+    known = {*TRAINING_PASSES, *(each.name for each in work.passes.whole)}
     missing = [d for d in plan.decisions if d.by not in known and d.option != d.baseline]
     if missing:
         listed = ", ".join(sorted(f"{d.kind} = {d.option} at {d.site}" for d in missing))
@@ -99,9 +45,7 @@ def as_planned(work: Work, plan: Plan, taken: Taken) -> Work:
             f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
             "Install it, or plan again without --plan."
         )
-    passes = work.passes.carrying_out({d.by for d in plan.decisions})
-    states = passes.states if taken.states is None else allowing(passes.states, taken.states)
-    return replace(work, decided=plan.decisions, passes=replace(passes, states=states))
+    return replace(work, decided=plan.decisions, passes=work.passes.carrying_out({d.by for d in plan.decisions}))
 
 
 def chosen(cut: Blocks, blocks: Mapping[str, Held]) -> tuple[list[BlockOption], tuple[Group, ...]]:
@@ -145,7 +89,15 @@ def _groups(origins: Sequence[str], names: Sequence[str]) -> tuple[Group, ...]:
     return tuple(found)
 
 
-def _blocks(by_kind: Mapping[str, Sequence[Decision]]) -> dict[str, Held]:
+def held(plan: Plan) -> dict[str, Held]:
+    """What each block holds, from the decisions.
+
+    Raises:
+        FormatError: a decision without its settings, or with others.
+    """
+    by_kind: dict[str, list[Decision]] = {}
+    for decision in plan.decisions:
+        by_kind.setdefault(decision.kind, []).append(decision)
     forms: dict[str, dict[str, str]] = {}
     for kind in FORMS:
         for decision in by_kind.get(kind, ()):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.core.errors import InfeasibleError
 from effcompile.ir.footprint import excess
-from effcompile.passes.training.checkpoint import Checkpoint, carried_out
+from effcompile.passes.training.checkpoint import carried_out
 from effcompile.planner import UNPROVEN
 from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, smallest_words, solve_chain
 from effcompile.schedule.emit import Emitted
@@ -47,7 +47,7 @@ class Schedule:
         return self.prepared.seconds + self.solution.bound
 
 
-def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, gap: float = 0.01) -> Schedule:
+def schedule(prepared: Prepared, budget: int | None, *, gap: float = 0.01) -> Schedule:
     """One variant's schedule. Its simulated peak is within the budget.
 
     Where the planner's model, which is a little above the simulation, says that nothing fits, the leanest schedule may
@@ -57,18 +57,18 @@ def schedule(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, *, 
         InfeasibleError: there is none with these options.
     """
     try:
-        return _solved(prepared, checkpoint, budget, gap)
+        return _solved(prepared, budget, gap)
     except InfeasibleError as error:
-        least = leanest(prepared, checkpoint)
+        least = leanest(prepared)
         if excess(least, budget):
             raise error.around("", least, smallest_words(least)) from error
-        lean = _lean(prepared, checkpoint)
+        lean = _lean(prepared)
         extra = lean.solution.seconds
         return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
 
 
-def _solved(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, gap: float) -> Schedule:
-    problem = checkpoint.chain(prepared.cut, prepared.options, budget)
+def _solved(prepared: Prepared, budget: int | None, gap: float) -> Schedule:
+    problem = prepared.checkpoint.chain(prepared.cut, prepared.blocks, budget)
     for rounds in range(1, MAX_ROUNDS + 1):
         solution = solve_chain(problem, reference_seconds=prepared.seconds, gap=gap)
         made = _carried_out(prepared, problem, solution, rounds)
@@ -82,22 +82,22 @@ def _solved(prepared: Prepared, checkpoint: Checkpoint, budget: int | None, gap:
     )
 
 
-def leanest(prepared: Prepared, checkpoint: Checkpoint) -> int:
+def leanest(prepared: Prepared) -> int:
     """The simulated peak of a variant's leanest schedule: a budget that is known to be feasible."""
-    if checkpoint not in prepared.least:
-        prepared.least[checkpoint] = _lean(prepared, checkpoint).trace.peak_bytes
-    return prepared.least[checkpoint]
+    if "leanest" not in prepared.known:
+        prepared.known["leanest"] = _lean(prepared).trace.peak_bytes
+    return prepared.known["leanest"]
 
 
-def _lean(prepared: Prepared, checkpoint: Checkpoint) -> Schedule:
-    problem = checkpoint.chain(prepared.cut, prepared.options, None)
+def _lean(prepared: Prepared) -> Schedule:
+    problem = prepared.checkpoint.chain(prepared.cut, prepared.blocks, None)
     problem = replace(problem, budget=smallest_budget(problem))
     return _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=1.0), 1)  # no proof is wanted
 
 
-def frontier(prepared: Prepared, checkpoint: Checkpoint, points: int) -> list[Schedule]:
+def frontier(prepared: Prepared, points: int) -> list[Schedule]:
     """Schedules of one variant from the least budget to the unlimited one."""
-    problem = checkpoint.chain(prepared.cut, prepared.options, None)
+    problem = prepared.checkpoint.chain(prepared.cut, prepared.blocks, None)
     found = chain_frontier(problem, reference_seconds=prepared.seconds, points=points)
     return [_carried_out(prepared, problem, solution, 1) for solution in found]
 

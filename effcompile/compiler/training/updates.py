@@ -22,7 +22,7 @@ from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.ir.plan import Check
 from effcompile.machine.memory import give_back
 from effcompile.ops.optimizers import Form, one_by_one
-from effcompile.passes.training.states import StatesOption
+from effcompile.passes.training.optimizer_ways import StatesOption
 
 
 @dataclass(frozen=True, kw_only=True)

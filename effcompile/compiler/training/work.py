@@ -1,9 +1,9 @@
-"""One request for a training plan, and what is found out on its way: the step, its variants, the ways to hold the optimizer's states."""
+"""One request for a training plan, and what is found out on its way: the step and its variants."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,15 +23,15 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.prepare import Figures, Preparation, prepare
-from effcompile.compiler.training.states import as_optimizer, consumed_key
+from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
-from effcompile.ir.plan import Decision, Declined
-from effcompile.ir.step import Step
+from effcompile.ir.plan import Decision
 from effcompile.machine.target import Target
+from effcompile.ops.optimizers import check
 from effcompile.passes import TrainingPasses, load_training_passes
-from effcompile.passes.training.base import Case, forms, reapplied
-from effcompile.passes.training.states import StatesOption
+from effcompile.passes.training.base import Case, Context, Forms, forms, reapplied
+from effcompile.passes.training.optimizer_ways import GivenOptimizer
 from effcompile.planner.remat import BlockFront
 from effcompile.sparse.costs import per_row_of
 
@@ -61,41 +61,43 @@ class Work:
     decided: Sequence[Decision] | None = None
     progress: Progress = QUIET
     notes: list[str] = field(default_factory=list)
-    known_ways: list[tuple[tuple[StatesOption, ...], tuple[Declined, ...]]] = field(default_factory=list)
     fronts: dict[str, BlockFront] = field(default_factory=dict)
 
     def capture(self, keep_outputs: bool = False) -> Case:
-        """The joint graph of the step, which passes may have captured anew."""
+        """The joint graph of the step, which passes may have captured anew.
+
+        Raises:
+            CaptureError, InputsError: it cannot be captured. UsageError: the optimizer is of other parameters.
+        """
         source = Source(model=self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, keep_outputs=keep_outputs)
         with self.progress.step("capture the step"):
             step, front = source.capture_with_front()
-        return Case(step=step, source=source, front=front)
+        given, target = self.optimizer, self.figures.target
+        optimizer = None if given is None else GivenOptimizer.of(given, self.parameters, step, target, self.figures.here)
+        return Case(step=step, source=source, front=front, optimizer=optimizer)
 
-    def prepare(self, case: Case, changed: Callable[[Step], Step] | None = None) -> Preparation:
+    @property
+    def context(self) -> Context:
+        """What passes propose for."""
+        return self.figures.context(self.goal, self.forbidden)
+
+    def prepare(self, case: Case) -> Preparation:
         """Its forms with the options of their blocks; what was measured for them is kept for the next plan.
 
-        changed: a last change of every form, after which no gradients are left for an optimizer to consume.
-
         Raises:
-            FormatError: a plan is applied again, and this step cannot be what it says.
+            FormatError: a plan is applied again, and this step cannot be what it says. RequestError: the user wants what cannot be.
         """
-        ways, _ = self.ways(case.step)
-        consumed = {consumed_key(way): way.pieces for way in ways if way.consumed and changed is None}
-        made, declined = self._forms(case)
+        with self.progress.step("find the forms of the step"):
+            made = forms(self.passes.step, case, self.context) if self.decided is None else self._as_decided(case, self.decided)
         found = prepare(
-            case.step, made, self.passes.checkpoint, self.figures, levers=self.passes.levers, consumed=consumed, changed=changed,
-            solved=self.fronts,
+            case.step, made.cases, self.passes.checkpoint, self.figures, levers=self.passes.levers, solved=self.fronts,
         )  # fmt: skip
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
-        return replace(found, declined=tuple(declined))
+        return replace(found, declined=tuple(made.declined), refused=made.refused)
 
-    def _forms(self, case: Case) -> tuple[list[Case], list[Declined]]:
-        """What passes propose; of a plan that is applied again what it says."""
-        with self.progress.step("find the forms of the step"):
-            if self.decided is not None:
-                return [reapplied(self.passes.step, case, self.decided)], []
-            return forms(self.passes.step, case, self.figures.context(self.goal, self.forbidden))
+    def _as_decided(self, case: Case, decided: Sequence[Decision]) -> Forms:
+        return Forms(cases=[reapplied(self.passes.whole, case, decided)])
 
     def without(self, error: RefutedError) -> Work:
         """The same work without a choice that was run and did not hold."""
@@ -110,17 +112,6 @@ class Work:
         graphs = (found.captured.graph, *(prepared.step.graph for prepared in found.variants))
         for node in (node for graph in graphs for node in graph.nodes if node.op == "call_function"):
             self.figures.known.pop(operators.key(node), None)
-
-    def ways(self, step: Step) -> tuple[tuple[StatesOption, ...], tuple[Declined, ...]]:
-        """The ways to hold the optimizer's states, priced; none without an optimizer."""
-        if self.optimizer is None:
-            return (), ()
-        if not self.known_ways:
-            with self.progress.step("price the optimizer"):
-                figures = self.figures
-                found = self.passes.states.options(step, self.optimizer, self.parameters, self.goal, figures.target, figures.here)
-                self.known_ways.append(found)
-        return self.known_ways[0]
 
     @property
     def leaves(self) -> verify.Leaves:
@@ -169,3 +160,19 @@ def make_work(
         parameters=tuple(model.named_parameters()), progress=progress, notes=notes,
         figures=Figures(target=machine.target, here=machine.here, known=known, progress=progress),
     )  # fmt: skip
+
+
+def as_optimizer(given: Any, model: nn.Module) -> Optimizer | None:
+    """The optimizer that was given, or that the given function makes of the model's trainable parameters.
+
+    Raises:
+        UsageError: no optimizer, one that cannot be planned, or the function raises.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, Optimizer) and callable(given):
+        try:
+            given = given([p for p in model.parameters() if p.requires_grad])
+        except Exception as error:
+            raise UsageError(f"optimizer(parameters) raises: {type(error).__name__}: {error}") from error
+    return check(given)

@@ -22,8 +22,7 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
-from effcompile.schedule.blocks import Blocks
+from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
 from effcompile.sites.attention.closed_masks import in_closed_form, mask_of
 from effcompile.sites.attention.find.match import SDPA, match
 from effcompile.sites.attention.find.normal_form import AttentionMatch
@@ -129,7 +128,7 @@ def _clearly_better(fused: tuple[float, int], written: tuple[float, int]) -> boo
     return fused[0] < _CLEARLY_FASTER * written[0] and fused[1] <= written[1]
 
 
-def _told(attended: Attended, fused: bool, cut: Blocks) -> Iterator[Decision]:
+def _told(attended: Attended, fused: bool, outcome: Outcome) -> Iterator[Decision]:
     """What became of every attention that can be one operator."""
     for site, text in attended.fused.items():
         size = attended.score_bytes[site]

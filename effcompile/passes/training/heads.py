@@ -13,9 +13,8 @@ from effcompile.core.errors import FormatError
 from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
+from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
 from effcompile.passes.training.loss_head import LossHead, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
-from effcompile.schedule.blocks import Blocks
 
 KIND, WHOLE = "loss head", "whole"
 GRADIENT, IN_PLACE, SEPARATE = "gradient", "in place", "separate"
@@ -113,9 +112,10 @@ def _alike(before: Step, after: Step) -> bool:
     return len(before.graph.nodes) == len(after.graph.nodes) and all(a.target == b.target for a, b in pairs)
 
 
-def _gradients(cut: Blocks) -> Iterator[Decision]:
+def _gradients(outcome: Outcome) -> Iterator[Decision]:
     """The parameters whose gradients are summed in one tensor, with its bytes."""
-    found = (_summed(cut.step, node) for node in cut.step.graph.nodes if _in_place(node))
+    step = outcome.cut.step
+    found = (_summed(step, node) for node in step.graph.nodes if _in_place(node))
     for site, size in dict(each for each in found if each is not None).items():
         yield Decision(
             site=site, kind=GRADIENT, option=IN_PLACE, baseline=SEPARATE, by=LossHeads.name, cost=Cost(),

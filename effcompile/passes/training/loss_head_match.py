@@ -17,7 +17,7 @@ from torch import fx
 
 from effcompile.ir.program import dtype_of, module_path, shape_of
 from effcompile.ir.step import Step
-from effcompile.passes.training.step_edit import operator_name, viewed
+from effcompile.passes.training.step_edit import Refusal, operator_name, viewed
 
 aten = torch.ops.aten
 
@@ -32,10 +32,6 @@ _BACKWARD = (
     *_VIEWS, *_SAME, *_TIMES, *_OVER, aten.t.default, aten._log_softmax_backward_data.default, aten._to_copy.default,
     aten.tanh_backward.default, aten.slice_backward.default,
 )  # fmt: skip
-
-
-class Refusal(Exception):  # noqa: N818  it ends a match, it is no fault
-    """Why a cross entropy is not taken for a loss head that can be rewritten, in the user's words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from effcompile.core.torch_compat_aot import is_random
 from effcompile.ir.plan import Decision, Setting
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
-from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
+from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
 from effcompile.passes.training.pointwise_build import replace_group, size_of
 from effcompile.passes.training.pointwise_cut import absorbed
 from effcompile.passes.training.pointwise_graph import (
@@ -37,7 +37,7 @@ from effcompile.passes.training.pointwise_graph import (
     written,
 )
 from effcompile.passes.training.step_edit import copied
-from effcompile.schedule.blocks import Blocks, split
+from effcompile.schedule.blocks import split
 
 #: Operators of one kernel at the most.
 _LARGEST = 48
@@ -100,9 +100,9 @@ class Pointwise:
         return replace(case, step=fuse(case.step, [frozenset(group) for group in apart])[0])
 
 
-def _told(apart: Sequence[tuple[str, ...]], cut: Blocks) -> Iterator[Decision]:
+def _told(apart: Sequence[tuple[str, ...]], outcome: Outcome) -> Iterator[Decision]:
     """One decision for the kernels of every block that has any, and one for all chains that are none."""
-    kernels = [(block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward))) for block in cut.blocks]
+    kernels = [(block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward))) for block in outcome.cut.blocks]
     for site, count in kernels:
         if count:
             yield _decision(site, f"{count} kernels", "chains measured to be faster as one kernel each", {})

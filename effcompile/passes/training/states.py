@@ -7,76 +7,27 @@ the activations' plan, so a byte that is freed in one place may be spent in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
-import torch
-from torch.optim import Optimizer
-
-from effcompile.core.errors import EffcompileError, UsageError
+from effcompile.core.cost import Cost, Provenance
+from effcompile.core.errors import EffcompileError, FormatError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.stages import first_line
-from effcompile.core.units import format_bytes
-from effcompile.estimate.optimizer import StateBytes, measured_seconds, modelled_host_seconds, modelled_seconds, state_bytes
-from effcompile.ir.footprint import STATES, Footprint
-from effcompile.ir.plan import Declined, Setting
+from effcompile.core.units import format_bytes, format_seconds
+from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import Step
-from effcompile.machine.target import Target
-from effcompile.ops.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, Group, declined, given_form, one_by_one
+from effcompile.ops.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, declined, one_by_one
+from effcompile.passes.training.base import Case, Context, Outcome, RequestError, StepChoice, StepOption
+from effcompile.passes.training.consume import with_consumed_gradients
+from effcompile.passes.training.optimizer_ways import GivenOptimizer, StatesOption
+from effcompile.passes.training.step_edit import Refusal
 
 SITE = "optimizer"
 KIND = "optimizer states"
-
-#: (qualified name, the optimizer's group, parameter).
-Parameters = Sequence[tuple[str, Group, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatesOption:
-    """One way to hold the states and to make the update.
-
-    Attributes:
-        form: the optimizer's. on_host: whether the states lie there. consumed: whether gradients are consumed in the backward.
-        resident_bytes: of states, alive on the device at every instant of the step.
-        working_bytes: beside them, at the highest instant of the optimizer's step.
-        pieces: where gradients are consumed, parameter → bytes that its update allocates.
-        host_bytes: in the host's memory. link_bytes: moved to and from it in a step.
-        seconds: of the update. measured: they were, here.
-    """
-
-    form: Form
-    on_host: bool = False
-    consumed: bool = False
-    resident_bytes: int = 0
-    working_bytes: int = 0
-    pieces: Mapping[str, int] = field(default_factory=dict)
-    host_bytes: int = 0
-    link_bytes: int = 0
-    seconds: float = 0.0
-    measured: bool = False
-
-    @property
-    def label(self) -> str:
-        """In the plan's words: "as given", "8-bit, on the host"."""
-        name = {GIVEN: "as given", EIGHT_BIT: "8-bit"}.get(self.form.name, CHANGES.get(self.form.name, ("",))[0])
-        return f"{name}, on the host" if self.on_host else name
-
-    @property
-    def settings(self) -> dict[str, Setting]:
-        """What a plan's decision says of it."""
-        return {"form": self.form.name, "on_host": self.on_host, "consumed": self.consumed}
-
-    @property
-    def footprint(self) -> Footprint:
-        """What stands beside forward and backward."""
-        resident = {STATES: self.resident_bytes} if self.resident_bytes else {}
-        return Footprint(resident=resident, working=self.working_bytes, host=self.host_bytes)
-
-    @property
-    def changes_numbers(self) -> bool:
-        """Whether training is another than the given optimizer's."""
-        return self.form.name != GIVEN
+CONSUMED = "gradients consumed in the backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,130 +53,148 @@ class States:
             if name not in CHANGES:
                 raise UsageError(f"states.change = {name!r} is not known. Choose among: {', '.join(CHANGES)}.")
 
-    def options(
-        self, step: Step, optimizer: Optimizer, parameters: Iterable[tuple[str, torch.Tensor]], goal: Goal, target: Target, here: bool
-    ) -> tuple[tuple[StatesOption, ...], tuple[Declined, ...]]:
-        """Every allowed way, the given one first, and what cannot be, with reasons.
-
-        Args:
-            step: captured; parameters without a gradient in it have no states.
-            optimizer: the user's.
-            parameters: (qualified name, parameter) of the model.
-            goal: whether an error is allowed.
-            target: prices what is not measured.
-            here: it is this machine.
-        """
-        names = {id(p): name for name, p in parameters if name in step.gradients}
-        mine = [(names[id(p)], group, p) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-        if not mine:
-            raise UsageError("The optimizer has none of the model's trainable parameters. Make it of model.parameters().")
+    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+        """Every allowed way, the given one first, and what cannot be, with reasons; nothing without an optimizer."""
+        if case.optimizer is None:
+            return
         try:
-            return self._priced(optimizer, _Pricer(optimizer, mine, target, here), goal, target)
+            ways, refused = self._ways(case.optimizer, context.goal)
         except EffcompileError:
             raise
         except Exception as error:  # an optimizer of any kind, run on parameters like the model's with dense gradients
-            raise UsageError(
-                f"{type(optimizer).__name__} cannot be planned: its step raises on parameters like the model's with dense gradients: "
-                f"{first_line(error)}. Leave the optimizer out, and count its states in `memory` yourself."
+            raise RequestError(
+                f"{type(case.optimizer.optimizer).__name__} cannot be planned: its step raises on parameters like the model's with dense "
+                f"gradients: {first_line(error)}. Leave the optimizer out, and count its states in `memory` yourself."
             ) from error
+        for option, reason in refused.items():
+            yield Declined(site=SITE, kind=KIND, option=option, by=self.name, reason=reason)
+        options = [StepOption(name=way.full_label, settings=way.settings, told=partial(_told, way, ways[0])) for way in ways]
+        yield StepChoice(site=SITE, kind=KIND, baseline=ways[0].full_label, options=tuple(options), tells=True)
 
-    def _priced(
-        self, optimizer: Optimizer, price: _Pricer, goal: Goal, target: Target
-    ) -> tuple[tuple[StatesOption, ...], tuple[Declined, ...]]:
-        """`options` of an optimizer that has parameters of the model's."""
-        forms, refused = self._forms(optimizer, goal, target.device)
-        found = [price(form, on_host=False) for form in forms]
-        reason = self._no_host(optimizer, price, target, forms[0])
+    def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
+        """The step with the states beside it; where they are consumed, it returns no gradients."""
+        if choice.kind != KIND:
+            return case  # the gradients: the states' own option has consumed them
+        if case.optimizer is None:
+            raise FormatError("The plan holds optimizer states: give the optimizer, too, when it is applied.")
+        way = _way_of(case.optimizer, option)
+        if way.consumed and case.division is not None:
+            raise Refusal("gradients that are summed over micro-batches are complete only after the last one")
+        if way.consumed and case.scaled:
+            raise Refusal("the loss is scaled: an overflow must be seen before any parameter is updated")
+        return replace(
+            case,
+            step=with_consumed_gradients(case.step, way.pieces.keys(), way.pieces) if way.consumed else case.step,
+            states=way,
+            beside=case.beside + way.footprint,
+            seconds_beside=case.seconds_beside + way.seconds,
+            around=(f"optimizer states {way.label} ({format_bytes(way.resident_bytes)} on the device)", *case.around),
+            notes=(*_notes(way), *case.notes),
+        )
+
+    def _ways(self, given: GivenOptimizer, goal: Goal) -> tuple[list[StatesOption], dict[str, str]]:
+        """The ways, and option → why it cannot be."""
+        forms, refused = self._forms(given, goal)
+        found = [given.way(form) for form in forms]
+        reason = given.no_host() if self.offload else "--pass states.offload=false"
         if reason is None:
-            found += [price(form, on_host=True) for form in forms]
+            found += [given.way(form, on_host=True) for form in forms]
         else:
-            refused.append(Declined(site=SITE, kind=KIND, option="on the host", by=self.name, reason=reason))
-        consumed = [price(o.form, on_host=o.on_host, consumed=True) for o in found] if self._consumes(optimizer, refused) else []
-        return (*found, *consumed), tuple(refused)
-
-    def _forms(self, optimizer: Optimizer, goal: Goal, device: str) -> tuple[list[Form], list[Declined]]:
-        forms, refused = [given_form(optimizer, device)], []
-        wanted = dict.fromkeys(self.change, "")
-        piece = CPU_PIECE if device == "cpu" else 0
-        allowed = self.eight_bit or not goal.exact
-        wanted = {EIGHT_BIT: "" if allowed else "changes numbers: allow it with max_error or --pass states.eight_bit=true", **wanted}
-        for name, reason in wanted.items():
-            reason = reason or declined(name, optimizer) or ""
-            if reason:
-                refused.append(Declined(site=SITE, kind=KIND, option=name, by=self.name, reason=reason))
-            else:
-                forms.append(Form(name, False, piece if name in (EIGHT_BIT, LION8) else 0))
-        return forms, refused
-
-    def _no_host(self, optimizer: Optimizer, price: _Pricer, target: Target, form: Form) -> str | None:
-        if not self.offload:
-            return "--pass states.offload=false"
-        if (reason := one_by_one(optimizer)) is not None:
-            return reason
-        if target.device != "cpu" and not target.link_bandwidth > 0:
-            return f"the link of the target {target.name!r} has {target.link_bandwidth:g} B/s"
-        needed = price(form, on_host=True).host_bytes
-        if target.host_memory_bytes is not None and needed > target.host_memory_bytes:
-            return f"needs {format_bytes(needed)} on the host, which has {format_bytes(target.host_memory_bytes)}"
-        return None
-
-    def _consumes(self, optimizer: Optimizer, refused: list[Declined]) -> bool:
+            refused["on the host"] = reason
         reason = (
-            one_by_one(optimizer)
+            one_by_one(given.optimizer)
             if self.in_backward
             else "a loop that clips or accumulates gradients would change: allow it with --pass states.in_backward=true"
         )
         if reason is not None:
-            refused.append(Declined(site=SITE, kind=KIND, option="gradients consumed in the backward", by=self.name, reason=reason))
-        return reason is None
+            refused[CONSUMED] = reason
+        consumed = [given.way(o.form, on_host=o.on_host, consumed=True) for o in found] if reason is None else []
+        return [*found, *consumed], refused
+
+    def _forms(self, given: GivenOptimizer, goal: Goal) -> tuple[list[Form], dict[str, str]]:
+        forms, refused = [given.given.form], dict[str, str]()
+        allowed = self.eight_bit or not goal.exact
+        said = "" if allowed else "changes numbers: allow it with max_error or --pass states.eight_bit=true"
+        for name, reason in {EIGHT_BIT: said, **dict.fromkeys(self.change, "")}.items():
+            if reason := reason or declined(name, given.optimizer) or "":
+                refused[name] = reason
+            else:
+                forms.append(_form(name, given))
+        return forms, refused
 
 
-class _Pricer:
-    """Prices ways to hold the states of one optimizer; each form is looked at once."""
+def _form(name: str, given: GivenOptimizer) -> Form:
+    """A form by its name; on CPUs states in 8 bits are updated piece by piece."""
+    if name == GIVEN:
+        return given.given.form
+    piece = CPU_PIECE if given.target.device == "cpu" else 0
+    return Form(name, False, piece if name in (EIGHT_BIT, LION8) else 0)
 
-    def __init__(self, optimizer: Optimizer, mine: Parameters, target: Target, here: bool) -> None:
-        self.optimizer, self.mine, self.target = optimizer, mine, target
-        self.here = here and target.device == "cpu"
-        self.count = sum(p.numel() for _, _, p in mine)
-        self.bytes = sum(p.numel() * p.element_size() for _, _, p in mine)
-        self.known: dict[tuple[Form, str], StateBytes] = {}
-        self.times: dict[Form, float] = {}
 
-    def __call__(self, form: Form, *, on_host: bool, consumed: bool = False) -> StatesOption:
-        taken = self._bytes_of(form, self.mine)
-        copies = on_host and self.target.device != "cpu"
-        return StatesOption(
-            form=form,
-            on_host=on_host,
-            consumed=consumed,
-            resident_bytes=0 if on_host else taken.state_bytes,
-            working_bytes=0 if consumed else self._working(taken, on_host),
-            pieces={name: self._working(self._bytes_of(form, [(name, g, p)]), on_host) for name, g, p in self.mine} if consumed else {},
-            host_bytes=(taken.state_bytes + (self.bytes if copies else 0)) if on_host else 0,
-            link_bytes=2 * self.bytes if copies else 0,
-            seconds=self._seconds(form, taken, copies),
-            measured=self.here,
+def _way_of(given: GivenOptimizer, option: StepOption) -> StatesOption:
+    """The way of an option's settings, which may come from a file.
+
+    Raises:
+        FormatError: it cannot be had of this optimizer.
+    """
+    form, on_host, consumed = option.setting("form", str), option.setting("on_host", bool), option.setting("consumed", bool)
+    known = form in (GIVEN, EIGHT_BIT, *CHANGES)
+    reason = (declined(form, given.optimizer) if form != GIVEN else None) if known else f"{form!r} is no form of states"
+    reason = reason or (given.no_host() if on_host else None) or (one_by_one(given.optimizer) if consumed else None)
+    if reason is not None:
+        said = f"form {form}, on_host {on_host}, consumed {consumed}"
+        raise FormatError(f"The plan's optimizer states ({said}) are not possible with this optimizer: {reason}. Plan again.")
+    return given.way(_form(form, given), on_host=on_host, consumed=consumed)
+
+
+# ------------------------------------------------------------------ what the plan says
+
+
+def _told(taken: StatesOption, given: StatesOption, outcome: Outcome) -> Iterator[Decision]:
+    """One for the states, and one for the gradients where they are consumed."""
+    yield Decision(
+        site=SITE, kind=KIND, option=taken.label, baseline=given.label, by=States.name, cost=_cost(taken), baseline_cost=_cost(given),
+        why=_why(taken, given), settings=taken.settings,
+    )  # fmt: skip
+    if taken.consumed:
+        yield Decision(
+            site=f"{SITE}.gradients", kind="gradient", option="consumed in the backward", baseline="kept until the step", by=States.name,
+            cost=Cost(), baseline_cost=Cost(bytes_transient=_consumed_bytes(outcome.cut.step)),
+            why="each is freed as soon as its parameter is updated",
+        )  # fmt: skip
+
+
+def _consumed_bytes(step: Step) -> int:
+    return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n, name in step.parameters.items() if name in step.consumed)
+
+
+def _cost(option: StatesOption) -> Cost:
+    provenance = Provenance.MEASURED if option.measured else Provenance.MODELLED
+    return Cost(
+        seconds=option.seconds, bytes_kept=option.resident_bytes, bytes_transient=option.working_bytes, bytes_link=option.link_bytes,
+        provenance=provenance,
+    )  # fmt: skip
+
+
+def _why(taken: StatesOption, given: StatesOption) -> str:
+    if taken.label == given.label:
+        return f"{format_bytes(taken.resident_bytes)} are there at every instant, and fit"
+    moved = f", {format_bytes(taken.link_bytes)} over the link in every step" if taken.link_bytes else ""
+    host = f"; {format_bytes(taken.host_bytes)} on the host{moved}" if taken.on_host else ""
+    extra = taken.seconds - given.seconds
+    more = format_seconds(extra) if extra > 0 else "no more time"
+    return f"frees {format_bytes(given.resident_bytes - taken.resident_bytes)} at every instant for {more}{host}"
+
+
+def _notes(states: StatesOption) -> list[str]:
+    """What the user must know of a changed optimizer."""
+    notes = []
+    if (name := states.form.name) in CHANGES:
+        kind, rate, decay = CHANGES[name]
+        notes.append(
+            f"another optimizer, as allowed by states.change: {kind}, with the given learning rate × {rate:.3g} and "
+            f"weight decay × {decay:.3g}"
         )
-
-    def _working(self, taken: StateBytes, on_host: bool) -> int:
-        """On a CPU the states of the host's pool are made in torch's memory first, one parameter's at a time."""
-        if not on_host:
-            return taken.working_bytes
-        return max(taken.working_bytes, taken.largest) if self.target.device == "cpu" else 0
-
-    def _bytes_of(self, form: Form, parameters: Parameters) -> StateBytes:
-        """Of all parameters, or of one, which has the bytes of every other of its shape."""
-        key = "" if parameters is self.mine else f"{id(parameters[0][1])}{tuple(parameters[0][2].shape)}{parameters[0][2].dtype}"
-        if (form, key) not in self.known:
-            self.known[form, key] = state_bytes(form, self.optimizer, [(g, p) for _, g, p in parameters], self.target.device)
-        return self.known[form, key]
-
-    def _seconds(self, form: Form, taken: StateBytes, copies: bool) -> float:
-        if not self.here:
-            link = 2 * self.bytes if copies else 0
-            count = len(self.mine)
-            return modelled_host_seconds(taken, self.target, link, count) if copies else modelled_seconds(taken, self.target, count)
-        if form not in self.times:
-            _, group, p = max(self.mine, key=lambda item: item[2].numel())
-            self.times[form] = measured_seconds(form, self.optimizer, group, p, self.count)
-        return self.times[form]
+    if states.consumed:
+        notes.append("gradients are consumed in the backward: nothing may clip, accumulate or read them; call step() after every backward")
+    return notes

@@ -21,6 +21,10 @@ _WHOLE_VIEWS = (
 )  # fmt: skip
 
 
+class Refusal(Exception):  # noqa: N818  it ends a match, it is no fault
+    """Why a step cannot have a form, in the user's words."""
+
+
 def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
     """The step with a graph of its own, and node → its copy. Values in `meta` are shared, the graph is not."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
