@@ -24,17 +24,19 @@ from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.fused_attention import FusedAttention
 from effcompile.passes.training.heads import LossHeads
-from effcompile.passes.training.levers import Levers
+from effcompile.passes.training.levers import Levers, composed
 from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.offload import Offload
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.states import States
+from effcompile.schedule.ways import Way
 
 __all__ = [
     "OPTIONAL",
     "PASSES",
     "TRAINING_PASSES",
+    "WAYS",
     "Choice",
     "Context",
     "Declined",
@@ -74,13 +76,16 @@ _OF_THE_GRAPH: dict[str, type[Any]] = {
 }
 _BESIDE: dict[str, type[Any]] = {"states": States}
 _OWN_STEP_PASSES = {**_CAPTURED_LATE, **_OF_THE_GRAPH, **_BESIDE}
+#: Ours over values, in the order in which the ways of several are told.
+_OVER_VALUES: dict[str, type[Any]] = {"offload": Offload, "compress": Compress}
+#: Every way to hold a value elsewhere that a plan may have, by its name.
+WAYS: dict[str, Way] = {way.name: way for way in composed([way for lever in _OVER_VALUES.values() for way in lever.known])}
 
 #: The passes of a training step: those of the whole step, and those of its blocks.
 TRAINING_PASSES: dict[str, type[Any]] = {
     **_OWN_STEP_PASSES,
     "checkpoint": Checkpoint,
-    "offload": Offload,
-    "compress": Compress,
+    **_OVER_VALUES,
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
@@ -164,11 +169,10 @@ class TrainingPasses:
     @property
     def exact(self) -> tuple[TrainingPasses, list[str]]:
         """Those that change no numbers, and the names of the others."""
+        others = [each.name for each in (*self.step, *self.levers.values) if not each.exact]
         step = tuple(each for each in self.step if each.exact)
-        others = [each.name for each in self.step if not each.exact]
-        if self.levers.compress is not None:
-            others.append(Compress.name)
-        return replace(self, step=step, levers=replace(self.levers, compress=None)), others
+        values = tuple(each for each in self.levers.values if each.exact)
+        return replace(self, step=step, levers=replace(self.levers, values=values)), others
 
     def carrying_out(self, names: Collection[str]) -> TrainingPasses:
         """With those of ours that decide about the whole step and are named, whether they were left out or not."""
@@ -201,7 +205,7 @@ def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = F
         late=late,
         step=step,
         checkpoint=made["checkpoint"],
-        levers=Levers(offload=made.get("offload"), compress=made.get("compress")),
+        levers=Levers(values=tuple(made[name] for name in _OVER_VALUES if name in made)),
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -24,6 +24,7 @@ from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.step import Step
 from effcompile.planner.remat.problem import BackwardStep, BlockProblem, Op, Stage
 from effcompile.schedule.cuts import cut
+from effcompile.schedule.ways import Way
 
 Seconds = Callable[[fx.Node], float]
 
@@ -65,7 +66,10 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A step, cut. `shared`: storages kept in any case. `base_bytes`: the whole model, constants, inputs, the tangent."""
+    """A step, cut. `shared`: storages kept in any case. `base_bytes`: the whole model, constants, inputs, the tangent.
+
+    host: where values may be put. ways: name of a form → what it is, of those that its blocks' values may have.
+    """
 
     step: Step
     held: Storages
@@ -73,6 +77,7 @@ class Blocks:
     shared: frozenset[Storage]
     base_bytes: int
     host: Host = Host()
+    ways: Mapping[str, Way] = field(default_factory=dict)
 
     @property
     def decidable(self) -> frozenset[Storage]:

@@ -23,8 +23,9 @@ from effcompile.estimate.storages import Storage
 from effcompile.ops.consume import consume
 from effcompile.ops.replay import random_state, replay
 from effcompile.planner.remat.problem import Group
-from effcompile.schedule.away import Away, Move, begun, ended, on_host, putting_away, restoring
+from effcompile.schedule.away import Away, Move, begun, ended, putting_away, restoring
 from effcompile.schedule.blocks import Block, Blocks
+from effcompile.schedule.ways import Way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def emit(cut: Blocks, kept: frozenset[Storage], groups: Sequence[Group] = (), aw
         cut: the step in blocks.
         kept: storages kept from forward to backward; shared ones and results are kept in any case.
         groups: blocks whose entering values, but the first one's, are remade together.
-        away: block's index → storage that it holds in another form → the form's name, in the order in which they are needed.
+        away: block's index → storage that it holds in another form → which way, in the order in which they are needed.
             Kept storages, and entering ones that a group remakes, are left as they are.
     """
     kept = kept | cut.shared | {s for n in cut.step.forward_results for s in cut.held.of[n]}
@@ -144,15 +145,15 @@ class _Emitter:
 
     def _ask(self, i: int) -> None:
         """Begin to copy all that the block has on the host, in the order in which it is needed."""
-        for s, form in self.away.get(i, {}).items():
-            if on_host(form):
-                self.asked[s] = self._moved(self.backward, *begun(self.cut, s, form, self._holder(s)))
+        for s, way in self.away.get(i, {}).items():
+            if way.on_host:
+                self.asked[s] = self._moved(self.backward, *begun(self.cut, s, way, self._holder(s)))
 
-    def _restored(self, s: Storage, form: str) -> fx.Node:
+    def _restored(self, s: Storage, way: Way) -> fx.Node:
         """A value that was held in another form, as it was."""
         value = self.asked.pop(s, None)
         value = self._holder(s) if value is None else value
-        for call in restoring(self.cut, s, form):
+        for call in restoring(self.cut, s, way):
             value = self._moved(self.backward, call.target, (value, *call.arguments), call.move)
         return value
 
@@ -176,9 +177,9 @@ class _Emitter:
             return self._input(node)
         assert node in self.in_forward, f"{node} of the backward is read before it runs"
         storages = self.cut.held.of[node]
-        form = self.away.get(self.at, {}).get(storages[0]) if storages else None
-        if form is not None and self.maker.get(storages[0]) is node:
-            self.again[node] = self._restored(storages[0], form)
+        way = self.away.get(self.at, {}).get(storages[0]) if storages else None
+        if way is not None and self.maker.get(storages[0]) is node:
+            self.again[node] = self._restored(storages[0], way)
             return self.again[node]
         if storages and self.kept.issuperset(storages) and isinstance(node.meta.get("val"), torch.Tensor):
             self.saved[node] = self._placeholder(f"saved_{node.name}", node)
@@ -282,8 +283,7 @@ class _Emitter:
 
     def _put_away(self, s: Storage, value: fx.Node, gone: dict[Storage, fx.Node], sources: dict[Storage, fx.Node]) -> None:
         """Put a value away: `gone` has what is handed to the backward, `sources` what a copy that goes on still reads."""
-        form = self.away[self.at][s]
-        for call in putting_away(self.cut, s, form):
+        for call in putting_away(self.cut, s, self.away[self.at][s]):
             source, value = value, self._moved(self.forward, call.target, (value, *call.arguments), call.move)
             if call.move.host and self.cut.host.beside:
                 sources[s] = source

@@ -80,7 +80,7 @@ def test_a_lever_alone_is_what_a_plan_with_it_alone_reaches(plan: Plan) -> None:
 
 def test_pairs_that_are_not_looked_at_are_told() -> None:
     model, batch = gpt2(layers=1, vocab_size=512)
-    figures, levers = Figures(target=load_target("cpu-generic"), here=False), Levers(offload=Offload(bandwidth="40GB"))
+    figures, levers = Figures(target=load_target("cpu-generic"), here=False), Levers(values=(Offload(bandwidth="40GB"),))
     step = capture_training(model, (), batch)
     found = prepare(step, forms_of(step, LossHeads(chunks=2))[0], Checkpoint(), figures, levers=levers)
     subsets = Subsets(found=[found], levers=levers, figures=figures)

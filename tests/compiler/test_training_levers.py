@@ -18,7 +18,6 @@ from effcompile.compiler import optimize_training, plan_training
 from effcompile.compiler.training import cases as training_cases
 from effcompile.compiler.training.levers import Subsets
 from effcompile.compiler.training.prepare import Figures, prepare
-from effcompile.compiler.training.rates import rates_of
 from effcompile.compiler.training.solve import Schedule
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
@@ -148,8 +147,8 @@ def test_host_memory_that_is_too_small_is_named(made: Any) -> None:
 @pytest.fixture
 def quick_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing costs nothing: on values this small its calls cost more than all operators, and it is never chosen."""
-    free = Rates(out=1e-9, back=1e-9, pack=1e-15)
-    monkeypatch.setattr("effcompile.compiler.training.prepare.rates_of", lambda *_, **__: free)
+    free = Rates(out=1e-9, back=1e-9, pack={"compress": 1e-15})
+    monkeypatch.setattr(Levers, "rates", lambda *_, **__: free)
 
 
 @pytest.mark.usefixtures("quick_packing")
@@ -204,7 +203,7 @@ def solve(subsets: Subsets, names: tuple[str, ...], budget: int) -> Schedule | N
 def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
     model, batch = made["gpt2"]
     figures = Figures(target=load_target("cpu-generic"), here=False)
-    levers = Levers(offload=Offload(bandwidth="40GB", share=0.05), compress=Compress(share=0.05))
+    levers = Levers(values=(Offload(bandwidth="40GB", share=0.05), Compress(share=0.05)))
     checkpoint = Checkpoint()
     step = capture_training(model, (), batch)
     prepared = prepare(step, [Case(step=step)], checkpoint, figures, levers=levers)
@@ -233,9 +232,9 @@ def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
 def test_a_link_that_carries_nothing_is_refused() -> None:
     none = replace(load_target("v100-32gb"), link_bandwidth=0.0)
     with pytest.raises(UsageError, match="0 B/s"):
-        rates_of(Levers(offload=Offload()), none, here=False)
-    assert rates_of(Levers(offload=Offload(bandwidth="10GB/s")), none, here=False).out == 1e-10
-    assert rates_of(Levers(), none, here=False).out == 0.0
+        Levers(values=(Offload(),)).rates(none, here=False)
+    assert Levers(values=(Offload(bandwidth="10GB/s"),)).rates(none, here=False).out == 1e-10
+    assert Levers().rates(none, here=False).out == 0.0
 
 
 def test_a_target_with_a_link_offloads_without_being_asked(made: Any) -> None:

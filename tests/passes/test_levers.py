@@ -10,6 +10,7 @@ from train_helpers import cut_model
 
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.estimate.roofline import moved_bytes
+from effcompile.machine.machines import load_target
 from effcompile.ops.compress import packed_bytes
 from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
@@ -25,8 +26,8 @@ from effcompile.passes.training.states import States
 from effcompile.planner.remat import smallest_budget
 from effcompile.schedule.blocks import Blocks
 
-RATES = Rates(out=1e-9, back=2e-9, pack=3e-10, call=1e-6, host_bytes=1 << 40)
-EVERY = Levers(offload=Offload(share=0.0), compress=Compress(share=0.0))
+RATES = Rates(out=1e-9, back=2e-9, pack={"compress": 3e-10}, call=1e-6, host_bytes=1 << 40)
+EVERY = Levers(values=(Offload(share=0.0), Compress(share=0.0)))
 
 
 def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks:
@@ -39,12 +40,12 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     )  # fmt: skip
     load = load_training_passes
     assert load(None) == plain
-    assert load(["offload", "compress"]) == replace(plain, levers=Levers(offload=Offload(), compress=Compress()))
+    assert load(["offload", "compress"]) == replace(plain, levers=Levers(values=(Offload(), Compress())))
     assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:2], States())
-    assert load(["checkpoint", "offload"]) == replace(plain, step=(States(offload=False),), levers=Levers(offload=Offload()))
+    assert load(["checkpoint", "offload"]) == replace(plain, step=(States(offload=False),), levers=Levers(values=(Offload(),)))
     assert load(["checkpoint", "no-offload"]).levers == load(["compress.share=0.1", "no-compress"]).levers == Levers()
-    assert load(["offload.host=2GiB", "compress"]).levers == Levers(offload=Offload(host="2GiB"), compress=Compress())
-    assert load(None, linked=True).levers == load(["no-pointwise"], linked=True).levers == Levers(offload=Offload())
+    assert load(["offload.host=2GiB", "compress"]).levers == Levers(values=(Offload(host="2GiB"), Compress()))
+    assert load(None, linked=True).levers == load(["no-pointwise"], linked=True).levers == Levers(values=(Offload(),))
     assert load(["no-offload"], linked=True).levers == load(["checkpoint"], linked=True).levers == Levers()
     assert load(None, inexact=True).step == load(["precision"]).step == (Precision(), *plain.step)
     assert load(["no-precision"], inexact=True).step == plain.step and load(["microbatch"]).late == (Microbatch(),)
@@ -112,7 +113,7 @@ def test_forms_have_the_bytes_and_the_seconds_of_their_copies() -> None:
 
 
 def test_what_is_on_its_way_is_staged_where_copies_run_beside_the_compute() -> None:
-    cut = proposed(EVERY, Rates(out=1e-9, back=1e-9, pack=0.0, host_bytes=None, beside=True))
+    cut = proposed(EVERY, Rates(out=1e-9, back=1e-9, host_bytes=None, beside=True))
     block = cut.blocks[1]
     assert cut.host.beside
     assert block.problem.hidden is not None
@@ -129,11 +130,12 @@ def test_equal_blocks_stay_of_one_kind_and_others_become_another() -> None:
 
 
 def test_small_values_are_left_out_and_scarce_host_memory_counts() -> None:
-    few = proposed(Levers(offload=Offload(share=0.1)))
+    few = proposed(Levers(values=(Offload(share=0.1),)))
     many = proposed(EVERY)
     assert 0 < sum(len(b.problem.forms) for b in few.blocks) < sum(len(b.problem.forms) for b in many.blocks)
     assert not any(b.problem.scarce for b in many.blocks)
-    tight = proposed(Levers(offload=Offload(host="10KB", share=0.0)))
+    least = Offload(host="10KB", share=0.0, bandwidth="1GB")
+    tight = proposed(Levers(values=(least,)), RATES | least.rates(load_target("cpu-generic"), False))
     assert tight.host.limit == 10_000
     assert all(b.problem.scarce for b in tight.blocks if b.problem.forms)
 

@@ -12,15 +12,18 @@ from train_helpers import MODELS, Batch, cut_model, differing, eager, everything
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.ops.offload import host_pool
+from effcompile.passes import WAYS
 from effcompile.planner.remat import Group
-from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD, movable
+from effcompile.schedule.away import movable
 from effcompile.schedule.blocks import Blocks, Host
 from effcompile.schedule.emit import emit
 from effcompile.schedule.simulate import simulate
+from effcompile.schedule.ways import Way
 
+OFFLOAD, COMPRESS, BOTH = WAYS["offload"], WAYS["compress"], WAYS["compress+offload"]
 SLACK = 64  # as in test_emit
 FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-Away = dict[int, dict[int, str]]
+Away = dict[int, dict[int, Way]]
 
 
 def run(model: torch.nn.Module, batch: Batch, cut: Blocks, kept: frozenset[int], away: Away, groups: tuple[Group, ...] = ()) -> tuple:
@@ -37,12 +40,12 @@ def run(model: torch.nn.Module, batch: Batch, cut: Blocks, kept: frozenset[int],
     return results, peak, pool.peak - before, simulate(cut, emitted)
 
 
-def all_in(cut: Blocks, form: str) -> Away:
+def all_in(cut: Blocks, form: Way) -> Away:
     return {i: {block.values[name]: form for name in movable(cut, block)} for i, block in enumerate(cut.blocks)}
 
 
 @st.composite
-def schedules(draw: st.DrawFn, cut: Blocks, forms: list[str]) -> tuple[frozenset[int], Away]:
+def schedules(draw: st.DrawFn, cut: Blocks, forms: list[Way]) -> tuple[frozenset[int], Away]:
     """Every value kept, recomputed or in one of the forms."""
     kept, away = set(), {}
     for i, block in enumerate(cut.blocks):
@@ -110,7 +113,7 @@ def test_the_device_holds_nothing_of_what_is_offloaded_and_a_quarter_of_what_is_
     cut = cut_model("gpt2")[2]
     names = [(i, s) for i, of in all_in(cut, OFFLOAD).items() for s in of if cut.maker[s].meta["val"].dtype == torch.float32]
 
-    def trace(form: str | None) -> object:
+    def trace(form: Way | None) -> object:
         away: Away = {}
         for i, s in names if form else []:
             away.setdefault(i, {})[s] = form

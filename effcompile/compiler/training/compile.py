@@ -29,6 +29,7 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
+from effcompile.passes import WAYS
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.planner.remat import BlockFront
@@ -176,6 +177,7 @@ def _reapply(
     if fingerprint(case.step) != plan.fingerprint:
         raise _another(plan)
     (prepared,) = lazy.prepare(case).variants
+    prepared = replace(prepared, cut=replace(prepared.cut, ways=WAYS))
     if case.optimizer is not None and prepared.case.states is None:
         raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
     emitted, trace = carried_out(prepared.cut, *chosen(prepared.cut, blocks))

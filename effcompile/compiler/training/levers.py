@@ -22,7 +22,7 @@ from effcompile.core.units import format_seconds
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import LeverRow
 from effcompile.passes.training.checkpoint import carried_out, periodic
-from effcompile.passes.training.levers import LEVERS, RECOMPUTE, Levers
+from effcompile.passes.training.levers import RECOMPUTE, Levers
 
 #: No lever of ours: whole blocks are remade at a fixed period, as other libraries do.
 PERIODIC = "periodic"
@@ -71,7 +71,7 @@ class Subsets:
 
     def every(self, names: Collection[str]) -> Iterator[Prepared]:
         """The cases whose blocks have these levers alone."""
-        blocks = tuple(name for name in LEVERS if name in names)
+        blocks = tuple(name for name in self.levers.names if name in names)
         yield from (self._with(blocks, variant) for found in self.found for variant in found.variants)
 
     def reach(self, names: Collection[str], budget: int) -> LeverRow:

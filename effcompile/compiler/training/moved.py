@@ -11,19 +11,12 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Decision, Plan
 from effcompile.ops.offload import host_pool
+from effcompile.passes import WAYS
 from effcompile.passes.training.base import Case
-from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD
 
 if TYPE_CHECKING:
     from effcompile.compiler.training.prepare import Prepared
     from effcompile.compiler.training.solve import Schedule
-
-_WHY = {
-    OFFLOAD: "on the host between forward and backward, exact",
-    COMPRESS: "in 8 bits between forward and backward",
-    BOTH: "in 8 bits on the host between forward and backward",
-}
-
 
 #: How the note on the measured use of host memory begins.
 MEASURED = "host memory measured:"
@@ -42,7 +35,7 @@ def decisions(best: Schedule) -> list[Decision]:
     found = []
     for block, option in zip(best.prepared.cut.blocks, best.chosen, strict=True):
         for form in dict.fromkeys(option.forms.values()):
-            names = [name for name, other in option.forms.items() if other == form]
+            names, way = [name for name, other in option.forms.items() if other == form], best.prepared.cut.ways[form]
             forms = [f for name in names for f in block.problem.forms[name] if f.name == form]
             size = sum(block.problem.nbytes[name] for name in names)
             cost = Cost(
@@ -51,8 +44,8 @@ def decisions(best: Schedule) -> list[Decision]:
             found.append(
                 Decision(
                     site=block.name, kind=form, option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
-                    baseline="kept", by=COMPRESS if form == COMPRESS else OFFLOAD, cost=cost, baseline_cost=Cost(bytes_kept=size),
-                    why=_WHY[form], settings={"values": tuple(sorted(names))},
+                    baseline="kept", by=way.by, cost=cost, baseline_cost=Cost(bytes_kept=size),
+                    why=f"{way.said} between forward and backward{', exact' * way.exact}", settings={"values": tuple(sorted(names))},
                 )
             )  # fmt: skip
     return found
@@ -81,21 +74,21 @@ def notes(best: Schedule) -> list[str]:
 
 
 def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
-    """The error of the choice that changes numbers, where the plan has one: what changes the step first, else compression."""
+    """The error of the choice that changes numbers, where the plan has one: of the step first, else the least mild way to hold values."""
     for chosen in case.taken:
         if chosen.changes and not chosen.exact:
             kind, option = chosen.choice.kind, chosen.option.name
             return RefutedError(message, kind=kind, option=option, said=f"nothing is computed in {option}")
-    if any(d.kind in (COMPRESS, BOTH) for d in plan.decisions):
-        return RefutedError(message, kind=COMPRESS, option=COMPRESS, said="nothing is compressed")
-    return None
+    used = {part for d in plan.decisions if d.kind in WAYS for part in (*WAYS[d.kind].parts, d.kind)}
+    coarse = [way for way in WAYS.values() if way.name in used and not way.exact and not way.parts]
+    return RefutedError(message, kind=coarse[-1].by, option=coarse[-1].name, said=coarse[-1].without) if coarse else None
 
 
 @contextlib.contextmanager
 def host_use(plan: Plan, prepared: Prepared) -> Iterator[list[str]]:
     """A list that has a note on the measured use of the pool when the step that is run inside is done."""
     found: list[str] = []
-    if not any(d.kind in (OFFLOAD, BOTH) for d in plan.decisions):
+    if not any(d.kind in WAYS and WAYS[d.kind].on_host for d in plan.decisions):
         yield found
         return
     pool = host_pool(prepared.cut.host.folder)

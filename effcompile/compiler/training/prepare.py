@@ -10,7 +10,6 @@ from typing import Any
 from torch import fx
 
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training.rates import rates_of
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
@@ -230,7 +229,7 @@ def with_levers(
 ) -> Prepared:
     """The same variant with the options that these levers leave its blocks. `solved`: fronts by kind, found and added."""
     fronts = {} if solved is None else solved
-    cut = levers.proposed(prepared.plain, rates_of(levers, figures.target, here=figures.here), figures.seconds)
+    cut = levers.proposed(prepared.plain, levers.rates(figures.target, here=figures.here), figures.seconds)
     for block in cut.blocks:
         if block.stage.kind not in fronts:
             fronts[block.stage.kind] = checkpoint.front(block)

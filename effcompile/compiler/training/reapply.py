@@ -13,10 +13,10 @@ from typing import TypeVar
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import FormatError
 from effcompile.ir.plan import Decision, Plan, Setting
-from effcompile.passes import TRAINING_PASSES
+from effcompile.passes import TRAINING_PASSES, WAYS
 from effcompile.passes.training.base import setting_of
 from effcompile.planner.remat import BlockOption, Group
-from effcompile.schedule.away import FORMS, movable
+from effcompile.schedule.away import movable
 from effcompile.schedule.blocks import Block, Blocks
 
 T = TypeVar("T", bound=Setting)
@@ -99,7 +99,7 @@ def held(plan: Plan) -> dict[str, Held]:
     for decision in plan.decisions:
         by_kind.setdefault(decision.kind, []).append(decision)
     forms: dict[str, dict[str, str]] = {}
-    for kind in FORMS:
+    for kind in WAYS:
         for decision in by_kind.get(kind, ()):
             forms.setdefault(decision.site, {}).update(dict.fromkeys(_names(decision, "values"), kind))
     blocks = {

@@ -102,8 +102,9 @@ class Work:
     def without(self, error: RefutedError) -> Work:
         """The same work without a choice that was run and did not hold."""
         levers = self.passes.levers
-        passes = replace(self.passes, levers=levers.only([name for name in levers.names if name != error.kind]))
-        if not error.option or error.kind in levers.names:
+        of_values = error.kind in levers.names
+        passes = replace(self.passes, levers=replace(levers, refused=levers.refused | {error.option})) if of_values else self.passes
+        if of_values or not error.option:
             self.notes.append(f"{error.said}: {error}")
         return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): str(error)})
 

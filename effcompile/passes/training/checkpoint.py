@@ -94,7 +94,7 @@ def carried_out(cut: Blocks, chosen: Sequence[BlockOption], groups: Sequence[Gro
 def _away(cut: Blocks, chosen: Sequence[BlockOption]) -> Away:
     """What each block holds in another form."""
     return {
-        i: {block.values[name]: option.forms[name] for name in in_order_of_need(block.problem, option)}
+        i: {block.values[name]: cut.ways[option.forms[name]] for name in in_order_of_need(block.problem, option)}
         for i, (block, option) in enumerate(zip(cut.blocks, chosen, strict=True))
         if option.forms
     }

@@ -1,113 +1,147 @@
-"""What may be done with a value beside keeping it: recompute, offload, compress; proposed block by block as forms of the planner.
+"""What may be done with a value beside keeping it: recompute, and hold it in another way, block by block as forms of the planner.
 
-`Levers.proposed` adds them to a step that was cut into blocks. Any subset of levers gives the same step with fewer ways,
-so that each alone, pairs, and all can be held against each other at one budget.
+A lever over values is a pass (`ValueLever`) that says in which ways it holds a value, which values it takes and what that
+costs. Ways that pack on the device may be followed by those to the host, of whatever lever. `Levers.proposed` adds them to a
+step that was cut into blocks. Any subset of levers gives the same step with fewer ways, so that each alone, pairs, and all
+can be held against each other at one budget.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 import torch
 from torch import fx
 
 from effcompile.core.errors import UnknownNameError
-from effcompile.ops.compress import packed_bytes
-from effcompile.passes.training.compress import Compress
-from effcompile.passes.training.offload import Offload
+from effcompile.machine.target import Target
 from effcompile.planner.remat import BlockProblem, Form
-from effcompile.schedule.away import BOTH, COMPRESS, OFFLOAD, movable, pack_workspace
+from effcompile.schedule.away import movable
 from effcompile.schedule.blocks import Block, Blocks, Host
+from effcompile.schedule.ways import Way
 
 RECOMPUTE = "recompute"
-LEVERS = (RECOMPUTE, OFFLOAD, COMPRESS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Seconds per byte over the link, out and back; per element to pack and unpack; and per call of any of these.
+    """Seconds per byte over the link, out and back; way → seconds per element to pack or unpack; and per call of any of these.
 
-    `host_bytes`: room on the host, None when it is not known. `beside`: copies run beside the compute.
+    `host_bytes`: room on the host, in `folder`; None when it is not known. `beside`: copies run beside the compute.
     """
 
-    out: float
-    back: float
-    pack: float
+    out: float = 0.0
+    back: float = 0.0
+    pack: Mapping[str, float] = field(default_factory=dict)
     call: float = 0.0
     host_bytes: int | None = None
+    folder: str = ""
     beside: bool = False
+
+    def __or__(self, other: Rates) -> Rates:
+        """With what another lever says."""
+        return replace(
+            self, out=other.out or self.out, back=other.back or self.back, pack={**self.pack, **other.pack},
+            folder=other.folder or self.folder, host_bytes=self.host_bytes if other.host_bytes is None else other.host_bytes,
+        )  # fmt: skip
+
+
+class ValueLever(Protocol):
+    """A pass over values: a frozen dataclass; its fields are its options, also on the CLI.
+
+    Attributes:
+        exact: False for one that changes numbers. known: all ways that it may ever have, the milder ones first.
+        share: values below this share of their block's bytes are not proposed.
+        ways: those that it has with its options.
+    """
+
+    name: ClassVar[str]
+    exact: ClassVar[bool]
+    known: ClassVar[tuple[Way, ...]]
+
+    @property
+    def share(self) -> float: ...
+    @property
+    def ways(self) -> tuple[Way, ...]: ...
+
+    def takes(self, value: torch.Tensor, learned: bool) -> bool:
+        """Whether it may hold a value like this fake one. `learned`: that depends on a parameter."""
+        ...
+
+    def rates(self, target: Target, here: bool) -> Rates:
+        """What it takes on the target. `here`: that is this machine."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Levers:
-    """Which of them are there. The default is what there is without asking: recomputation alone."""
+    """Which of them are there. The default is what there is without asking: recomputation alone.
+
+    refused: names of ways that were run, and did not hold.
+    """
 
     recompute: bool = True
-    offload: Offload | None = None
-    compress: Compress | None = None
+    values: tuple[ValueLever, ...] = ()
+    refused: frozenset[str] = frozenset()
 
     @property
-    def move(self) -> bool:
-        """Whether any values may be held in another form."""
-        return self.offload is not None or self.compress is not None
+    def there(self) -> tuple[ValueLever, ...]:
+        """Those over values that have a way left."""
+        return tuple(lever for lever in self.values if any(way.name not in self.refused for way in lever.ways))
 
     @property
     def names(self) -> tuple[str, ...]:
-        there = (self.recompute, self.offload is not None, self.compress is not None)
-        return tuple(name for name, yes in zip(LEVERS, there, strict=True) if yes)
+        return (*[RECOMPUTE] * self.recompute, *(lever.name for lever in self.there))
 
     def only(self, names: Collection[str]) -> Levers:
         """These of them alone.
 
         Raises:
-            UnknownNameError: a name that is no lever.
+            UnknownNameError: a name that is no lever here.
         """
         for name in names:
-            if name not in LEVERS:
-                raise UnknownNameError("lever", name, LEVERS)
-        return Levers(
-            recompute=self.recompute and RECOMPUTE in names,
-            offload=self.offload if OFFLOAD in names else None,
-            compress=self.compress if COMPRESS in names else None,
-        )
+            if name not in self.names:
+                raise UnknownNameError("lever", name, self.names)
+        values = tuple(lever for lever in self.there if lever.name in names)
+        return replace(self, recompute=self.recompute and RECOMPUTE in names, values=values)
+
+    def rates(self, target: Target, *, here: bool) -> Rates:
+        """Rates for these levers on the target. `here`: it is this machine."""
+        found = Rates(call=target.launch_seconds, beside=target.device != "cpu")
+        for lever in self.there:
+            found |= lever.rates(target, here)
+        return found
 
     def proposed(self, cut: Blocks, rates: Rates, seconds: Callable[[fx.Node], float]) -> Blocks:
         """The step with these levers' ways in its blocks. `seconds`: time of a node, of which some hides copies."""
-        if not self.move and self.recompute:
+        if not self.there and self.recompute:
             return cut
-        learned = _learned(cut) if self.compress is not None else frozenset()
-        forms = [{name: tuple(self._forms(cut, block, name, value, rates, learned)) for name, value in movable(cut, block).items()}
-                 for block in cut.blocks]  # fmt: skip
+        learned = _learned(cut)
+        ways: dict[str, Way] = {}
+        forms = [{name: tuple(_form(way, value, b.problem.nbytes[name], rates) for way in self._of(cut, b, name, value, learned, ways))
+                  for name, value in movable(cut, b).items()} for b in cut.blocks]  # fmt: skip
         most = sum(max((f.host for f in of), default=0) for block in forms for of in block.values())
-        limit = self._limit(rates)
-        host = Host(limit=limit, folder=self.offload.folder if self.offload else "", beside=rates.beside)
-        scarce = limit is not None and limit < most
+        scarce = rates.host_bytes is not None and rates.host_bytes < most
         blocks = [self._with(block, f, scarce, _hidden(cut, block, seconds) if rates.beside else None)
                   for block, f in zip(cut.blocks, forms, strict=True)]  # fmt: skip
-        return replace(cut, blocks=tuple(blocks), host=host)
+        return replace(
+            cut, blocks=tuple(blocks), host=Host(limit=rates.host_bytes, folder=rates.folder, beside=rates.beside),
+            ways=ways,
+        )  # fmt: skip
 
-    def _limit(self, rates: Rates) -> int | None:
-        if self.offload is None:
-            return None
-        return rates.host_bytes if self.offload.host_bytes is None else self.offload.host_bytes
-
-    def _forms(
-        self, cut: Blocks, block: Block, name: str, value: torch.Tensor, rates: Rates, learned: frozenset[fx.Node]
-    ) -> Iterator[Form]:
-        size, whole = block.problem.nbytes[name], sum(block.problem.nbytes.values())
-        offload = self.offload is not None and size >= self.offload.share * whole
-        compress = self.compress is not None and size >= self.compress.share * whole and value.is_floating_point()
-        compress = compress and value.dtype != torch.float64 and cut.maker[block.values[name]] in learned
-        packed = packed_bytes(value.numel())
-        if offload:
-            yield _form(OFFLOAD, size, rates, staged=size)
-        if compress and packed < size:
-            workspace, work = pack_workspace(value), 2 * (value.numel() * rates.pack + rates.call)
-            yield Form(name=COMPRESS, held=packed, staged=packed, packed=packed, workspace=workspace, seconds=work)
-            if offload:
-                yield _form(BOTH, packed, rates, staged=packed, packed=packed, workspace=workspace, seconds=work)
+    def _of(
+        self, cut: Blocks, block: Block, name: str, value: torch.Tensor, learned: frozenset[fx.Node], known: dict[str, Way]
+    ) -> Iterator[Way]:
+        """The ways in which a value may be held; they are added to `known`."""
+        size, whole, made = block.problem.nbytes[name], sum(block.problem.nbytes.values()), cut.maker[block.values[name]] in learned
+        able = [lever for lever in self.there if size >= lever.share * whole and lever.takes(value, made)]
+        ways = [way for lever in able for way in lever.ways if way.name not in self.refused]
+        for way in composed(ways):
+            if way.codec is None or way.codec.packed_bytes(value.numel()) < size:
+                yield known.setdefault(way.name, way)
 
     def _with(self, block: Block, forms: dict[str, tuple[Form, ...]], scarce: bool, hidden: tuple[float, ...] | None) -> Block:
         """The block with these ways; blocks that have become different are of different kinds."""
@@ -117,11 +151,27 @@ class Levers:
         return replace(block, problem=problem, stage=replace(block.stage, kind=_kind(problem)))
 
 
-def _form(name: str, size: int, rates: Rates, *, staged: int, packed: int = 0, workspace: int = 0, seconds: float = 0.0) -> Form:
-    """A form on the host. What is on its way is staged on the device where copies run beside the compute."""
+def composed(ways: Collection[Way]) -> Iterator[Way]:
+    """These ways: those to the host, then each that packs on the device, alone and then to the host."""
+    hosts = [way for way in ways if way.codec is None]
+    yield from hosts
+    for way in ways:
+        if way.codec is not None:
+            yield way
+            yield from (way.on(host) for host in hosts)
+
+
+def _form(way: Way, value: torch.Tensor, size: int, rates: Rates) -> Form:
+    """A way as a form of the planner. Where copies run beside the compute, what is on its way is staged on the device."""
+    packed = 0 if way.codec is None else way.codec.packed_bytes(value.numel())
+    moved = packed or size
+    out, back = (moved * rates.out + rates.call, moved * rates.back + rates.call) if way.on_host else (0.0, 0.0)
     return Form(
-        name=name, staged=staged if rates.beside else 0, packed=packed, host=size, workspace=workspace, seconds=seconds,
-        out=size * rates.out + rates.call, back=size * rates.back + rates.call,
+        name=way.name, held=0 if way.on_host else packed, staged=moved if rates.beside or not way.on_host else 0, packed=packed,
+        host=moved if way.on_host else 0,
+        workspace=0 if way.codec is None else max(way.codec.pack_workspace(value), way.codec.unpack_workspace(value)),
+        seconds=0.0 if way.codec is None else 2 * (value.numel() * rates.pack.get((*way.parts, way.name)[0], 0.0) + rates.call),
+        out=out, back=back,
     )  # fmt: skip
 
 
@@ -135,7 +185,7 @@ def _hidden(cut: Blocks, block: Block, seconds: Callable[[fx.Node], float]) -> t
 
 
 def _learned(cut: Blocks) -> frozenset[fx.Node]:
-    """Nodes that depend on a parameter: masks and positions, whose extremes 8 bits do not hold, do not."""
+    """Nodes that depend on a parameter: masks and positions do not."""
     found = set(cut.step.parameters)
     for node in cut.step.graph.nodes:
         if node.op == "call_function" and any(arg in found for arg in node.all_input_nodes):

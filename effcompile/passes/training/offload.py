@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
+
+from torch import Tensor
 
 from effcompile.core.errors import UsageError
 from effcompile.core.units import parse_bytes
+from effcompile.machine.memory import free_bytes
+from effcompile.machine.target import Target
+from effcompile.ops.offload import link_seconds
+from effcompile.passes.training.levers import Rates
+from effcompile.schedule.ways import Way
+
+OFFLOAD = Way(name="offload", by="offload", said="on the host", on_host=True, without="nothing is offloaded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,7 @@ class Offload:
 
     name: ClassVar[str] = "offload"
     exact: ClassVar[bool] = True
+    known: ClassVar[tuple[Way, ...]] = (OFFLOAD,)
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -45,3 +58,40 @@ class Offload:
     def bytes_per_second(self) -> int | None:
         """The bandwidth that was given."""
         return parse_bytes(self.bandwidth.removesuffix("/s"), name="offload.bandwidth") if self.bandwidth else None
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The one that is proposed."""
+        return self.known
+
+    def takes(self, value: Tensor, learned: bool) -> bool:
+        """Any value."""
+        return True
+
+    def rates(self, target: Target, here: bool) -> Rates:
+        """Of the link as it was given, measured here, or the target's; and room on the host.
+
+        Raises:
+            UsageError: the target's link carries nothing.
+        """
+        given = self.bytes_per_second
+        if given is None and not here and not target.link_bandwidth > 0:
+            raise UsageError(
+                f"The link of the target {target.name!r} has {target.link_bandwidth:g} B/s: nothing can be offloaded over it. "
+                "Give offload.bandwidth, mend the target, or leave the pass offload out."
+            )
+        out, back = (1 / given, 1 / given) if given else _link(self.folder, target.device) if here else (1 / target.link_bandwidth,) * 2
+        host = _room(self.folder, target.device) if here and self.host_bytes is None else self.host_bytes
+        return Rates(out=out, back=back, host_bytes=host, folder=self.folder)
+
+
+@cache
+def _link(folder: str, device: str) -> tuple[float, float]:
+    return link_seconds(folder, device)
+
+
+def _room(folder: str, device: str) -> int | None:
+    """Bytes that a pool may take: what is free on the folder's disk; for pinned memory, what the system leaves to this process."""
+    if device == "cpu":
+        return shutil.disk_usage(folder or tempfile.gettempdir()).free
+    return free_bytes()
