@@ -277,11 +277,11 @@ def _parse(kind: Any, text: str) -> Any:
         return text.lower() in _TRUE
     if kind in (int, float, str):
         return kind(text)
-    made = float if kind == tuple[float, ...] else str
+    made = next((made for made in (int, float) if kind == tuple[made, ...]), str)
     return tuple(made(part.strip()) for part in text.split(",") if part.strip())
 
 
 def _describe(kind: Any) -> str:
     names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    names[tuple[float, ...]] = "a list of numbers like 0.5,0.9"
+    names |= {tuple[float, ...]: "a list of numbers like 0.5,0.9", tuple[int, ...]: "a list of whole numbers like 8,4"}
     return names.get(kind, "a list like a,b,c")

@@ -147,7 +147,7 @@ def test_host_memory_that_is_too_small_is_named(made: Any) -> None:
 @pytest.fixture
 def quick_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packing costs nothing: on values this small its calls cost more than all operators, and it is never chosen."""
-    free = Rates(out=1e-9, back=1e-9, pack={"compress": 1e-15})
+    free = Rates(out=1e-9, back=1e-9, pack=dict.fromkeys(("compress", "compress4", "compress2"), 1e-15))
     monkeypatch.setattr(Levers, "rates", lambda *_, **__: free)
 
 
@@ -163,6 +163,28 @@ def test_compression_is_measured_and_its_cosine_told(made: Any, name: str) -> No
     assert 0 < plan.checks[0].error <= 0.05
     assert float(re.search(r"cosine of the whole gradient ([\d.]+)", plan.checks[0].note)[1]) >= 0.999
     assert abs(plan.predicted.peak_bytes - plan.measured.peak_bytes) <= 0.02 * plan.measured.peak_bytes
+
+
+@pytest.mark.usefixtures("quick_packing")
+def test_fewer_bits_take_fewer_bytes_and_their_error_is_measured_and_limited(made: Any) -> None:
+    """Against eager's gradients: 2 bits are further from them than 4, and where the goal does not allow what 2 make, 4 are taken."""
+    model, batch = made["llama"]
+    base = [*OFFLOAD[:2], "no-precision", "compress.share=0.0"]
+    errors, sizes = {}, {}
+    for bits in (4, 2):
+        passes = [*base, f"compress.bits={bits}"]
+        memory = least(model, batch, passes, max_error=0.9)
+        plan = optimize_training(model, (), batch, goal=goal(memory, max_error=0.9), passes=passes).plan
+        assert plan.met and {d.kind for d in plan.decisions if d.by == "compress"} == {f"compress{bits}"}
+        assert all(d.why == f"in {bits} bits between forward and backward" for d in plan.decisions if d.by == "compress")
+        assert abs(plan.predicted.peak_bytes - plan.measured.peak_bytes) <= 0.02 * plan.measured.peak_bytes
+        errors[bits], sizes[bits] = plan.checks[0].error, memory
+    assert 0 < errors[4] < errors[2] and sizes[2] <= sizes[4]
+    allowed = (errors[4] + errors[2]) / 2
+    plan = optimize_training(model, (), batch, goal=goal(sizes[4], max_error=allowed), passes=[*base, "compress.bits=4,2"]).plan
+    assert plan.checks[0].passed and plan.checks[0].error <= allowed
+    assert any("nothing is compressed to 2 bits: the whole gradient's relative error was" in note for note in plan.notes)
+    assert {d.kind for d in plan.decisions if d.by == "compress"} == {"compress4"}
 
 
 @pytest.mark.usefixtures("quick_packing")

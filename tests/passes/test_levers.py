@@ -72,6 +72,8 @@ def test_each_says_whether_it_changes_numbers() -> None:
         ("offload.bandwidth=0", r"offload\.bandwidth = '0' must be at least one byte"),
         ("offload.share=2", r"offload\.share"),
         ("compress.share=-1", r"compress\.share"),
+        ("compress.bits=3", r"compress\.bits = 3: give some of 8, 4, 2"),
+        ("compress.bits=few", r"a list of whole numbers like 8,4"),
         ("offload.disk=1GiB", r"offload\.folder"),
         ("ofload", "Did you mean 'offload'"),
     ],
@@ -110,6 +112,20 @@ def test_forms_have_the_bytes_and_the_seconds_of_their_copies() -> None:
     masks = [n for n, s in block.values.items() if cut.maker.get(s) is not None and cut.maker[s].meta["val"].dtype == torch.bool]
     assert masks
     assert all([f.name for f in block.problem.forms[n]] == ["offload"] for n in masks)
+
+
+def test_values_in_fewer_bits_are_forms_beside_those_in_8_on_the_device_and_on_the_host() -> None:
+    cut = proposed(Levers(values=(Offload(share=0.0), Compress(share=0.0, bits=(2, 8, 4)))))
+    block = cut.blocks[1]
+    several = {name: {f.name: f for f in forms} for name, forms in block.problem.forms.items() if len(forms) > 1}
+    assert several
+    for name, found in several.items():
+        assert list(found) == ["offload", *(f"compress{bits}{on}" for bits in ("", "4", "2") for on in ("", "+offload"))]
+        count = cut.maker[block.values[name]].meta["val"].numel()
+        for bits in (8, 4, 2):
+            form = found[f"compress{bits if bits < 8 else ''}"]
+            assert form.held == form.packed == -(-count * bits // 8) + 8 * -(-count // 256)
+            assert found[f"{form.name}+offload"].host == form.held
 
 
 def test_what_is_on_its_way_is_staged_where_copies_run_beside_the_compute() -> None:

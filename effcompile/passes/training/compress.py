@@ -1,9 +1,9 @@
-"""Compress: hold values in 8 bits between forward and backward, decided with keeping and recomputing (planner/remat)."""
+"""Compress: hold values in few bits between forward and backward, decided with keeping and recomputing (planner/remat)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import ClassVar
 
@@ -12,44 +12,57 @@ from torch import Tensor
 
 from effcompile.core.errors import UsageError
 from effcompile.machine.target import Target
-from effcompile.ops.compress import packed_bytes
+from effcompile.ops.compress import BITS, packed_bytes
 from effcompile.passes.training.levers import Rates
 from effcompile.schedule.ways import Codec, Way
 
 _PROBE_ELEMENTS = 1 << 20
 
-_OPS = torch.ops.effcompile
-COMPRESS = Way(
-    name="compress", by="compress", said="in 8 bits", exact=False, without="nothing is compressed",
-    codec=Codec(pack=_OPS.compress8.default, unpack=_OPS.decompress8.default, packed_bytes=packed_bytes),
-)  # fmt: skip
+
+def _way(bits: int) -> Way:
+    """Values in so many bits; those in 8 have the lever's name."""
+    pack, unpack = (getattr(torch.ops.effcompile, f"{name}{bits}").default for name in ("compress", "decompress"))
+    return Way(
+        name="compress" + (str(bits) if bits < 8 else ""), by="compress", said=f"in {bits} bits", exact=False,
+        without="nothing is compressed" + (f" to {bits} bits" if bits < 8 else ""),
+        codec=Codec(pack=pack, unpack=unpack, packed_bytes=partial(packed_bytes, bits=bits)),
+    )  # fmt: skip
+
+
+_WAYS = {bits: _way(bits) for bits in BITS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compress:
-    """Activation compressed training (ActNN, arXiv 2104.14129; GACT, arXiv 2206.11357): about a quarter of the bytes of fp32.
+    """Activation compressed training (ActNN, arXiv 2104.14129; Mesa, arXiv 2111.11124; GACT, arXiv 2206.11357).
+
+    In 8 bits values take about a quarter of the bytes of fp32, in 4 an eighth, in 2 a sixteenth.
 
     Not exact: proposed only where the goal allows error. The gradient's error is measured, and a plan that exceeds the
-    goal's is made again without it. Only values that depend on a parameter are packed, not masks or positions.
+    goal's is made again without the fewest bits that it has. Only values that depend on a parameter are packed, not masks or positions.
 
     Attributes:
+        bits: 8, 4, 2: those to choose from.
         share: values below this share of their block's bytes are not proposed: they only make the search longer.
     """
 
+    bits: tuple[int, ...] = (8,)
     share: float = 0.02
 
     name: ClassVar[str] = "compress"
     exact: ClassVar[bool] = False
-    known: ClassVar[tuple[Way, ...]] = (COMPRESS,)
+    known: ClassVar[tuple[Way, ...]] = tuple(_WAYS.values())
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise UsageError(f"compress.share = {self.share!r}: give a number from 0 to 1.")
+        if not self.bits or not set(self.bits) <= set(BITS):
+            raise UsageError(f"compress.bits = {','.join(map(str, self.bits))}: give some of {', '.join(map(str, BITS))}.")
 
     @property
     def ways(self) -> tuple[Way, ...]:
         """Those that are proposed."""
-        return self.known
+        return tuple(way for bits, way in _WAYS.items() if bits in self.bits)
 
     def takes(self, value: Tensor, learned: bool) -> bool:
         """Floats that depend on a parameter: the extremes of masks and positions are not held."""
