@@ -3,6 +3,7 @@
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from train_helpers import differing, eager, measured
 from effcompile.compiler import optimize_training, plan_training
 from effcompile.core.errors import FormatError, InfeasibleError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_training")
@@ -81,6 +83,26 @@ def test_it_competes_in_the_solve_and_what_was_not_taken_is_told(made: Any) -> N
     assert product(without) == "" and plan.predicted.seconds < without.predicted.seconds
     few = plan_of(made, [*EXACT, "unscale.least=9"])
     assert [d.reason for d in few.declined if d.by == "unscale"] == ["there are 6"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_bytes_and_seconds_that_it_puts_beside_the_step_count(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import effcompile_unscale as unscale
+
+    plain, real = plan_of(made), unscale.Unscale.apply
+
+    def heavier(self: Any, case: Any, choice: Any, option: Any) -> Any:
+        beside = case.beside + Footprint(resident={WORKING: 10_000_000})
+        return replace(real(self, case, choice, option), beside=beside, seconds_beside=1e-7, notes=("a table lies beside the step",))
+
+    monkeypatch.setattr(unscale.Unscale, "apply", heavier)
+    plan = plan_of(made)
+    assert product(plan) == "left out" and "a table lies beside the step" in plan.notes
+    assert plan.predicted.peak_bytes == plain.predicted.peak_bytes + 10_000_000 == plan.memory_timeline.peak_bytes
+    assert plan.predicted.seconds == pytest.approx(plain.predicted.seconds + 1e-7)
+    without = plan_of(made, memory=10_000_000)
+    assert product(without) == ""
+    assert any("at least" in d.reason and "with it" in d.reason for d in without.declined if d.option == "left out")
 
 
 @pytest.mark.usefixtures("installed")

@@ -11,9 +11,11 @@ from train_helpers import context, forms_of, skips
 
 from effcompile.capture import capture_training
 from effcompile.core.cost import Cost
+from effcompile.core.errors import FormatError
+from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption, forms, reapplied, told
-from effcompile.passes.training.step_edit import copied
+from effcompile.passes.training.base import Case, Context, Outcome, RequestError, StepChoice, StepOption, forms, reapplied, told
+from effcompile.passes.training.step_edit import Refusal, copied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +85,50 @@ def test_a_lone_option_is_taken_without_its_baseline_and_is_no_lever(step: Step)
 
     (form,), _ = forms_of(step, Always())
     assert marks(form.step) == "ab" and form.label == "as captured"
+
+
+def test_an_option_that_cannot_be_had_is_refused_beside_what_it_was_wanted_with(step: Step) -> None:
+    class Picky(Marks):
+        def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
+            if "a" in marks(case.step):
+                raise Refusal("there is an a")
+            return Marks.apply(self, case, choice, option)
+
+    made = forms([Marks(letters="a"), Picky(letters="b", early=False)], Case(step=step), context())
+    assert [marks(form.step) for form in made.cases] == ["", "b", "a"] and not made.declined
+    assert made.refused == [({"mark a": "on", "mark b": "on"}, "there is an a")]
+
+
+def test_what_the_user_asked_wrongly_is_raised_and_any_other_error_declines_the_pass(step: Step) -> None:
+    class Wrong(Marks):
+        error: ClassVar[type[Exception]]
+
+        def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+            raise self.error("no such mark")
+
+    Wrong.error = RequestError
+    with pytest.raises(RequestError, match="no such mark"):
+        forms([Wrong()], Case(step=step), context())
+    Wrong.error = FormatError
+    made = forms([Wrong()], Case(step=step), context())
+    assert [form.step for form in made.cases] == [step]
+    assert [d.reason for d in made.declined] == ["it could not be asked: FormatError: no such mark"]
+
+
+def test_a_baseline_with_settings_is_made_and_one_step_stays_one_with_what_stands_beside_it(step: Step) -> None:
+    class Beside(Marks):
+        def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+            options = tuple(StepOption(name=size, settings={"letter": size}) for size in ("1", "20"))
+            yield StepChoice(site="beside", kind="beside", baseline="1", options=options)
+
+        def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
+            more = Footprint(resident={WORKING: int(option.setting("letter", str))})
+            return replace(case, beside=case.beside + more, seconds_beside=case.seconds_beside + 0.5, last=copied_alone)
+
+    def copied_alone(step: Step) -> Step:
+        return copied(step)[0]
+
+    found = forms([Marks(letters="a"), Beside()], Case(step=step), context()).cases
+    assert [(marks(c.step), c.beside.resident_bytes) for c in found] == [("", 1), ("", 20), ("a", 1), ("a", 20)]
+    assert found[0].step is found[1].step is not step and found[2].step is found[3].step
+    assert all(case.seconds(2.0) == 2.5 and case.last is None for case in found)
