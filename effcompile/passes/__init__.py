@@ -169,7 +169,7 @@ class TrainingPasses:
     @property
     def exact(self) -> tuple[TrainingPasses, list[str]]:
         """Those that change no numbers, and the names of the others."""
-        others = [each.name for each in (*self.step, *self.levers.values) if not each.exact]
+        others = [each.name for each in self.step if not each.exact] + [each.name for each in self.levers.values if not each.exact]
         step = tuple(each for each in self.step if each.exact)
         values = tuple(each for each in self.levers.values if each.exact)
         return replace(self, step=step, levers=replace(self.levers, values=values)), others
@@ -277,7 +277,7 @@ def _parse(kind: Any, text: str) -> Any:
         return text.lower() in _TRUE
     if kind in (int, float, str):
         return kind(text)
-    made = next((made for made in (int, float) if kind == tuple[made, ...]), str)
+    made: type[Any] = {tuple[int, ...]: int, tuple[float, ...]: float}.get(kind, str)
     return tuple(made(part.strip()) for part in text.split(",") if part.strip())
 
 
