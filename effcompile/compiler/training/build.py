@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from effcompile.compiler.search import versions
-from effcompile.compiler.training import moved
 from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
@@ -21,6 +20,7 @@ from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.footprint import GIVEN, GRADIENTS, excess
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
+from effcompile.passes.training import held_values
 from effcompile.passes.training.base import Chosen, Outcome, told
 from effcompile.passes.training.checkpoint import carried_out
 from effcompile.planner.remat import BlockOption, Group
@@ -48,7 +48,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         backend="torch",
         decisions=(
             *_checkpoints(best, figures),
-            *moved.decisions(best),
+            *held_values.decisions(prepared.cut, best.chosen),
             *_whole(joint, found),
         ),
         declined=(
@@ -76,7 +76,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *given.mends,
             *_dropped(given),
             *_times(figures),
-            *moved.notes(best),
+            *held_values.notes(prepared.cut, prepared.fronts, best.trace.host_bytes),
             *case.notes,
             *notes,
         ),

@@ -20,9 +20,8 @@ from effcompile.compiler.training.in_parts import runner_of
 from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.moved import RefutedError
-from effcompile.compiler.training.reapply import as_planned, chosen, held
 from effcompile.compiler.training.solve import frontier
-from effcompile.compiler.training.work import Loss, Work, make_work
+from effcompile.compiler.training.work import Loss, Work, as_planned, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes
@@ -32,6 +31,7 @@ from effcompile.machine.target import Target
 from effcompile.passes import WAYS
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
+from effcompile.passes.training.saved_blocks import chosen, held
 from effcompile.planner.remat import BlockFront
 
 #: Solves at the most: choices that do not hold, times and bytes that were others than foreseen.

@@ -1,4 +1,4 @@
-"""What a plan says of values that are held elsewhere: decisions per block, host memory planned and measured, how sure the fronts are."""
+"""Choices that were run and did not hold, and the host memory that values held there took."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from effcompile.core.cost import Cost
 from effcompile.core.errors import VerificationError
 from effcompile.core.units import format_bytes
-from effcompile.ir.plan import Decision, Plan
+from effcompile.ir.plan import Plan
 from effcompile.ops.offload import host_pool
 from effcompile.passes import WAYS
 from effcompile.passes.training.base import Case
 
 if TYPE_CHECKING:
     from effcompile.compiler.training.prepare import Prepared
-    from effcompile.compiler.training.solve import Schedule
 
 #: How the note on the measured use of host memory begins.
 MEASURED = "host memory measured:"
@@ -28,49 +26,6 @@ class RefutedError(VerificationError):
     def __init__(self, message: str, *, kind: str, option: str, said: str) -> None:
         super().__init__(message)
         self.kind, self.option, self.said = kind, option, said
-
-
-def decisions(best: Schedule) -> list[Decision]:
-    """One per block and form that is in use there."""
-    found = []
-    for block, option in zip(best.prepared.cut.blocks, best.chosen, strict=True):
-        for form in dict.fromkeys(option.forms.values()):
-            names, way = [name for name, other in option.forms.items() if other == form], best.prepared.cut.ways[form]
-            forms = [f for name in names for f in block.problem.forms[name] if f.name == form]
-            size = sum(block.problem.nbytes[name] for name in names)
-            cost = Cost(
-                seconds=sum(f.seconds + f.out + f.back for f in forms), bytes_kept=sum(f.held for f in forms),
-            )  # fmt: skip
-            found.append(
-                Decision(
-                    site=block.name, kind=form, option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
-                    baseline="kept", by=way.by, cost=cost, baseline_cost=Cost(bytes_kept=size),
-                    why=f"{way.said} between forward and backward{', exact' * way.exact}", settings={"values": tuple(sorted(names))},
-                )
-            )  # fmt: skip
-    return found
-
-
-def notes(best: Schedule) -> list[str]:
-    """Host memory, and what the certificate holds for, where values may be held elsewhere."""
-    prepared = best.prepared
-    kinds = {block.stage.kind for block in prepared.cut.blocks if block.problem.forms}
-    fronts = [prepared.fronts[kind] for kind in kinds]
-    if not fronts:
-        return []
-    lines = []
-    if best.trace.host_bytes:
-        limit = prepared.cut.host.limit
-        room = f" of {format_bytes(limit)}" if limit is not None else "; its room was not checked"
-        lines.append(f"host memory: {format_bytes(best.trace.host_bytes)} ({best.trace.host_bytes} bytes) at its highest{room}")
-    cut_off = sum(not front.complete for front in fronts)
-    thinned = [front for front in fronts if front.found > len(front.options)]
-    if cut_off or thinned:
-        parts = [f"{cut_off} searched until the time was up"] * bool(cut_off)
-        most = max((front.found for front in thinned), default=0)
-        parts += [f"{len(thinned)} thinned (the largest from {most} options)"] * bool(thinned)
-        lines.append(f"of {len(fronts)} kinds of blocks, {', '.join(parts)}: the certificate holds among the options that were left")
-    return lines
 
 
 def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:

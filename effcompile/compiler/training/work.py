@@ -23,13 +23,13 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.prepare import Figures, Preparation, prepare
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
-from effcompile.ir.plan import Decision
+from effcompile.ir.plan import Decision, Plan
 from effcompile.machine.target import Target
 from effcompile.ops.optimizers import check
-from effcompile.passes import TrainingPasses, load_training_passes
+from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes
 from effcompile.passes.training.base import Case, Context, Forms, forms, reapplied
 from effcompile.passes.training.optimizer_ways import GivenOptimizer
 from effcompile.planner.remat import BlockFront
@@ -177,3 +177,20 @@ def as_optimizer(given: Any, model: nn.Module) -> Optimizer | None:
         except Exception as error:
             raise UsageError(f"optimizer(parameters) raises: {type(error).__name__}: {error}") from error
     return check(given)
+
+
+def as_planned(work: Work, plan: Plan) -> Work:
+    """The request with the plan's decisions, and passes that allow them.
+
+    Raises:
+        FormatError: a pass that the plan was made with is missing.
+    """
+    known = {*TRAINING_PASSES, *(each.name for each in work.passes.whole)}
+    missing = [d for d in plan.decisions if d.by not in known and d.option != d.baseline]
+    if missing:
+        listed = ", ".join(sorted(f"{d.kind} = {d.option} at {d.site}" for d in missing))
+        raise FormatError(
+            f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
+            "Install it, or plan again without --plan."
+        )
+    return replace(work, decided=plan.decisions, passes=work.passes.carrying_out({d.by for d in plan.decisions}))

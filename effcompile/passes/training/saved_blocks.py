@@ -1,4 +1,4 @@
-"""What a saved plan took, read from its decisions: applying it again solves nothing.
+"""What a saved plan took in its blocks, read from its decisions: applying it again solves nothing.
 
 Each decision carries the settings that its option stands for. They may come from a file that somebody changed, so each is
 checked here, and what they ask for is checked against the step that they are applied to.
@@ -7,13 +7,12 @@ checked here, and what they ask for is checked against the step that they are ap
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from effcompile.compiler.training.work import Work
 from effcompile.core.errors import FormatError
 from effcompile.ir.plan import Decision, Plan, Setting
-from effcompile.passes import TRAINING_PASSES, WAYS
+from effcompile.passes import WAYS
 from effcompile.passes.training.base import setting_of
 from effcompile.planner.remat import BlockOption, Group
 from effcompile.schedule.away import movable
@@ -29,23 +28,6 @@ class Held:
     kept: tuple[str, ...]
     remade_from: str
     forms: Mapping[str, str] = field(default_factory=dict)
-
-
-def as_planned(work: Work, plan: Plan) -> Work:
-    """The request with the plan's decisions, and passes that allow them.
-
-    Raises:
-        FormatError: a pass that the plan was made with is missing.
-    """
-    known = {*TRAINING_PASSES, *(each.name for each in work.passes.whole)}
-    missing = [d for d in plan.decisions if d.by not in known and d.option != d.baseline]
-    if missing:
-        listed = ", ".join(sorted(f"{d.kind} = {d.option} at {d.site}" for d in missing))
-        raise FormatError(
-            f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
-            "Install it, or plan again without --plan."
-        )
-    return replace(work, decided=plan.decisions, passes=work.passes.carrying_out({d.by for d in plan.decisions}))
 
 
 def chosen(cut: Blocks, blocks: Mapping[str, Held]) -> tuple[list[BlockOption], tuple[Group, ...]]:
