@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -13,20 +12,16 @@ from effcompile.compiler.search import versions
 from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
-from effcompile.compiler.training.solve import Schedule
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_seconds
-from effcompile.ir.footprint import GIVEN, GRADIENTS, excess
-from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
+from effcompile.ir.footprint import GIVEN, GRADIENTS
+from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
-from effcompile.passes.training import held_values
 from effcompile.passes.training.base import Chosen, Outcome, told
-from effcompile.passes.training.checkpoint import carried_out
-from effcompile.planner.remat import BlockOption, Group
+from effcompile.passes.training.taken_blocks import TakenBlocks, notes_of_fronts
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
-KEEP = "keep everything"
 
 
 def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, notes: Sequence[str] = ()) -> Plan:
@@ -36,6 +31,9 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
     case = prepared.case
     given = prepared.step if case.division is None else case.division.whole
     beside = [chosen for chosen in case.taken if chosen.choice.tells and len(chosen.choice.options) > 1]
+    blocks = TakenBlocks(
+        cut=prepared.cut, options=prepared.blocks, chosen=best.chosen, groups=best.solution.groups, budget=best.problem.budget
+    )  # fmt: skip
     timeline = _timeline(joint)
     solution = best.solution
     return Plan(
@@ -47,12 +45,11 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         target_line=figures.target.describe(),
         backend="torch",
         decisions=(
-            *_checkpoints(best, figures),
-            *held_values.decisions(prepared.cut, best.chosen),
+            *blocks.decisions(Provenance.MEASURED if figures.here and not figures.modelled else Provenance.MODELLED),
             *_whole(joint, found),
         ),
         declined=(
-            *_not_taken(best),
+            *blocks.not_taken(),
             *found.declined,
             *joint.declined,
         ),
@@ -76,7 +73,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *given.mends,
             *_dropped(given),
             *_times(figures),
-            *held_values.notes(prepared.cut, prepared.fronts, best.trace.host_bytes),
+            *notes_of_fronts(prepared.cut, prepared.fronts, best.trace.host_bytes),
             *case.notes,
             *notes,
         ),
@@ -123,41 +120,6 @@ def describe_inputs(step: Step) -> tuple[str, ...]:
 
 
 # ------------------------------------------------------------------ decisions
-
-
-def _checkpoints(best: Schedule, figures: Figures) -> list[Decision]:
-    decisions = []
-    grouped = {i: group for group in best.solution.groups for i in range(group.first, group.last + 1)}
-    for i, (block, option) in enumerate(zip(best.prepared.cut.blocks, best.chosen, strict=True)):
-        full = best.prepared.blocks[block.stage.kind][0]
-        origin = _origin(best, grouped, i)
-        name = option.label + (f"; input remade from block {origin}" if origin else "")
-        decisions.append(
-            Decision(
-                site=block.name, kind="checkpoint", option=name, baseline=KEEP, by="checkpoint",
-                cost=_cost(option, figures), baseline_cost=_cost(full, figures),
-                why=_why(option, full),
-                settings={"keep": tuple(sorted(option.kept)), "remade_from": origin},
-            )
-        )  # fmt: skip
-    return decisions
-
-
-def _origin(best: Schedule, grouped: Mapping[int, Group], i: int) -> str:
-    """The block that a block's input is remade from; "" where it is kept."""
-    group = grouped.get(i)
-    return "" if group is None or i == group.first else best.prepared.cut.blocks[group.first].name
-
-
-def _cost(option: BlockOption, figures: Figures) -> Cost:
-    provenance = Provenance.MEASURED if figures.here and not figures.modelled else Provenance.MODELLED
-    return Cost(seconds=option.seconds, bytes_kept=option.kept_bytes, bytes_transient=option.backward_peak, provenance=provenance)
-
-
-def _why(option: BlockOption, full: BlockOption) -> str:
-    if not option.recomputed and not option.forms:
-        return "all fits"
-    return f"frees {format_bytes(full.kept_bytes - option.kept_bytes)} between forward and backward for {format_seconds(option.seconds)}"
 
 
 def _whole(joint: Joint, found: Preparation) -> list[Decision]:
@@ -210,36 +172,6 @@ def _kept(prepared: Prepared) -> int:
 def _end_peak(prepared: Prepared) -> int:
     """The least that the last block, which holds the loss head, needs at its highest instant."""
     return min(max(o.forward_peak, o.backward_peak) for o in prepared.blocks[prepared.stages[-1].kind])
-
-
-# ------------------------------------------------------------------ what was declined
-
-
-def _not_taken(best: Schedule) -> list[Declined]:
-    """Per class of equal blocks with equal choices: the next faster option, with what the step would then need."""
-    found = []
-    budget = best.problem.budget
-    pairs = list(enumerate(zip(best.prepared.cut.blocks, best.chosen, strict=True)))
-    key = lambda pair: (pair[1][0].stage.kind, pair[1][1].label)  # noqa: E731
-    for _, run in groupby(sorted(pairs, key=lambda p: (*key(p), p[0])), key=key):
-        i, (block, option) = next(run)
-        faster = [o for o in best.prepared.blocks[block.stage.kind] if o.seconds < option.seconds]
-        if faster and budget is not None:
-            found.append(_declined(best, i, faster[-1], budget))
-    return found
-
-
-def _declined(best: Schedule, i: int, other: BlockOption, budget: int) -> Declined:
-    cut = best.prepared.cut
-    chosen = [*best.chosen[:i], other, *best.chosen[i + 1 :]]
-    peak = carried_out(cut, chosen, best.solution.groups)[1].peak_bytes
-    saves = format_seconds(best.chosen[i].seconds - other.seconds)
-    if over := excess(peak, budget):
-        reason = f"saves {saves}, but its peak is {format_bytes(over)} above the budget"
-    else:
-        reason = f"would fit and save {saves}: within the proof's gap"
-    cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)
-    return Declined(site=cut.blocks[i].name, kind="checkpoint", option=other.label, by="checkpoint", reason=reason, cost=cost)
 
 
 # ------------------------------------------------------------------ notes and the timeline
