@@ -13,6 +13,7 @@ test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/test_overloads.py
 	OMP_NUM_THREADS=1 $(BIN)/pytest docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests
 
@@ -29,6 +30,7 @@ lint: .venv/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/mypy
+	$(BIN)/mypy tests/test_overloads.py
 
 # The stamps install again when the dependencies change. -qq keeps pip's remarks about its own configuration off the screen.
 .venv/bin/pip:

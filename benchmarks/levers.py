@@ -62,6 +62,7 @@ def main() -> int:
 def _request(name: str, options: argparse.Namespace) -> Request:
     import torch
 
+    from effcompile.compiler.request import Task
     from effcompile.compiler.training.branches import Branches
     from effcompile.compiler.training.levers import Subsets
     from effcompile.compiler.training.work import make_work
@@ -71,7 +72,8 @@ def _request(name: str, options: argparse.Namespace) -> Request:
     goal = Goal(mode="training", max_error=0.05)
     passes = [f"offload.bandwidth={options.bandwidth}", *PASSES, *(["microbatch"] if options.microbatch else [])]
     adam = lambda parameters: torch.optim.AdamW(parameters, foreach=False)  # noqa: E731
-    work = make_work(model, (), batch, goal, "auto", passes, None, progress=_quiet(), optimizer=adam)
+    asked = {"goal": goal, "passes": passes, "progress": _quiet(), "optimizer": adam}
+    work = make_work(Task.of(model, (), batch, asked))
     branches = Branches(work=work, case=work.capture(False))
     subsets = Subsets(found=list(branches.every()), levers=work.passes.levers, figures=work.figures)
     return Request(name=name, work=work, subsets=subsets, branches=branches)

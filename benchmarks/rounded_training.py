@@ -58,7 +58,7 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
     import torch
 
     from effcompile.backends.torch.training import StepRunner
-    from effcompile.compiler.progress import QUIET
+    from effcompile.compiler.request import Task
     from effcompile.compiler.training import confirm
     from effcompile.compiler.training.build import build_plan
     from effcompile.compiler.training.levers import Subsets
@@ -78,7 +78,7 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
         "states.offload=false",
     ]
     adam: Callable[[Any], Any] = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False)  # noqa: E731
-    work = make_work(model, (), batch, goal, "auto", passes, None, QUIET, adam)
+    work = make_work(Task.of(model, (), batch, {"goal": goal, "passes": passes, "optimizer": adam}))
     found = work.prepare(work.capture(False))
     wanted = [p for p in found.variants if (p.case.states.form.name == EIGHT_BIT) == eight_bit and not p.case.states.consumed]
     subsets = Subsets(found=[replace(found, variants=wanted[:1])], levers=work.passes.levers, figures=work.figures)

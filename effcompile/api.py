@@ -8,39 +8,90 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Protocol, Unpack, overload
 
 from torch import nn
 
-from effcompile.compiler import Executable
+from effcompile.capture.training import Loss
+from effcompile.compiler import AnyOptimizer, Dynamic, Executable, OnChange, Request, TrainingExecutable
 from effcompile.core.errors import UsageError
-from effcompile.core.goal import Goal
-from effcompile.deferred import Deferred, Loss, OnChange, Request, answering, with_forward
+from effcompile.core.goal import Goal, GoalFields, Limits, Mode
+from effcompile.core.types import Example, Forward, Inputs, Outputs
+from effcompile.deferred import Deferred, answering, carry_out, make_frontier, make_plan, with_forward
 from effcompile.dynamo import dynamo_backend
 from effcompile.ir.plan import Plan
-from effcompile.loader import Inputs, as_inputs
+from effcompile.loader import as_inputs
 from effcompile.machine.target import Target
 
 __all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "optimize", "plan"]
 
 
+#: A module, or a function of tensors.
+Model = nn.Module | Callable[..., Outputs]
+GoalLike = Goal | Mapping[str, object] | None
+PlanLike = Plan | str | os.PathLike[str] | None
+
+
+class Options(Limits, total=False):
+    """What `optimize` takes beside the model, its inputs, and what tells which kind of result it returns."""
+
+    target: str | Target
+    backend: str | None
+    optimizer: AnyOptimizer
+    passes: Sequence[str] | None
+    dynamic: Dynamic
+    calibration: Iterable[Example] | None
+    loss: Loss | None
+    keep_outputs: bool
+    on_change: OnChange | None
+
+
+class Decorator(Protocol):
+    """What `optimize` without a model returns: for a function or a module, or for a class of modules."""
+
+    @overload
+    def __call__(self, model: type[nn.Module]) -> Callable[..., Deferred]: ...
+    @overload
+    def __call__(self, model: Model) -> Deferred: ...
+
+
+@overload
+def optimize(model: Model, *, inputs: Example, mode: Literal["training"], **options: Unpack[Options]) -> TrainingExecutable: ...
+@overload
+def optimize(model: Model, *, inputs: Example, mode: Literal["inference"] = ..., **options: Unpack[Options]) -> Executable: ...
+@overload
 def optimize(
-    model: Any = None,
+    model: Model, *, inputs: Example, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+) -> Executable | TrainingExecutable: ...
+@overload
+def optimize(
+    model: type[nn.Module], *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+) -> Callable[..., Deferred]: ...
+@overload
+def optimize(
+    model: Model, *, inputs: None = ..., goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+) -> Deferred: ...
+@overload
+def optimize(
+    model: None = ..., *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+) -> Decorator: ...
+def optimize(
+    model: Model | type[nn.Module] | None = None,
     *,
-    inputs: Any = None,
-    goal: Goal | Mapping[str, Any] | None = None,
+    inputs: Example | None = None,
+    goal: GoalLike = None,
     target: str | Target = "auto",
     backend: str | None = None,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    optimizer: Any = None,
+    plan: PlanLike = None,
+    optimizer: AnyOptimizer = None,
     passes: Sequence[str] | None = None,
-    dynamic: bool | Mapping[str, Any] | None = None,
-    calibration: Iterable[Any] | None = None,
+    dynamic: Dynamic = None,
+    calibration: Iterable[Example] | None = None,
     loss: Loss | None = None,
     keep_outputs: bool = False,
     on_change: OnChange | None = None,
-    **goal_fields: Any,
-) -> Any:
+    **goal_fields: Unpack[GoalFields],
+) -> Executable | TrainingExecutable | Deferred | Decorator | Callable[..., Deferred]:
     """Turn a model into one that meets the goal, verified against the original.
 
     `effcompile.optimize(model, inputs=batch, mode="training", memory="900MiB")` plans the training step: its forward,
@@ -89,23 +140,23 @@ def optimize(
         optimizer=optimizer,
         on_change=on_change,
     )
-    return functools.partial(_optimize, request=request) if model is None else _optimize(model, inputs, request=request)
+    return functools.partial(_optimized, request=request) if model is None else _optimized(model, inputs, request=request)
 
 
 def plan(
-    model: Any,
-    inputs: Any,
+    model: Model,
+    inputs: Example,
     *,
-    goal: Goal | Mapping[str, Any] | None = None,
+    goal: GoalLike = None,
     target: str | Target = "auto",
     backend: str | None = None,
-    optimizer: Any = None,
+    optimizer: AnyOptimizer = None,
     passes: Sequence[str] | None = None,
-    dynamic: bool | Mapping[str, Any] | None = None,
-    calibration: Iterable[Any] | None = None,
+    dynamic: Dynamic = None,
+    calibration: Iterable[Example] | None = None,
     loss: Loss | None = None,
     keep_outputs: bool = False,
-    **goal_fields: Any,
+    **goal_fields: Unpack[GoalFields],
 ) -> Plan:
     """Decide without lowering; works for machines that are not here (target="h100-sxm"). Arguments as in `optimize`.
 
@@ -123,24 +174,24 @@ def plan(
         keep_outputs=keep_outputs,
         optimizer=optimizer,
     )
-    return request.make_plan(_ready(as_module(model), request), *as_inputs(inputs))
+    return make_plan(request, _ready(as_module(model), request), *as_inputs(inputs))
 
 
 def frontier(
-    model: Any,
-    inputs: Any,
+    model: Model,
+    inputs: Example,
     *,
     points: int | None = None,
-    goal: Goal | Mapping[str, Any] | None = None,
+    goal: GoalLike = None,
     target: str | Target = "auto",
     backend: str | None = None,
-    optimizer: Any = None,
+    optimizer: AnyOptimizer = None,
     passes: Sequence[str] | None = None,
-    dynamic: bool | Mapping[str, Any] | None = None,
-    calibration: Iterable[Any] | None = None,
+    dynamic: Dynamic = None,
+    calibration: Iterable[Example] | None = None,
     loss: Loss | None = None,
     keep_outputs: bool = False,
-    **goal_fields: Any,
+    **goal_fields: Unpack[GoalFields],
 ) -> list[Plan]:
     """Predicted plans along the memory-time front, least memory first; of inference those of the best backend.
 
@@ -162,7 +213,7 @@ def frontier(
         keep_outputs=keep_outputs,
         optimizer=optimizer,
     )
-    return request.make_frontier(_ready(as_module(model), request), *as_inputs(inputs), points)
+    return make_frontier(request, _ready(as_module(model), request), *as_inputs(inputs), points)
 
 
 def _ready(model: nn.Module, request: Request) -> nn.Module:
@@ -180,7 +231,7 @@ def to_training_mode(model: nn.Module) -> str:
     return f"{type(model).__name__} was in eval mode; effcompile put it in training mode (model.train()), as its training step is planned."
 
 
-def as_module(model: Any) -> nn.Module:
+def as_module(model: object) -> nn.Module:
     """The model itself, or a module around a function, with the modules that the function uses as its children.
 
     Raises:
@@ -202,11 +253,11 @@ def as_module(model: Any) -> nn.Module:
     return module
 
 
-def _method(function: types.FunctionType) -> Callable[..., Any]:
+def _method(function: types.FunctionType) -> Forward:
     """The function as a method: `self` in front, otherwise its own signature."""
 
     @functools.wraps(function)
-    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Outputs:
         return function(*args, **kwargs)
 
     own = inspect.signature(function)
@@ -225,7 +276,9 @@ def _modules_used(function: types.FunctionType) -> Iterator[tuple[str, nn.Module
             yield name, value
 
 
-def _optimize(model: Any, inputs: Any = None, *, request: Request) -> Any:
+def _optimized(
+    model: Model | type[nn.Module], inputs: Example | None = None, *, request: Request
+) -> Executable | TrainingExecutable | Deferred | Callable[..., Deferred]:
     if isinstance(model, type) and issubclass(model, nn.Module):
         if request.optimizer is not None:
             raise UsageError("An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), not to a class.")
@@ -235,7 +288,7 @@ def _optimize(model: Any, inputs: Any = None, *, request: Request) -> Any:
         if request.optimizer is not None:
             raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
         return Deferred(module, request)
-    return answering(request.carry_out(module, *as_inputs(inputs)), request)
+    return answering(carry_out(request, module, *as_inputs(inputs)), request)
 
 
 def _factory(model_class: type[nn.Module], request: Request) -> Callable[..., Deferred]:
@@ -248,7 +301,7 @@ def _factory(model_class: type[nn.Module], request: Request) -> Callable[..., De
     return make
 
 
-def declare(goal: Goal | Mapping[str, Any] | None, changes: Mapping[str, Any]) -> Goal:
+def declare(goal: GoalLike, changes: Mapping[str, object]) -> Goal:
     """The goal with its changes; a dict of goal fields will do for a goal.
 
     Raises:
@@ -258,7 +311,7 @@ def declare(goal: Goal | Mapping[str, Any] | None, changes: Mapping[str, Any]) -
     return Goal.of(base, **changes)
 
 
-def goal_of_plan(plan: Plan, goal: Goal | Mapping[str, Any] | None, changes: Mapping[str, Any], backend: str | None) -> Goal:
+def goal_of_plan(plan: Plan, goal: GoalLike, changes: Mapping[str, object], backend: str | None) -> Goal:
     """The goal that a saved plan was made for; nothing else can be asked of it.
 
     Raises:
@@ -271,6 +324,6 @@ def goal_of_plan(plan: Plan, goal: Goal | Mapping[str, Any] | None, changes: Map
     return plan.goal
 
 
-def _calibration(given: Iterable[Any] | None) -> tuple[Inputs, ...] | None:
+def _calibration(given: Iterable[Example] | None) -> tuple[Inputs, ...] | None:
     """Calibration inputs taken apart, each given like `inputs`."""
     return None if given is None else tuple(as_inputs(one, f"calibration[{i}]") for i, one in enumerate(given))

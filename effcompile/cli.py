@@ -9,26 +9,45 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from effcompile import console, report
+from effcompile.cli_options import (
+    HOW,
+    OUTPUT,
+    AsJson,
+    BackendName,
+    Dynamic,
+    Job,
+    KeepOutputs,
+    MaxError,
+    Memory,
+    Minimize,
+    Mode,
+    ModelFile,
+    Output,
+    PassNames,
+    PlanFile,
+    Reads,
+    Robust,
+    SavedPlan,
+    TargetName,
+    Verbose,
+)  # fmt: skip
 from effcompile.core.errors import EffcompileError, InternalError, UsageError
 from effcompile.core.files import write_atomically
 from effcompile.core.folders import check_writable, read_steadily
-from effcompile.core.goal import Goal
 from effcompile.core.units import format_seconds
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable, TrainingExecutable
-    from effcompile.deferred import Request
-    from effcompile.loader import Loaded
     from effcompile.machine.target import Target
 
 app = typer.Typer(
@@ -41,111 +60,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-_GOAL, _HOW, _OUTPUT = "The goal", "How to get there", "Output"
-
-ModelFile = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL.PY[:NAME]", help="A file that defines `model` (or NAME) and `inputs`: objects, or functions without arguments."
-    ),
-]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON|DIR", help="A saved plan, or the folder that it is in.")]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes live during the call or step: 6GiB.", rich_help_panel=_GOAL)]
-MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=_GOAL)]
-Minimize = Annotated[str | None, typer.Option(metavar="time|memory", help="What to make least within the limits.", rich_help_panel=_GOAL)]
-Mode = Annotated[
-    str | None, typer.Option(metavar="inference|training", help="A forward call, or a step with its backward.", rich_help_panel=_GOAL)
-]
-Reads = Annotated[str | None, typer.Option(metavar="all|last", help="Which rows of the logits are read.", rich_help_panel=_GOAL)]
-Robust = Annotated[
-    bool | None,
-    typer.Option("--robust", help="The limit on the error holds for scaled, outlying and zero inputs too.", rich_help_panel=_GOAL),
-]
-TargetName = Annotated[str, typer.Option("--target", help="A machine (see `effcompile targets`) or a .toml file.", rich_help_panel=_HOW)]
-BackendName = Annotated[str | None, typer.Option("--backend", help="Only this backend; otherwise the fastest.", rich_help_panel=_HOW)]
-PassNames = Annotated[
-    list[str] | None, typer.Option("--pass", metavar="NAME", help="Repeatable: NAME, no-NAME or NAME.OPTION=VALUE.", rich_help_panel=_HOW)
-]
-Dynamic = Annotated[
-    bool | None, typer.Option("--dynamic/--static", help="Keep batch and sequence free, or fix every shape.", rich_help_panel=_HOW)
-]
-KeepOutputs = Annotated[
-    bool, typer.Option("--keep-outputs", help="Training: return logits too, not the loss alone; takes memory.", rich_help_panel=_GOAL)
-]
-SavedPlan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Apply this plan; nothing is solved.", rich_help_panel=_HOW)]
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="DIR", help="Write plan.json, report.html and the artifact there.", rich_help_panel=_OUTPUT),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="One row per site, all refusals.", rich_help_panel=_OUTPUT)]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=_OUTPUT)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What `optimize`, `plan` and `frontier` have in common. `changes` are the goal fields given on the command line."""
-
-    file: str
-    changes: Mapping[str, Any]
-    target: str
-    backend: str | None
-    passes: list[str] | None
-    dynamic: bool | None
-    keep_outputs: bool
-
-    @classmethod
-    def of(
-        cls,
-        file: str,
-        target: str,
-        backend: str | None,
-        passes: list[str] | None,
-        dynamic: bool | None,
-        keep_outputs: bool,
-        **goal_fields: Any,
-    ) -> Job:
-        """The job, with all checked that can be before torch and the model load.
-
-        Raises:
-            UsageError: a goal, target or pass that does not exist or is not allowed.
-        """
-        changes = {name: value for name, value in goal_fields.items() if value is not None}
-        Goal.of(**changes)
-        if target != "auto":
-            from effcompile.machine.machines import load_target
-
-            load_target(target)
-        return cls(file=file, changes=changes, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs)
-
-    def load(self, steps: report.Steps, plan: Plan | None = None) -> tuple[Loaded, Request]:
-        """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""
-        with steps.step("load the model"):
-            from effcompile.api import declare, goal_of_plan, to_training_mode
-            from effcompile.deferred import Request
-            from effcompile.loader import load
-            from effcompile.passes import load_passes, load_training_passes
-
-            loaded = load(self.file)
-        asked = declare(loaded.goal, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
-        training = asked.mode == "training"
-        (load_training_passes if training else load_passes)(self.passes)
-        if training:
-            console.warn(to_training_mode(loaded.model))
-        request = Request(
-            goal=asked,
-            target=self.target,
-            backend=self.backend,
-            plan=plan,
-            passes=self.passes,
-            dynamic=self.dynamic,
-            calibration=loaded.calibration or None if not training else None,
-            loss=loaded.loss if training else None,
-            keep_outputs=self.keep_outputs,
-            optimizer=loaded.optimizer if training else None,
-            progress=steps,
-        )
-        return loaded, request
 
 
 @app.command()
@@ -170,21 +84,21 @@ def optimize(
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
+    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
     given = None if plan is None else Plan.load(plan)
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []
     with console.steps(as_json, verbose) as steps:
-        loaded, request = job.load(steps, given)
-        with console.explaining(request.goal, as_json, context.obj):
-            executable = request.carry_out(loaded.model, loaded.args, loaded.kwargs)
+        wanted = job.load(steps, given)
+        with console.explaining(wanted.request.goal, as_json, context.obj):
+            executable = wanted.carried_out()
         if output is not None:
             written = _write(executable, output)
     if as_json:
         console.emit({**executable.plan.to_dict(), "met": executable.plan.met, "written": [str(path) for path in written]})
     else:
-        what = "plan.json and report.html" if request.training else "plan.json, report.html and the artifact"
+        what = "plan.json and report.html" if wanted.request.training else "plan.json, report.html and the artifact"
         _print_plan(executable.plan, verbose, output, hint=f"Add -o DIR to write {what}.")
     if not executable.plan.met:
         raise typer.Exit(1)
@@ -206,21 +120,21 @@ def plan_command(
     passes: PassNames = None,
     dynamic: Dynamic = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=_OUTPUT)
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=OUTPUT)
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
+    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []
     with console.steps(as_json, verbose) as steps:
-        loaded, request = job.load(steps)
-        with console.explaining(request.goal, as_json, context.obj):
-            made = request.make_plan(loaded.model, loaded.args, loaded.kwargs)
+        wanted = job.load(steps)
+        with console.explaining(wanted.request.goal, as_json, context.obj):
+            made = wanted.planned()
         if output is not None:
             saved.save(made, output, beside={saved.REPORT: report.html_report(made)})
             written = [output / saved.PLAN, output / saved.REPORT]
@@ -245,21 +159,21 @@ def frontier(
     backend: BackendName = None,
     passes: PassNames = None,
     dynamic: Dynamic = None,
-    points: Annotated[int | None, typer.Option(min=1, help="How many plans at the most: 8, in training 20.", rich_help_panel=_HOW)] = None,
+    points: Annotated[int | None, typer.Option(min=1, help="How many plans at the most: 8, in training 20.", rich_help_panel=HOW)] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the picture there, as report.html.", rich_help_panel=_OUTPUT)
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the picture there, as report.html.", rich_help_panel=OUTPUT)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What each byte of memory buys: predicted plans, none both larger and slower than another."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    job = Job.of(model, target, backend, passes, dynamic, keep_outputs, **goal)
+    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
     if output is not None:
         check_writable(output)
     with console.steps(as_json) as steps:
-        loaded, request = job.load(steps)
-        with console.explaining(request.goal, as_json, context.obj):
-            plans = request.make_frontier(loaded.model, loaded.args, loaded.kwargs, points)
+        wanted = job.load(steps)
+        with console.explaining(wanted.request.goal, as_json, context.obj):
+            plans = wanted.frontier(points)
     if output is not None:
         write_atomically(output / saved.REPORT, report.frontier_html(plans).encode())
     if as_json:

@@ -8,9 +8,9 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,12 +20,13 @@ from torch.utils import _pytree as pytree
 from effcompile import compiler
 from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.mends import evaluating
-from effcompile.compiler import Executable, TrainingExecutable
+from effcompile.compiler import Executable, Request, TrainingExecutable
 from effcompile.core.errors import GuardError, InputsError, UsageError
-from effcompile.core.goal import Goal
+from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
-from effcompile.loader import Inputs
-from effcompile.machine.target import Target
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: Shapes that one Deferred is optimized for; calls of further shapes run the original model.
 _MOST_SHAPES = 8
@@ -38,86 +39,30 @@ os.register_at_fork(before=PLANNING.acquire, after_in_parent=PLANNING.release, a
 #: How often one Deferred is planned again because the model was changed.
 _MOST_REPLANS = 16
 
-Loss = Callable[[Any, Any], torch.Tensor]
-#: What a call does that the plan does not hold for, as the model or the arguments are not as they were.
-OnChange = Literal["error", "eager", "replan"]
+
+def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Executable | TrainingExecutable:
+    """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
+    with PLANNING:
+        if request.training:
+            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
+                return compiler.optimize_training(model, args, kwargs, backend=request.backend, plan=request.plan, **request.asked)
+        return compiler.optimize(model, args, kwargs, plan=request.plan, **request.asked)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """All that the compiler needs but the model and its inputs.
-
-    Raises:
-        UsageError: something that the goal's mode does not have.
-    """
-
-    goal: Goal
-    target: str | Target = "auto"
-    backend: str | None = None
-    plan: Plan | None = None
-    passes: Sequence[str] | None = None
-    dynamic: bool | Mapping[str, Any] | None = None
-    calibration: tuple[Inputs, ...] | None = None
-    loss: Loss | None = None
-    keep_outputs: bool = False
-    optimizer: Any = None
-    on_change: OnChange | None = None
-    progress: compiler.Progress = compiler.QUIET
-
-    def __post_init__(self) -> None:
-        if self.on_change not in (None, *get_args(OnChange)):
-            known = ", ".join(map(repr, get_args(OnChange)))
-            raise UsageError(f"on_change = {self.on_change!r} is not known. What a call does that the plan does not hold for: {known}.")
-        if self.on_change == "replan" and self.optimizer is not None:
-            raise UsageError(
-                "on_change='replan' would lose the states of the planned optimizer. Leave it out, or plan without `optimizer`."
-            )
-        if self.on_change == "eager" and self.loss is not None:
-            raise UsageError("on_change='eager' runs the model's own forward, which here returns no loss. Leave out on_change, or `loss`.")
-        if self.loss is not None and not callable(self.loss):
-            raise UsageError(f"loss is a {type(self.loss).__name__}. Give a function: loss(outputs, inputs) returns a scalar tensor.")
-        if self.training and self.dynamic:
-            raise UsageError("A training plan holds for one batch shape: leave dynamic out. Without `inputs` each shape is planned.")
-        if self.training and self.calibration is not None:
-            raise UsageError("calibration measures errors, and a training plan makes none: leave it out.")
-        given = {"keep_outputs": self.keep_outputs, "loss": self.loss is not None, "optimizer": self.optimizer is not None}
-        if not self.training and any(given.values()):
-            name = next(name for name, value in given.items() if value)
-            raise UsageError(f"{name} is for a training step. Leave it out, or ask for mode='training'.")
-
-    @property
-    def training(self) -> bool:
-        return self.goal.mode == "training"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments that every entry of the compiler takes in this mode."""
-        common = {"goal": self.goal, "target": self.target, "passes": self.passes, "progress": self.progress}
-        if self.training:
-            return {**common, "loss": self.loss, "keep_outputs": self.keep_outputs, "optimizer": self.optimizer}
-        return {**common, "backend": self.backend, "dynamic": self.dynamic, "calibration": self.calibration}
-
-    def carry_out(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable | TrainingExecutable:
-        """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
-        with PLANNING:
-            if self.training:
-                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
-                    return compiler.optimize_training(model, args, kwargs, backend=self.backend, plan=self.plan, **self.options)
-            return compiler.optimize(model, args, kwargs, plan=self.plan, **self.options)
-
-    def make_plan(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
-        """Decide at these inputs; nothing is lowered."""
-        with PLANNING:
-            return (compiler.plan_training if self.training else compiler.make_plan)(model, args, kwargs, **self.options)
-
-    def make_frontier(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], points: int | None) -> list[Plan]:
-        """Plans along the memory-time front; None for as many as the mode usually has."""
-        options = self.options if points is None else {**self.options, "points": points}
-        with PLANNING:
-            return (compiler.frontier_training if self.training else compiler.frontier)(model, args, kwargs, **options)
+def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Plan:
+    """Decide at these inputs; nothing is lowered."""
+    with PLANNING:
+        return (compiler.plan_training if request.training else compiler.make_plan)(model, args, kwargs, **request.asked)
 
 
-def with_forward(instance: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+def make_frontier(request: Request, model: nn.Module, args: Args, kwargs: Kwargs, points: int | None) -> list[Plan]:
+    """Plans along the memory-time front; None for as many as the mode usually has."""
+    made = compiler.frontier_training if request.training else compiler.frontier
+    with PLANNING:
+        return made(model, args, kwargs, **request.asked) if points is None else made(model, args, kwargs, points=points, **request.asked)
+
+
+def with_forward(instance: nn.Module, forward: Forward) -> nn.Module:
     """The module under a class that computes another forward: it has the same attributes, also those that are set later."""
     clone = copy.copy(instance)
     if "forward" in clone.__dict__:
@@ -148,7 +93,7 @@ class Deferred(nn.Module):
         if request.training:
             self.__dict__["forward"] = self._training_forward()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Outputs:
         if self.training:
             return self._run_original("it is in training mode (call .eval())", args, kwargs)
         found = self.executables.setdefault(_structure(args, kwargs), [])
@@ -162,12 +107,12 @@ class Deferred(nn.Module):
             if fitting:
                 return fitting[0]
             if len(found) < _MOST_SHAPES:
-                self.__dict__["latest"] = self.request.carry_out(self.model, args, kwargs)
+                self.__dict__["latest"] = carry_out(self.request, self.model, args, kwargs)
                 found.append(self.latest)
                 return self.latest(*args, **kwargs)
         return self._run_original(f"it was already optimized for {_MOST_SHAPES} shapes (ask for dynamic=True)", args, kwargs)
 
-    def _run_fitting(self, found: list[Executable], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _run_fitting(self, found: list[Executable], args: Args, kwargs: Kwargs) -> tuple[Outputs, ...]:
         """(What the latest of those that take these shapes returns,); nothing where none does."""
         for executable in reversed(found):
             try:
@@ -182,16 +127,16 @@ class Deferred(nn.Module):
             return (result,)
         return ()
 
-    def _training_forward(self) -> Callable[..., Any]:
+    def _training_forward(self) -> Forward:
         """What a call runs in training, with the signature of the model's forward (Trainer reads it)."""
 
         @functools.wraps(self.model.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Outputs:
             return self._train_step(args, kwargs) if self.training and torch.is_grad_enabled() else self.model(*args, **kwargs)
 
         return forward
 
-    def _train_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _train_step(self, args: Args, kwargs: Kwargs) -> Outputs:
         """The step as planned for these shapes; planned now where they are new."""
         kwargs = with_items_as_tensor(kwargs)
         key = (_structure(args, kwargs), shapes := _shapes(args, kwargs), _differentiated(args, kwargs))
@@ -208,18 +153,18 @@ class Deferred(nn.Module):
         except GuardError as error:
             return self._step_again(key, error, args, kwargs)
 
-    def _step_again(self, key: Any, error: GuardError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _step_again(self, key: Hashable, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
         """The step planned anew, for the model is another one."""
         self._retire([], self.executables[key], error)
         if self.given_up:
             return self._run_original(self.given_up, args, kwargs)
         warnings.warn(f"effcompile plans the step of {type(self.model).__name__} again: {error}", stacklevel=7)
         with PLANNING:
-            self.executables[key] = replace(self.request, plan=None).carry_out(self.model, args, kwargs)
+            self.executables[key] = carry_out(self.request.anew, self.model, args, kwargs)
         self.__dict__["latest"] = self.executables[key]
         return self.latest(*args, **kwargs)
 
-    def _retire(self, found: list[Executable], executable: Any, error: GuardError) -> None:
+    def _retire(self, found: list[Executable], executable: Executable | TrainingExecutable, error: GuardError) -> None:
         """Drop what was made of the model as it was, where planning again is what is to be done.
 
         Raises:
@@ -236,15 +181,15 @@ class Deferred(nn.Module):
         elif self.retired > _MOST_REPLANS:
             self.__dict__["given_up"] = f"it was planned again {_MOST_REPLANS} times, and has changed once more: {error}"
 
-    def _plan_step(self, shapes: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable | TrainingExecutable:
+    def _plan_step(self, shapes: str, args: Args, kwargs: Kwargs) -> Executable | TrainingExecutable:
         """The step, planned; a saved plan is for the first shapes only."""
         if not self.executables:
-            return self.request.carry_out(self.model, args, kwargs)
+            return carry_out(self.request, self.model, args, kwargs)
         said = f"effcompile plans the step of {type(self.model).__name__} again, under the same goal, for the shapes {shapes}"
         warnings.warn(said, stacklevel=7)
-        return replace(self.request, plan=None).carry_out(self.model, args, kwargs)
+        return carry_out(self.request.anew, self.model, args, kwargs)
 
-    def _run_original(self, reason: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _run_original(self, reason: str, args: Args, kwargs: Kwargs) -> Outputs:
         self._say_original(reason, stacklevel=5)
         return self.model(*args, **kwargs)
 
@@ -265,11 +210,11 @@ class Deferred(nn.Module):
         found: Plan = self.latest.plan
         return found
 
-    def report(self, console: Any = None, verbose: bool = False) -> None:
+    def report(self, console: Console | None = None, verbose: bool = False) -> None:
         """Print the plan of the latest call."""
         self.plan.report(console, verbose=verbose)
 
-    def save(self, directory: str | os.PathLike[str]) -> Any:
+    def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write plan.json and the artifact of the latest call.
 
         Raises:
@@ -302,21 +247,21 @@ class Deferred(nn.Module):
         found = getattr(self.model, name)
         return self._saying(found) if name == "generate" and callable(found) else found
 
-    def _saying(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+    def _saying(self, generate: Forward) -> Forward:
         """The original's generate(), which says so: it calls the original with a cache, and not this module."""
 
         @functools.wraps(generate)
-        def said(*args: Any, **kwargs: Any) -> Any:
+        def said(*args: Any, **kwargs: Any) -> Outputs:
             self._say_original("generate() calls it token by token with a cache, for which nothing is planned", stacklevel=3)
             return generate(*args, **kwargs)
 
         return said
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.model.named_parameters(*args, **kwargs)
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.model.named_buffers(*args, **kwargs)
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.model.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.state_dict(*args, **kwargs)
@@ -331,7 +276,7 @@ class Deferred(nn.Module):
         self.model.train(mode)
         return self
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Deferred:
+    def _apply(self, fn: Forward, recurse: bool = True) -> Deferred:
         self.executables.clear()
         self.model._apply(fn, recurse)
         return self
@@ -340,10 +285,10 @@ class Deferred(nn.Module):
 class _Eager:
     """Runs the model's own forward in the place of refused calls, with one warning."""
 
-    def __init__(self, name: str, run: Callable[..., Any]) -> None:
+    def __init__(self, name: str, run: Forward) -> None:
         self._name, self._run, self._warned = name, run, False
 
-    def __call__(self, error: GuardError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
         if not self._warned:
             self._warned = True
             warnings.warn(f"effcompile runs the original {self._name}, whose plan does not hold for this call: {error}", stacklevel=5)
@@ -354,9 +299,9 @@ class _Replanned:
     """Answers refused calls by planning again; the executable shows the plan of the latest."""
 
     def __init__(self, executable: Executable | TrainingExecutable, model: nn.Module, request: Request) -> None:
-        self._executable, self._deferred = executable, Deferred(model, replace(request, plan=None))
+        self._executable, self._deferred = executable, Deferred(model, request.anew)
 
-    def __call__(self, error: GuardError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
         if self._deferred.request.training and (self._deferred.model._forward_hooks or self._deferred.model._forward_pre_hooks):
             raise error  # the outermost module's hooks would run twice
         self._deferred.training = self._executable.training
@@ -380,7 +325,7 @@ def answering(executable: Executable | TrainingExecutable, request: Request) -> 
     return executable
 
 
-def _run_evaluating(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_evaluating(model: nn.Module, *args: Any, **kwargs: Any) -> Outputs:
     """The model's own forward in evaluation mode; modules that are in training mode inside a model that is not stay so."""
     if not model.training:
         return model(*args, **kwargs)
@@ -388,19 +333,19 @@ def _run_evaluating(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
 
-def _structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _structure(args: Args, kwargs: Kwargs) -> tuple[str | None, ...]:
     """What an Executable takes as given: the structure of its inputs, and all that is not a tensor."""
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     return (*(None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves), repr(spec))
 
 
-def _differentiated(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[bool, ...]:
+def _differentiated(args: Args, kwargs: Kwargs) -> tuple[bool, ...]:
     """Which inputs require a gradient."""
     leaves = pytree.tree_leaves((args, dict(sorted(kwargs.items()))))
     return tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
 
 
-def _shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+def _shapes(args: Args, kwargs: Kwargs) -> str:
     """Shapes and dtypes of the tensors among the inputs, as text: `input_ids 2×512 int64, labels 2×512 int64`."""
     leaves = pytree.tree_leaves_with_path((args, dict(sorted(kwargs.items()))))
     texts = []

@@ -18,11 +18,17 @@ import torch
 from torch import fx, nn
 
 from effcompile import compiler
-from effcompile.compiler import Executable
+from effcompile.compiler import Executable, Request
 from effcompile.core.errors import EffcompileError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.stages import stage
+from effcompile.core.types import Outputs
 
+#: What `torch.compile(options=...)` is given: goal fields, and what is named here.
+Options = Mapping[str, Any]
+#: What dynamo hands a graph: tensors, and sizes where they are dynamic.
+Example = torch.Tensor | int | torch.SymInt
+Step = Callable[..., Sequence[Outputs]]
 _OPTIONS = ("target", "backend", "passes", "calibration")
 _MOST_SHAPES = 8  # sets of sizes that one dynamic graph is optimized for; more run the original
 _PART = re.compile(r"\._(modules|parameters|buffers)\['([^']+)'\]")
@@ -33,7 +39,7 @@ class Compilation:
     """What became of one captured graph: its Executable, its training step, or why the original graph is run instead."""
 
     executable: Executable | None = None
-    step: Callable[..., Any] | None = None
+    step: Step | None = None
     fallback: str = ""
 
 
@@ -45,9 +51,7 @@ def compilations() -> tuple[Compilation, ...]:
     return tuple(_compilations)
 
 
-def dynamo_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
-) -> Callable[..., Sequence[Any]]:
+def dynamo_backend(gm: fx.GraphModule, example_inputs: Sequence[Example], *, options: Options | None = None) -> Step:
     """The torch.compile backend; registered as the entry point `torch_dynamo_backends`.
 
     Args:
@@ -63,16 +67,16 @@ def dynamo_backend(
     Raises:
         UsageError: an option that does not exist or is not allowed.
     """
-    goal, request, training = _request(options or {})
+    request, training = _request(options or {})
     if training and _needs_gradients(example_inputs):
-        return _training_step(gm, example_inputs, replace(goal, mode="training"))
-    if goal.mode == "training":
+        return _training_step(gm, example_inputs, replace(request.goal, mode="training"))
+    if request.training:
         return gm.forward  # an evaluation between the steps
-    return torch.compiler.disable(_Graph(gm, goal, request).__call__)
+    return torch.compiler.disable(_Graph(gm, request).__call__)
 
 
-def _request(options: Mapping[str, Any]) -> tuple[Goal, dict[str, Any], bool]:
-    """Goal, what inference takes beside it, and whether graphs that need gradients are planned: unless inference is meant.
+def _request(options: Options) -> tuple[Request, bool]:
+    """What is asked for, and whether graphs that need gradients are planned: unless inference is meant.
 
     Raises:
         UsageError: an option that does not exist, is not allowed, or that training does not take.
@@ -82,21 +86,21 @@ def _request(options: Mapping[str, Any]) -> tuple[Goal, dict[str, Any], bool]:
         if name not in known:
             raise UnknownNameError("option", name, known)
     goal = Goal.of(**{k: v for k, v in options.items() if k not in _OPTIONS})
-    request = {k: v for k, v in options.items() if k in _OPTIONS}
-    if goal.mode == "training" and request:
-        raise UsageError(f"options[{next(iter(request))!r}] is for inference. In training give goal fields only, e.g. memory.")
-    return goal, request, goal.mode == "training" or ("mode" not in options and not request)
+    beside = {k: v for k, v in options.items() if k in _OPTIONS}
+    if goal.mode == "training" and beside:
+        raise UsageError(f"options[{next(iter(beside))!r}] is for inference. In training give goal fields only, e.g. memory.")
+    return Request(goal=goal, **beside), goal.mode == "training" or ("mode" not in options and not beside)
 
 
-def _needs_gradients(inputs: Sequence[Any]) -> bool:
+def _needs_gradients(inputs: Sequence[Example]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)
 
 
-def _training_step(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal) -> Callable[..., Sequence[Any]]:
+def _training_step(gm: fx.GraphModule, example_inputs: Sequence[Example], goal: Goal) -> Step:
     """The graph's forward and backward as planned; the graph itself, with a warning, where it cannot be."""
     try:
         with stage("plan a graph of torch.compile's"):
-            step: Callable[..., Sequence[Any]] = compiler.training_backend(gm, example_inputs, goal)
+            step: Step = compiler.training_backend(gm, example_inputs, goal)
     except EffcompileError as error:
         _compilations.append(Compilation(fallback=str(error)))
         warnings.warn(f"effcompile runs this graph unplanned: {error}", stacklevel=2)
@@ -108,13 +112,13 @@ def _training_step(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal
 class _Graph:
     """One captured graph: optimized per set of sizes at the first call with it."""
 
-    def __init__(self, gm: fx.GraphModule, goal: Goal, request: Mapping[str, Any]) -> None:
-        self.gm, self.goal, self.request = gm, goal, request
+    def __init__(self, gm: fx.GraphModule, request: Request) -> None:
+        self.gm, self.request = gm, request
         self.names = _constant_names(gm)
         self.built: dict[tuple[int, ...], tuple[Executable, list[tuple[torch.Tensor, int]]] | None] = {}
         self.warned: set[str] = set()
 
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
+    def __call__(self, *inputs: Example) -> Sequence[Outputs]:
         if _needs_gradients(inputs):
             return self._original(inputs, "the call needs gradients, and the options ask for inference (call it under torch.no_grad())")
         sizes = tuple(x for x in inputs if isinstance(x, int))
@@ -134,23 +138,23 @@ class _Graph:
         except EffcompileError as error:
             return self._original(inputs, str(error))
 
-    def _activations(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    def _activations(self, inputs: Sequence[Example]) -> list[torch.Tensor]:
         return [x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in self.names]
 
-    def _build(self, inputs: Sequence[Any]) -> tuple[Executable, list[tuple[torch.Tensor, int]]] | None:
+    def _build(self, inputs: Sequence[Example]) -> tuple[Executable, list[tuple[torch.Tensor, int]]] | None:
         try:
             with stage("take a graph of torch.compile's"):
                 model = DynamoGraph(self.gm, inputs, self.names).eval()
-            executable = compiler.optimize(model, tuple(self._activations(inputs)), {}, goal=self.goal, **self.request)
+            executable = compiler.optimize(model, tuple(self._activations(inputs)), {}, **self.request.asked)
         except EffcompileError as error:
             self._fall_back(str(error))
             return None
         _compilations.append(Compilation(executable=executable))
         return executable, [(inputs[i], inputs[i]._version) for i in self.names]
 
-    def _original(self, inputs: Sequence[Any], reason: str) -> Sequence[Any]:
+    def _original(self, inputs: Sequence[Example], reason: str) -> Sequence[Outputs]:
         self._fall_back(reason)
-        result: Sequence[Any] = self.gm(*inputs)
+        result: Sequence[Outputs] = self.gm(*inputs)
         return result
 
     def _fall_back(self, reason: str) -> None:
@@ -164,7 +168,7 @@ class _Graph:
 class DynamoGraph(nn.Module):
     """The graph as a module that owns its constants under their names in the user's model: a function of activations."""
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], names: Mapping[int, str]) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Example], names: Mapping[int, str]) -> None:
         super().__init__()
         self.graph_module = gm
         self.fixed = [None if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -173,7 +177,7 @@ class DynamoGraph(nn.Module):
             _register(self, name, inputs[index])
         self.free = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in names]
 
-    def forward(self, *activations: torch.Tensor) -> Any:
+    def forward(self, *activations: torch.Tensor) -> Outputs:
         values = list(self.fixed)
         for index, value in zip(self.free, activations, strict=True):
             values[index] = value

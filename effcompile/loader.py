@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from effcompile.core.errors import InputsError, UsageError
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+from effcompile.core.types import Inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ def load(spec: str) -> Loaded:
         )
 
 
-def as_inputs(value: Any, what: str = "inputs") -> Inputs:
+def as_inputs(value: object, what: str = "inputs") -> Inputs:
     """(args, kwargs) from a mapping (keywords), a tuple or list (positions), or one tensor.
 
     Raises:

@@ -24,6 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("report",),
     ("deferred", "dynamo", "console"),
     ("api",),
+    ("cli_options",),
     ("cli", "__init__"),
     ("__main__",),
 ]

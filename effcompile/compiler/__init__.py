@@ -5,14 +5,19 @@ from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.machine import calibrate
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.request import AnyOptimizer, Dynamic, OnChange, Request
 from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training, training_backend
 
 __all__ = [
     "QUIET",
+    "AnyOptimizer",
     "Artifact",
     "ArtifactRun",
+    "Dynamic",
     "Executable",
+    "OnChange",
     "Progress",
+    "Request",
     "TrainingExecutable",
     "calibrate",
     "frontier",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from effcompile.core.errors import UnknownNameError, UsageError, clipped
 from effcompile.core.units import format_bytes, format_error, parse_bytes
@@ -15,6 +15,22 @@ Reads = Literal["all", "last"]
 
 #: What fp32 re-ordering alone may change: relative L2 allowed when no error was granted.
 EXACT_TOLERANCE = 1e-5
+
+
+class Limits(TypedDict, total=False):
+    """The fields of a goal but its mode, as keyword arguments."""
+
+    minimize: Objective
+    memory: int | str | None
+    max_error: float | None
+    reads: Reads
+    robust: bool
+
+
+class GoalFields(Limits, total=False):
+    """The fields of a goal, as keyword arguments."""
+
+    mode: Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +73,7 @@ class Goal:
             object.__setattr__(self, "max_error", float(self.max_error))
 
     @classmethod
-    def of(cls, goal: Goal | None = None, **changes: Any) -> Goal:
+    def of(cls, goal: Goal | None = None, **changes: object) -> Goal:
         """A goal from another one and keyword changes; unknown keywords get a "did you mean".
 
         Raises:
@@ -72,7 +88,8 @@ class Goal:
         for name in changes:
             if name not in known:
                 raise UnknownNameError("goal field", name, known)
-        return cls(**({**(asdict(goal) if goal else {}), **changes}))
+        given: dict[str, Any] = {**(asdict(goal) if goal else {}), **changes}  # each is checked
+        return cls(**given)
 
     @property
     def exact(self) -> bool:

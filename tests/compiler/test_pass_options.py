@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from effcompile.backends import load_backend
 from effcompile.backends.base import Lowered
 from effcompile.capture import capture
-from effcompile.compiler import compile as compiling
+from effcompile.compiler import pricing
 from effcompile.compiler.machine import Machine
 from effcompile.compiler.search import Search
 from effcompile.compiler.settle import apply_passes
@@ -113,10 +113,10 @@ def make(program: Program) -> Callable[..., Made]:
 
     def made(*spec: str, backend: str = "onnxruntime", lower: bool = True) -> Made:
         passes, chosen = load_passes(spec), load_backend(backend)
-        options = compiling._measured_options(passes)
+        options = pricing.measured_options(passes)
         search = Search(
             program=program, goal=Goal(max_error=0.5), machine=Machine(target=target), passes=passes, calibration_inputs="none",
-            sensitivity=Sensitivity(errors=Small(), method="given"), formats=compiling._formats(options),
+            sensitivity=Sensitivity(errors=Small(), method="given"), formats=pricing.formats(options),
         )  # fmt: skip
         plan = search.plan_for(chosen)
         applied = apply_passes(program, passes, plan)

@@ -7,7 +7,7 @@ from form_names import form
 from torch import nn, randn
 
 from effcompile.capture import capture
-from effcompile.compiler import compile as compiling
+from effcompile.compiler import pricing
 from effcompile.compiler.progress import QUIET
 from effcompile.compiler.search import Proposal, _without_conflicts
 from effcompile.core.cost import Cost, Provenance
@@ -56,13 +56,13 @@ def test_the_best_part_never_mixes():
 def test_options_of_several_passes_at_one_kind_are_all_measured(monkeypatch: pytest.MonkeyPatch):
     wanted = {}
     result = SimpleNamespace(method="none")
-    monkeypatch.setattr(compiling.sensitivity, "measure", lambda program, inputs, options, **_: wanted.update(options) or result)
-    monkeypatch.setattr(compiling.sensitivity, "generate_inputs", lambda program, count: [])
+    monkeypatch.setattr(pricing.sensitivity, "measure", lambda program, inputs, options, **_: wanted.update(options) or result)
+    monkeypatch.setattr(pricing.sensitivity, "generate_inputs", lambda program, count: [])
     bf16, w8, tanh, mine, int8 = map(form, ("bf16", "w8g64", "tanh", "mine", "sdpa_int8"))
     passes = tuple(SimpleNamespace(measured_options=lambda given=given: given, replaced_weights=lambda program: {}) for given in (
         {"linear": (bf16, w8), "gelu": (tanh,)}, {"linear": (w8, mine)}, {"attention": (int8,)},
     ))  # fmt: skip
     program = capture(nn.Linear(2, 2).eval(), (randn(1, 2),))
-    search = compiling._search(program, Goal(max_error=0.1), SimpleNamespace(notes=()), passes, QUIET)
+    search = pricing.search_for(program, Goal(max_error=0.1), SimpleNamespace(notes=()), passes, QUIET)
     assert wanted == {"linear": (bf16, w8, mine), "gelu": (tanh,), "attention": (int8,)}
     assert [held.name for held in search.formats] == ["fp32", "bf16", "w8g64"]

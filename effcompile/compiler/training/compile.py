@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
-from effcompile.compiler.machine import AUTO
-from effcompile.compiler.progress import QUIET, Progress, entry
+from effcompile.compiler.progress import entry
+from effcompile.compiler.request import Asked, Task
 from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint
@@ -21,13 +20,12 @@ from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.solve import frontier
-from effcompile.compiler.training.work import Loss, Work, as_planned, make_work
+from effcompile.compiler.training.work import Work, as_planned, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
-from effcompile.core.goal import Goal
+from effcompile.core.types import Args, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
-from effcompile.machine.target import Target
 from effcompile.passes import WAYS
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
@@ -40,20 +38,17 @@ _PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again a
 
 
 @entry("plan")
-def plan_training(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO,
-    passes: Sequence[str] | None = None, loss: Loss | None = None, keep_outputs: bool = False, optimizer: Any = None,
-    progress: Progress = QUIET,
-) -> Plan:  # fmt: skip
-    """The best plan, simulated and certified; nothing of the model is run. Arguments as in `optimize_training`.
+def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
+    """The best plan, simulated and certified; nothing of the model is run. Arguments as in Request.
 
     The machine's memory is the limit where the goal has none, or a larger one: see fit.py.
 
     Raises:
         CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
     """
-    work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
-    branches = Branches(work=work, case=work.capture(keep_outputs))
+    work = make_work(task := Task.of(model, args, kwargs, asked))
+    goal = work.goal
+    branches = Branches(work=work, case=work.capture(task.request.keep_outputs))
     if not work.figures.here and (goal.memory is None or goal.memory > work.figures.target.memory_bytes):
         joint = within_machine(work.figures.target, branches.solve)
     else:
@@ -62,39 +57,24 @@ def plan_training(
 
 
 @entry("optimize")
-def optimize_training(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO,
-    backend: str | None = None, plan: Plan | None = None, passes: Sequence[str] | None = None, loss: Loss | None = None,
-    keep_outputs: bool = False, optimizer: Any = None, progress: Progress = QUIET,
-) -> TrainingExecutable:  # fmt: skip
-    """Plan a training step within a byte budget, build, verify and measure it.
+def optimize_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> TrainingExecutable:
+    """Plan a training step within a byte budget, build, verify and measure it. Arguments as in Request.
 
-    Args:
-        model: any nn.Module; left as it is. It runs in its own mode: `model.train()` for dropout.
-        args: positional example inputs; the plan holds for their shapes.
-        kwargs: example inputs by keyword, labels among them.
-        goal: with mode "training"; `memory` bounds the true peak of the step.
-        target: this machine, or another one to take operator times from.
-        backend: "torch" or None: a training step runs on torch's own kernels.
-        plan: an earlier plan of this step, applied without solving.
-        passes: `checkpoint`, `loss_head`, their options, or `no-loss_head`; `offload`, `compress` where they are wanted too.
-        loss: `loss(outputs, inputs)`, for a forward that returns none.
-        keep_outputs: also return what the model returns beside the loss, for show: to differentiate it is refused.
-        optimizer: of the model's parameters, or a function that makes one of them: its states count, and are planned too.
-        progress: is told what is being done.
+    The model runs in its own mode: `model.train()` for dropout. Inputs' labels are among its keyword arguments.
 
     Raises:
         CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
         VerificationError: the planned step is not the model's own. FormatError: the plan is for another step.
     """
-    if backend not in (None, "torch"):
-        raise UsageError(f"backend = {backend!r}: a training step runs on the backend 'torch'. Leave the backend out.")
-    if plan is not None:
-        return _reapply(model, args, kwargs, plan, passes, loss, keep_outputs, progress, optimizer)
-    work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
+    task = Task.of(model, args, kwargs, asked)
+    if task.request.backend not in (None, "torch"):
+        raise UsageError(f"backend = {task.request.backend!r}: a training step runs on the backend 'torch'. Leave the backend out.")
+    if task.request.plan is not None:
+        return _reapply(task, task.request.plan)
+    work = make_work(task)
     if not work.figures.here:
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
-    return _refined(work, work.capture(keep_outputs))
+    return _refined(work, work.capture(task.request.keep_outputs))
 
 
 def _refined(work: Work, case: Case) -> TrainingExecutable:
@@ -142,14 +122,11 @@ def _with_levers(branches: Branches, joint: Joint, plan: Plan) -> Plan:
 
 
 @entry("frontier")
-def frontier_training(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, goal: Goal, target: str | Target = AUTO, points: int = 20,
-    passes: Sequence[str] | None = None, loss: Loss | None = None, keep_outputs: bool = False, optimizer: Any = None,
-    progress: Progress = QUIET,
-) -> list[Plan]:  # fmt: skip
+def frontier_training(model: nn.Module, args: Args, kwargs: Kwargs, *, points: int = 20, **asked: Unpack[Asked]) -> list[Plan]:
     """Predicted plans for budgets from the least feasible to the unlimited one, none both larger and slower than another."""
-    work = make_work(model, args, kwargs, goal, target, passes, loss, progress, optimizer)
-    branches = Branches(work=work, case=work.capture(keep_outputs))
+    work = make_work(task := Task.of(model, args, kwargs, asked))
+    goal, progress = work.goal, work.progress
+    branches = Branches(work=work, case=work.capture(task.request.keep_outputs))
     made: list[Joint] = []
     for found in branches.every():
         with progress.step("solve for every budget"):
@@ -163,17 +140,14 @@ def frontier_training(
     return [build_plan(s, branches.chosen_from(s), work.figures, replace(goal, memory=s.peak_bytes), work.notes) for s in thinned]
 
 
-def _reapply(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan, passes: Sequence[str] | None, loss: Loss | None,
-    keep_outputs: bool, progress: Progress, optimizer: Any,
-) -> TrainingExecutable:  # fmt: skip
+def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
     """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
     blocks = held(plan)
-    work = as_planned(make_work(model, args, kwargs, plan.goal, AUTO, passes, loss, progress, optimizer), plan)
+    work = as_planned(make_work(task.for_plan(plan)), plan)
     checkpoint = work.passes.checkpoint
     no_options = _NoOptions(points=checkpoint.points, groups=checkpoint.groups)
     lazy = replace(work, passes=replace(work.passes, checkpoint=no_options))
-    case = lazy.capture(keep_outputs)
+    case = lazy.capture(task.request.keep_outputs)
     if fingerprint(case.step) != plan.fingerprint:
         raise _another(plan)
     (prepared,) = lazy.prepare(case).variants
@@ -188,7 +162,7 @@ def _reapply(
             "it was changed, or made by another version. Plan again."
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
-    made = verified(work, prepared, runner_of(model, prepared.case, emitted), fresh)[0]
+    made = verified(work, prepared, runner_of(task.model, prepared.case, emitted), fresh)[0]
     return taking_items(made, work, case.step)
 
 

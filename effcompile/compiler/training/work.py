@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,15 +18,16 @@ from effcompile.capture.training import Loss
 from effcompile.capture.training_inputs import after_pre_hooks
 from effcompile.compiler.machine import resolve
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.request import AnyOptimizer, Task
 from effcompile.compiler.training import verify
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.prepare import Figures, Preparation, prepare
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.types import Args, Kwargs
 from effcompile.estimate import operators
 from effcompile.ir.plan import Decision, Plan
-from effcompile.machine.target import Target
 from effcompile.ops.optimizers import check
 from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes
 from effcompile.passes.training.base import Case, Context, Forms, forms, reapplied
@@ -35,7 +35,7 @@ from effcompile.passes.training.optimizer_ways import GivenOptimizer
 from effcompile.planner.remat import BlockFront
 from effcompile.sparse.costs import per_row_of
 
-__all__ = ["Loss", "Work", "make_work"]
+__all__ = ["Work", "make_work"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Work:
     """
 
     model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: Args
+    kwargs: Kwargs
     goal: Goal
     loss: Loss | None
     passes: TrainingPasses
@@ -132,24 +132,22 @@ class Work:
         return verify.loss_of(outputs, whole, self.loss)
 
 
-def make_work(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], goal: Goal, target: str | Target,
-    passes: Sequence[str] | None, loss: Loss | None, progress: Progress, optimizer: Any,
-) -> Work:  # fmt: skip
+def make_work(task: Task) -> Work:
     """The request, with its passes, target and optimizer looked up.
 
     Inputs that an upstream model made are cut from it, so that verification makes no gradients there.
     """
-    args, kwargs = after_pre_hooks(model, args, with_items_as_tensor(kwargs))
+    model, asked, goal = task.model, task.request, task.request.goal
+    args, kwargs = after_pre_hooks(model, task.args, with_items_as_tensor(task.kwargs))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
-    machine = resolve(target, [])
+    machine = resolve(asked.target, [])
     devices = {tensor.device.type for tensor in model.parameters()}
     notes = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
     if (sparse := per_row_of(model)) is not None:
         notes.append(sparse.matched_note())
     # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
     linked = not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0
-    loaded = load_training_passes(passes, inexact=not goal.exact, linked=linked)
+    loaded = load_training_passes(asked.passes, inexact=not goal.exact, linked=linked)
     if goal.exact:
         loaded, refused = loaded.exact
         notes += [
@@ -157,13 +155,13 @@ def make_work(
         ]
     known = known_figures() if machine.here else {}
     return Work(
-        model=model, args=args, kwargs=kwargs, goal=goal, loss=loss, passes=loaded, optimizer=as_optimizer(optimizer, model),
-        parameters=tuple(model.named_parameters()), progress=progress, notes=notes,
-        figures=Figures(target=machine.target, here=machine.here, known=known, progress=progress),
+        model=model, args=args, kwargs=kwargs, goal=goal, loss=asked.loss, passes=loaded, optimizer=as_optimizer(asked.optimizer, model),
+        parameters=tuple(model.named_parameters()), progress=asked.progress, notes=notes,
+        figures=Figures(target=machine.target, here=machine.here, known=known, progress=asked.progress),
     )  # fmt: skip
 
 
-def as_optimizer(given: Any, model: nn.Module) -> Optimizer | None:
+def as_optimizer(given: AnyOptimizer, model: nn.Module) -> Optimizer | None:
     """The optimizer that was given, or that the given function makes of the model's trainable parameters.
 
     Raises:

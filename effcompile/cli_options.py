@@ -1,0 +1,142 @@
+"""What the commands `optimize`, `plan` and `frontier` have in common: their options, and the job that they make of them.
+
+torch takes seconds to import: it is, with the user's model, when the job is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from effcompile import console, report
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from effcompile.compiler import Executable, Request, TrainingExecutable
+    from effcompile.loader import Loaded
+
+GOAL, HOW, OUTPUT = "The goal", "How to get there", "Output"
+
+ModelFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL.PY[:NAME]", help="A file that defines `model` (or NAME) and `inputs`: objects, or functions without arguments."
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON|DIR", help="A saved plan, or the folder that it is in.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes live during the call or step: 6GiB.", rich_help_panel=GOAL)]
+MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=GOAL)]
+Minimize = Annotated[str | None, typer.Option(metavar="time|memory", help="What to make least within the limits.", rich_help_panel=GOAL)]
+Mode = Annotated[
+    str | None, typer.Option(metavar="inference|training", help="A forward call, or a step with its backward.", rich_help_panel=GOAL)
+]
+Reads = Annotated[str | None, typer.Option(metavar="all|last", help="Which rows of the logits are read.", rich_help_panel=GOAL)]
+Robust = Annotated[
+    bool | None,
+    typer.Option("--robust", help="The limit on the error holds for scaled, outlying and zero inputs too.", rich_help_panel=GOAL),
+]
+TargetName = Annotated[str, typer.Option("--target", help="A machine (see `effcompile targets`) or a .toml file.", rich_help_panel=HOW)]
+BackendName = Annotated[str | None, typer.Option("--backend", help="Only this backend; otherwise the fastest.", rich_help_panel=HOW)]
+PassNames = Annotated[
+    list[str] | None, typer.Option("--pass", metavar="NAME", help="Repeatable: NAME, no-NAME or NAME.OPTION=VALUE.", rich_help_panel=HOW)
+]
+Dynamic = Annotated[
+    bool | None, typer.Option("--dynamic/--static", help="Keep batch and sequence free, or fix every shape.", rich_help_panel=HOW)
+]
+KeepOutputs = Annotated[
+    bool, typer.Option("--keep-outputs", help="Training: return logits too, not the loss alone; takes memory.", rich_help_panel=GOAL)
+]
+SavedPlan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Apply this plan; nothing is solved.", rich_help_panel=HOW)]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="DIR", help="Write plan.json, report.html and the artifact there.", rich_help_panel=OUTPUT),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="One row per site, all refusals.", rich_help_panel=OUTPUT)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=OUTPUT)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The user's model, and what is asked of it."""
+
+    loaded: Loaded
+    request: Request
+
+    def carried_out(self) -> Executable | TrainingExecutable:
+        """Planned, lowered, verified and measured."""
+        from effcompile.deferred import carry_out
+
+        return carry_out(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
+
+    def planned(self) -> Plan:
+        """Decided; nothing is lowered."""
+        from effcompile.deferred import make_plan
+
+        return make_plan(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
+
+    def frontier(self, points: int | None) -> list[Plan]:
+        """Plans along the memory-time front."""
+        from effcompile.deferred import make_frontier
+
+        return make_frontier(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs, points)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What `optimize`, `plan` and `frontier` have in common. `changes` are the goal fields given on the command line."""
+
+    file: str
+    changes: Mapping[str, object]
+    target: str
+    backend: str | None
+    passes: list[str] | None
+    dynamic: bool | None
+    keep_outputs: bool
+
+    def checked(self) -> Job:
+        """The job without the goal fields that were not given, all checked that can be before torch and the model load.
+
+        Raises:
+            UsageError: a goal or target that does not exist or is not allowed.
+        """
+        changes = {name: value for name, value in self.changes.items() if value is not None}
+        Goal.of(**changes)
+        if self.target != "auto":
+            from effcompile.machine.machines import load_target
+
+            load_target(self.target)
+        return replace(self, changes=changes)
+
+    def load(self, steps: report.Steps, plan: Plan | None = None) -> Wanted:
+        """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""
+        with steps.step("load the model"):
+            from effcompile.api import declare, goal_of_plan, to_training_mode
+            from effcompile.compiler import Request
+            from effcompile.loader import load
+            from effcompile.passes import load_passes, load_training_passes
+
+            loaded = load(self.file)
+        asked = declare(loaded.goal, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
+        training = asked.mode == "training"
+        (load_training_passes if training else load_passes)(self.passes)
+        if training:
+            console.warn(to_training_mode(loaded.model))
+        request = Request(
+            goal=asked,
+            target=self.target,
+            backend=self.backend,
+            plan=plan,
+            passes=self.passes,
+            dynamic=self.dynamic,
+            calibration=loaded.calibration or None if not training else None,
+            loss=loaded.loss if training else None,
+            keep_outputs=self.keep_outputs,
+            optimizer=loaded.optimizer if training else None,
+            progress=steps,
+        )
+        return Wanted(loaded=loaded, request=request)
