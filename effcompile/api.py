@@ -8,7 +8,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from torch import nn
 
@@ -46,13 +46,18 @@ class Options(Limits, total=False):
     on_change: OnChange | None
 
 
-class Decorator(Protocol):
+class Decorator:
     """What `optimize` without a model returns: for a function or a module, or for a class of modules."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
 
     @overload
     def __call__(self, model: type[nn.Module]) -> Callable[..., Deferred]: ...
     @overload
     def __call__(self, model: Model) -> Deferred: ...
+    def __call__(self, model: Model | type[nn.Module]) -> Deferred | Callable[..., Deferred]:
+        return _later(model, self.request)
 
 
 @overload
@@ -140,7 +145,12 @@ def optimize(
         optimizer=optimizer,
         on_change=on_change,
     )
-    return functools.partial(_optimized, request=request) if model is None else _optimized(model, inputs, request=request)
+    if model is None:
+        return Decorator(request)
+    if inputs is None or (isinstance(model, type) and issubclass(model, nn.Module)):
+        return _later(model, request)
+    module = _ready(as_module(model), request)
+    return answering(carry_out(request, module, *as_inputs(inputs)), request)
 
 
 def plan(
@@ -216,10 +226,10 @@ def frontier(
     return make_frontier(request, _ready(as_module(model), request), *as_inputs(inputs), points)
 
 
-def _ready(model: nn.Module, request: Request) -> nn.Module:
+def _ready(model: nn.Module, request: Request, stacklevel: int = 3) -> nn.Module:
     """The model, in training mode when its training step is planned: a model from `from_pretrained` is in eval mode."""
     if request.training and (said := to_training_mode(model)):
-        warnings.warn(said, stacklevel=4)
+        warnings.warn(said, stacklevel=stacklevel)
     return model
 
 
@@ -257,7 +267,7 @@ def _method(function: types.FunctionType) -> Forward:
     """The function as a method: `self` in front, otherwise its own signature."""
 
     @functools.wraps(function)
-    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Outputs:
+    def forward(_: nn.Module, *args: object, **kwargs: object) -> Outputs:
         return function(*args, **kwargs)
 
     own = inspect.signature(function)
@@ -276,26 +286,23 @@ def _modules_used(function: types.FunctionType) -> Iterator[tuple[str, nn.Module
             yield name, value
 
 
-def _optimized(
-    model: Model | type[nn.Module], inputs: Example | None = None, *, request: Request
-) -> Executable | TrainingExecutable | Deferred | Callable[..., Deferred]:
+def _later(model: Model | type[nn.Module], request: Request) -> Deferred | Callable[..., Deferred]:
+    """The model, or a class's instances, optimized at the first call."""
     if isinstance(model, type) and issubclass(model, nn.Module):
         if request.optimizer is not None:
             raise UsageError("An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), not to a class.")
         return _factory(model, request)
-    module = _ready(as_module(model), request)
-    if inputs is None:
-        if request.optimizer is not None:
-            raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
-        return Deferred(module, request)
-    return answering(carry_out(request, module, *as_inputs(inputs)), request)
+    module = _ready(as_module(model), request, stacklevel=4)
+    if request.optimizer is not None:
+        raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
+    return Deferred(module, request)
 
 
 def _factory(model_class: type[nn.Module], request: Request) -> Callable[..., Deferred]:
     """What a decorated class becomes: a function that makes optimized instances."""
 
     @functools.wraps(model_class, updated=())
-    def make(*args: Any, **kwargs: Any) -> Deferred:
+    def make(*args: object, **kwargs: object) -> Deferred:
         return Deferred(model_class(*args, **kwargs), request)
 
     return make

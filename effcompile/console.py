@@ -111,7 +111,7 @@ def check_current_folder() -> None:
         raise UsageError(f"The current folder cannot be used: {error.strerror}. Change to another one (cd).") from error
 
 
-def emit(data: Any) -> None:
+def emit(data: object) -> None:
     """One JSON document on stdout."""
     sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
     sys.stdout.flush()

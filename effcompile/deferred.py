@@ -36,17 +36,18 @@ PLANNING = threading.RLock()
 # A process that is forked meanwhile would wait for ever for a thread that it does not have.
 os.register_at_fork(before=PLANNING.acquire, after_in_parent=PLANNING.release, after_in_child=PLANNING.release)
 
+Planned = Executable | TrainingExecutable
 #: How often one Deferred is planned again because the model was changed.
 _MOST_REPLANS = 16
 
 
-def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Executable | TrainingExecutable:
+def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Planned:
     """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
     with PLANNING:
         if request.training:
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
-                return compiler.optimize_training(model, args, kwargs, backend=request.backend, plan=request.plan, **request.asked)
-        return compiler.optimize(model, args, kwargs, plan=request.plan, **request.asked)
+                return compiler.optimize_training(model, args, kwargs, **request.whole)
+        return compiler.optimize(model, args, kwargs, **request.whole)
 
 
 def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Plan:
@@ -93,7 +94,7 @@ class Deferred(nn.Module):
         if request.training:
             self.__dict__["forward"] = self._training_forward()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Outputs:
+    def forward(self, *args: object, **kwargs: object) -> Outputs:
         if self.training:
             return self._run_original("it is in training mode (call .eval())", args, kwargs)
         found = self.executables.setdefault(_structure(args, kwargs), [])
@@ -112,7 +113,7 @@ class Deferred(nn.Module):
                 return self.latest(*args, **kwargs)
         return self._run_original(f"it was already optimized for {_MOST_SHAPES} shapes (ask for dynamic=True)", args, kwargs)
 
-    def _run_fitting(self, found: list[Executable], args: Args, kwargs: Kwargs) -> tuple[Outputs, ...]:
+    def _run_fitting(self, found: list[Planned], args: Args, kwargs: Kwargs) -> tuple[Outputs, ...]:
         """(What the latest of those that take these shapes returns,); nothing where none does."""
         for executable in reversed(found):
             try:
@@ -131,7 +132,7 @@ class Deferred(nn.Module):
         """What a call runs in training, with the signature of the model's forward (Trainer reads it)."""
 
         @functools.wraps(self.model.forward)
-        def forward(*args: Any, **kwargs: Any) -> Outputs:
+        def forward(*args: object, **kwargs: object) -> Outputs:
             return self._train_step(args, kwargs) if self.training and torch.is_grad_enabled() else self.model(*args, **kwargs)
 
         return forward
@@ -164,7 +165,7 @@ class Deferred(nn.Module):
         self.__dict__["latest"] = self.executables[key]
         return self.latest(*args, **kwargs)
 
-    def _retire(self, found: list[Executable], executable: Executable | TrainingExecutable, error: GuardError) -> None:
+    def _retire(self, found: list[Planned], executable: Planned, error: GuardError) -> None:
         """Drop what was made of the model as it was, where planning again is what is to be done.
 
         Raises:
@@ -181,7 +182,7 @@ class Deferred(nn.Module):
         elif self.retired > _MOST_REPLANS:
             self.__dict__["given_up"] = f"it was planned again {_MOST_REPLANS} times, and has changed once more: {error}"
 
-    def _plan_step(self, shapes: str, args: Args, kwargs: Kwargs) -> Executable | TrainingExecutable:
+    def _plan_step(self, shapes: str, args: Args, kwargs: Kwargs) -> Planned:
         """The step, planned; a saved plan is for the first shapes only."""
         if not self.executables:
             return carry_out(self.request, self.model, args, kwargs)
@@ -251,7 +252,7 @@ class Deferred(nn.Module):
         """The original's generate(), which says so: it calls the original with a cache, and not this module."""
 
         @functools.wraps(generate)
-        def said(*args: Any, **kwargs: Any) -> Outputs:
+        def said(*args: object, **kwargs: object) -> Outputs:
             self._say_original("generate() calls it token by token with a cache, for which nothing is planned", stacklevel=3)
             return generate(*args, **kwargs)
 
@@ -263,10 +264,10 @@ class Deferred(nn.Module):
     def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         return self.model.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         return self.model.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: object, **kwargs: object) -> Any:
         if not self.request.training:  # a planned step reads the parameters at each call
             self.executables.clear()
         return self.model.load_state_dict(*args, **kwargs)
@@ -298,7 +299,7 @@ class _Eager:
 class _Replanned:
     """Answers refused calls by planning again; the executable shows the plan of the latest."""
 
-    def __init__(self, executable: Executable | TrainingExecutable, model: nn.Module, request: Request) -> None:
+    def __init__(self, executable: Planned, model: nn.Module, request: Request) -> None:
         self._executable, self._deferred = executable, Deferred(model, request.anew)
 
     def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
@@ -311,21 +312,18 @@ class _Replanned:
         return result
 
 
-def answering(executable: Executable | TrainingExecutable, request: Request) -> Executable | TrainingExecutable:
+def answering(executable: Planned, request: Request) -> Planned:
     """The executable with what it does in the place of a call that its plan does not hold for."""
     how = request.on_change or "error"
-    if isinstance(executable, TrainingExecutable):
+    if how != "error":
         model = executable.unplanned()
-        fallback = _Eager(type(model).__name__, model.forward) if how == "eager" else _Replanned(executable, model, request)
-        executable.__dict__["fallback"] = None if how == "error" else fallback
-    elif how != "error":
-        original = executable.original
-        run = functools.partial(_run_evaluating, original)
-        executable.fallback = _Eager(type(original).__name__, run) if how == "eager" else _Replanned(executable, original, request)
+        run = model.forward if isinstance(executable, TrainingExecutable) else functools.partial(_run_evaluating, model)
+        fallback = _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
+        executable.__dict__["fallback"] = fallback
     return executable
 
 
-def _run_evaluating(model: nn.Module, *args: Any, **kwargs: Any) -> Outputs:
+def _run_evaluating(model: nn.Module, *args: object, **kwargs: object) -> Outputs:
     """The model's own forward in evaluation mode; modules that are in training mode inside a model that is not stay so."""
     if not model.training:
         return model(*args, **kwargs)

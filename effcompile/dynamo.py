@@ -150,7 +150,7 @@ class _Graph:
             self._fall_back(str(error))
             return None
         _compilations.append(Compilation(executable=executable))
-        return executable, [(inputs[i], inputs[i]._version) for i in self.names]
+        return executable, [(x, x._version) for x in (inputs[i] for i in self.names) if isinstance(x, torch.Tensor)]
 
     def _original(self, inputs: Sequence[Example], reason: str) -> Sequence[Outputs]:
         self._fall_back(reason)
@@ -174,11 +174,12 @@ class DynamoGraph(nn.Module):
         self.fixed = [None if isinstance(x, torch.Tensor) else x for x in inputs]
         self.names = dict(names)
         for index, name in names.items():
-            _register(self, name, inputs[index])
+            if isinstance(value := inputs[index], torch.Tensor):
+                _register(self, name, value)
         self.free = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and i not in names]
 
     def forward(self, *activations: torch.Tensor) -> Outputs:
-        values = list(self.fixed)
+        values: list[Example | None] = list(self.fixed)
         for index, value in zip(self.free, activations, strict=True):
             values[index] = value
         for index, name in self.names.items():

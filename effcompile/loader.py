@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from effcompile.core.errors import InputsError, UsageError
-from effcompile.core.types import Inputs
+from effcompile.core.types import Inputs, Kwargs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Loaded:
     name: str
     model: nn.Module
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     calibration: tuple[Inputs, ...] = ()
     loss: Callable[..., Any] | None = None
     optimizer: Optimizer | Callable[..., Any] | None = None
@@ -173,7 +173,7 @@ def _models_in(module: ModuleType) -> str:
     return f" Name one with {Path(str(module.__file__)).name}:{models[0]}." if models else ""
 
 
-def _called(value: Any, what: str) -> Any:
+def _called(value: object, what: str) -> Any:
     """The value, or what the zero-argument callable returns (a module is callable, and meant itself)."""
     if isinstance(value, (nn.Module, torch.Tensor)) or not callable(value):
         return value

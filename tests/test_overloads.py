@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import effcompile
-from effcompile.api import Decorator, Deferred, Executable, TrainingExecutable, optimize
+from effcompile.api import Decorator, Deferred, Executable, optimize
+from effcompile.compiler import TrainingExecutable
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 
@@ -21,6 +22,10 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).square().mean()
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
 
 
 def test_with_inputs_it_is_an_executable_of_the_mode() -> None:
@@ -43,7 +48,7 @@ def test_a_goal_or_a_plan_says_the_mode_when_it_is_read() -> None:
 def test_without_inputs_it_is_deferred() -> None:
     assert_type(optimize(Net(), max_error=0.01), Deferred)
     assert_type(optimize(Net(), mode="training", memory="1GiB"), Deferred)
-    assert_type(optimize(torch.relu), Deferred)
+    assert_type(optimize(doubled), Deferred)
     assert isinstance(optimize(Net(), max_error=0.01), Deferred)
 
 

@@ -7,9 +7,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from effcompile.core.arrays import Array
 
 #: A script calls `before()` when the runtime is loaded and the model is not, `loaded()` when the model is, then runs it.
 _PRELUDE = """
@@ -32,7 +33,7 @@ print("peak", _status("VmHWM") - _start)
 """
 
 
-def peak_bytes(script: str, path: Path, inputs: Sequence[np.ndarray[Any, Any]], *options: object) -> int | None:
+def peak_bytes(script: str, path: Path, inputs: Sequence[Array], *options: object) -> int | None:
     """Peak resident bytes of weights and activations over one call; None off Linux, or when the process fails.
 
     The mark is reset when the model is loaded, and what the process held before loading it is taken off.

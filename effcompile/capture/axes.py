@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import CaptureError
+from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.export import Domain
 from effcompile.ir.program import Dim, Output, Size, TensorSpec
 
@@ -28,7 +29,7 @@ class Leaf:
     tensor: torch.Tensor
 
 
-def tensor_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Leaf]:
+def tensor_leaves(model: nn.Module, args: Args, kwargs: Kwargs) -> list[Leaf]:
     """The tensors among the inputs, in the order of the graph's placeholders."""
     parameters = list(_positional_names(model, len(args)))
     leaves = []
@@ -40,7 +41,7 @@ def tensor_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     return leaves
 
 
-def output_names(outputs: Any) -> list[str]:
+def output_names(outputs: Outputs) -> list[str]:
     """A name per tensor in the output: its keys ("logits", "hidden_states_0"), else output_0, output_1, ..."""
     names = []
     for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
@@ -66,7 +67,7 @@ def _positional_names(model: nn.Module, count: int) -> Iterator[tuple[str, str]]
             yield name, f"['{name}']"
 
 
-def _key(key: Any) -> str:
+def _key(key: object) -> str:
     """The text of one pytree key."""
     return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
@@ -105,7 +106,7 @@ class Names:
     symbols: dict[Any, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def dim(self, size: Any, axis: int, leaf: Leaf | None) -> Dim:
+    def dim(self, size: object, axis: int, leaf: Leaf | None) -> Dim:
         """The size of an axis if constant, else its name; derived axes keep their formula ("8*seq")."""
         expression = torch_compat.expression(size)
         if isinstance(expression, int) or expression.is_number:
@@ -114,7 +115,7 @@ class Names:
             self.symbols[expression] = self._fresh(axis, leaf)
         return self.formula(size)
 
-    def formula(self, number: Any) -> str:
+    def formula(self, number: object) -> str:
         """A number that was computed from sizes, in the names of their axes."""
         expression = torch_compat.expression(number)
         text = {symbol: self.symbols.get(symbol, str(symbol)) for symbol in expression.free_symbols}
@@ -175,7 +176,7 @@ def read_boundary(
     )  # fmt: skip
 
 
-def _returned(leaf: Any, names: Names) -> Any:
+def _returned(leaf: object, names: Names) -> Any:
     """What `Program.returned` says of one output.
 
     Raises:

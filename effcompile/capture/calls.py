@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from effcompile.core.errors import GuardError
+from effcompile.core.types import Kwargs, Value
 from effcompile.ir.guards import Guard, described, same
 
 #: Ways of passing the arguments (how many by position, which by name) that are remembered.
@@ -41,7 +42,7 @@ class Parameters:
     defaults: Mapping[str, Any]
 
     @classmethod
-    def of(cls, forward: Callable[..., Any]) -> Parameters:
+    def of(cls, forward: Callable[..., object]) -> Parameters:
         found = list(inspect.signature(forward).parameters.values())
         rest = next((p.name for p in found if p.kind is p.VAR_POSITIONAL), None)
         named = frozenset(p.name for p in found if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
@@ -57,7 +58,7 @@ class Parameters:
         """Of so many arguments by position."""
         return [*self.positional[:count], *(f"{self.rest}_{i}" for i in range(count - len(self.positional)))]
 
-    def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def by_name(self, args: Sequence[object], kwargs: Kwargs) -> dict[str, Any]:
         """The arguments that were given."""
         return dict(zip(self.names(len(args)), args, strict=True)) | dict(kwargs)
 
@@ -89,7 +90,7 @@ class _Node(Protocol):
 
     place: Place
 
-    def take(self, value: Any, found: list[Any]) -> None:
+    def take(self, value: Value, found: list[Value]) -> None:
         """Put the tensors of a value at the same place into `found`. Raises GuardError where it is another value."""
 
 
@@ -98,7 +99,7 @@ class _Tensor:
     place: Place
     index: int
 
-    def take(self, value: Any, found: list[Any]) -> None:
+    def take(self, value: Value, found: list[Value]) -> None:
         if not isinstance(value, torch.Tensor):
             raise _other(self.place, "a tensor", described(value))
         found[self.index] = value
@@ -112,7 +113,7 @@ class _Value:
     value: Any
     default: bool = False
 
-    def take(self, value: Any, found: list[Any]) -> None:
+    def take(self, value: Value, found: list[Value]) -> None:
         if value is self.value or (isinstance(value, _PLAIN) and same(value, self.value)):
             return
         if self.default:
@@ -130,7 +131,7 @@ class _Mapping:
     kind: type[Any]
     items: dict[Any, _Node]
 
-    def take(self, value: Any, found: list[Any]) -> None:
+    def take(self, value: Value, found: list[Value]) -> None:
         if type(value) is not self.kind:
             raise _other(self.place, f"a {self.kind.__name__}", f"a {type(value).__name__}")
         if value.keys() != self.items.keys():
@@ -145,7 +146,7 @@ class _Sequence:
     kind: type[Any]
     items: list[_Node]
 
-    def take(self, value: Any, found: list[Any]) -> None:
+    def take(self, value: Value, found: list[Value]) -> None:
         if type(value) is not self.kind or len(value) != len(self.items):
             length = f" of {len(value)}" if isinstance(value, Sequence) else ""
             raise _other(self.place, f"a {self.kind.__name__} of {len(self.items)}", f"a {type(value).__name__}{length}")
@@ -161,7 +162,7 @@ class _Registered:
     spec: pytree.TreeSpec
     items: list[_Node]
 
-    def take(self, value: Any, found: list[Any]) -> None:
+    def take(self, value: Value, found: list[Value]) -> None:
         leaves, spec = pytree.tree_flatten(value)
         if spec != self.spec:
             raise _other(self.place, f"a {self.spec.type.__name__} as at capture", f"a {type(value).__name__}")
@@ -180,7 +181,7 @@ def _other(place: Place, was: str, now: str) -> GuardError:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else described(value)
 
 
@@ -193,7 +194,7 @@ class _Builder:
     default: bool = False
 
     @singledispatchmethod
-    def node(self, value: Any, place: Place) -> _Node:
+    def node(self, value: object, place: Place) -> _Node:
         leaves, spec = pytree.tree_flatten(value)
         if self.default or spec.is_leaf():
             self.values.append(made := _Value(place, value, self.default))
@@ -225,9 +226,7 @@ class CallGuards:
         values: what else was given.
     """
 
-    def __init__(
-        self, forward: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, by_name: bool = False
-    ) -> None:
+    def __init__(self, forward: Callable[..., object], name: str, args: Sequence[object], kwargs: Kwargs, *, by_name: bool = False) -> None:
         self.parameters, self._name = Parameters.of(forward), name
         given = self.parameters.by_name(args, kwargs)
         builder = _Builder()
@@ -240,7 +239,7 @@ class CallGuards:
         self._constants = builder.values
         self._known: dict[tuple[int, tuple[str, ...]], list[_Node]] = {}
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def take(self, args: Sequence[Any], kwargs: Kwargs) -> list[torch.Tensor]:
         """The call's tensors, in the order of `tensors`; their shapes and dtypes are not looked at.
 
         Raises:
@@ -258,7 +257,7 @@ class CallGuards:
             node.take(value, found)
         return found
 
-    def _nodes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Node]:
+    def _nodes_of(self, args: Sequence[object], kwargs: Kwargs) -> list[_Node]:
         """The node of each argument that is passed in this way.
 
         Raises:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.core.types import Args
+
 aten = torch.ops.aten
 
 
@@ -46,7 +48,7 @@ def draw_in_memory_order(graph: fx.Graph) -> None:
         node.args, node.meta["val"] = (laid_out, *node.args[1:]), drawn
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+def _call(graph: fx.Graph, like: fx.Node, target: Any, args: Args, value: torch.Tensor) -> fx.Node:
     call = graph.call_function(target, args)
     call.meta = {**like.meta, "val": value}
     return call

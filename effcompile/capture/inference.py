@@ -20,6 +20,7 @@ from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InputsError, InternalError
 from effcompile.core.stages import first_line, stage
+from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
 from effcompile.ir.program import Program
 
@@ -47,7 +48,7 @@ class _Subject:
     mends: tuple[str, ...]
 
 
-def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, dynamic: Dynamic = None) -> Program:
+def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, dynamic: Dynamic = None) -> Program:
     """Capture a model for inference. The model is left as it was: training flags, config, attributes.
 
     Args:
@@ -80,12 +81,12 @@ def capture(model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, A
     return replace(program, call=call, state=ModelGuards(model, training=False))
 
 
-def _contiguous(leaf: Any) -> Any:
+def _contiguous(leaf: object) -> Any:
     """torch.export loses the dynamic axes of a strided input, such as a slice of a batch of tokens."""
     return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _run_eager(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_eager(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     """The model's own output.
 
     Raises:
@@ -154,7 +155,7 @@ def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
     yield _Attempt(axes=static, wanted=static)
 
 
-def _given_axes(given: Mapping[str, Any], leaf: dynamic_axes.Leaf) -> dict[int, Any]:
+def _given_axes(given: Mapping[str, object], leaf: dynamic_axes.Leaf) -> dict[int, Any]:
     """Axes that the user's `dynamic_shapes` name for an input; nested inputs are left to torch.export alone."""
     spec = given.get(leaf.name)
     pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec) if isinstance(spec, (tuple, list)) else ()
@@ -231,5 +232,5 @@ def _only_example(program: Program) -> str | None:
     return unmet_guard(program.module, program.module.meta["effcompile_domain"].guards, args, kwargs) or "sizes of the example"
 
 
-def _tensors(outputs: Any) -> list[torch.Tensor]:
+def _tensors(outputs: Outputs) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
+from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.core.units import format_bytes
 
 CACHE_MEND = "use_cache=False: the output has no key/value cache, which torch.export cannot return"
@@ -40,7 +41,7 @@ def as_reference(model: nn.Module) -> Iterator[tuple[str, ...]]:
 
 
 @contextlib.contextmanager
-def mended(model: nn.Module, kwargs: Mapping[str, Any], args: tuple[Any, ...] = ()) -> Iterator[tuple[str, ...]]:
+def mended(model: nn.Module, kwargs: Kwargs, args: Args = ()) -> Iterator[tuple[str, ...]]:
     """The model as it is captured with these inputs: `as_reference` and what only tracing needs. Yields the mends in the user's words."""
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(as_reference(model))
@@ -56,7 +57,7 @@ def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[None]:
     """`forward(**kwargs)` with its keywords named in the signature: torch.export loses dynamic axes inside `**kwargs`."""
     signature = inspect.signature(model.forward)
     try:
@@ -70,7 +71,7 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     extra = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in bound[rest[0].name]]
     original, was = model.forward, vars(model).get("forward")
 
-    def forward(*given: Any, **named: Any) -> Any:
+    def forward(*given: object, **named: object) -> Outputs:
         return original(*given, **named)
 
     vars(forward)["__signature__"] = signature.replace(parameters=[*(p for p in signature.parameters.values() if p not in rest), *extra])
@@ -149,7 +150,7 @@ def _has_torch_transformer(model: nn.Module) -> bool:
     return any(isinstance(module, kinds) for module in model.modules())
 
 
-def _loss_type(model: nn.Module, kwargs: Mapping[str, Any]) -> Mend:
+def _loss_type(model: nn.Module, kwargs: Kwargs) -> Mend:
     """HF warns through a logger where a class has no loss type; name the loss that it falls back to."""
     if kwargs.get("labels") is None or getattr(model, "loss_type", "") is not None:
         return _NOTHING
@@ -157,7 +158,7 @@ def _loss_type(model: nn.Module, kwargs: Mapping[str, Any]) -> Mend:
     return "loss_type='ForCausalLM': what HuggingFace falls back to for this class", [partial(setattr, model, "loss_type", None)]
 
 
-def _batched_experts(model: nn.Module, inputs: Any = ()) -> Mend:
+def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
     """MoE experts as batched matmuls: their other forms loop over data or exist in no exchange format.
 
     These copy an expert's weights for every token that it is chosen for; where that is too much, experts take their tokens in groups.
@@ -198,7 +199,7 @@ def _grouped_experts(model: nn.Module) -> Mend:
     return "experts_implementation='grouped_mm': one product per expert, of the tokens that chose it", undos
 
 
-def _gathered_bytes(model: nn.Module, experts: list[nn.Module], inputs: Any) -> int:
+def _gathered_bytes(model: nn.Module, experts: list[nn.Module], inputs: object) -> int:
     """Of the largest copy that batched matmuls make: one expert's matrix for each token and each expert chosen for it."""
     tokens = max((math.prod(leaf.shape[:2]) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), default=1)
     chosen = max((k for config in _configs(model) if isinstance(k := getattr(config, "num_experts_per_tok", None), int)), default=1)

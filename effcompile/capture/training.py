@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from effcompile.capture.training_outputs import Layout, check_loss
 from effcompile.core import torch_compat, torch_compat_aot
 from effcompile.core.errors import CaptureError, EffcompileError, InputsError
 from effcompile.core.stages import first_line
+from effcompile.core.types import Args, Kwargs
 from effcompile.ir.resident import resident_bytes
 from effcompile.ir.step import Step
 
@@ -55,8 +56,8 @@ class _Subject:
 
 def capture_training(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
     *,
     loss: Loss | None = None,
     keep_outputs: bool = False,

@@ -13,6 +13,7 @@ from torch import fx, nn
 from effcompile.capture.draws import draw_in_memory_order, separate_draws
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import CaptureError
+from effcompile.core.types import Value
 from effcompile.ir.program import module_path
 
 aten = torch.ops.aten
@@ -103,14 +104,14 @@ def _owners(model: nn.Module) -> _Owners:
     return _Owners(names, tensors)
 
 
-def _resolved(front: fx.GraphModule, target: str, owners: _Owners) -> Any:
+def _resolved(front: fx.GraphModule, target: str, owners: _Owners) -> Value:
     """The user's own tensor behind a get_attr, else what the traced module holds under that name."""
     _, marker, name = target.rpartition(f"{WRAPPED}.")
     return owners.tensors[name] if marker and name in owners.tensors else _attribute(front, target)
 
 
-def _attribute(module: nn.Module, target: str) -> Any:
-    value: Any = module
+def _attribute(module: nn.Module, target: str) -> Value:
+    value: Value = module
     for part in target.split("."):
         value = getattr(value, part)
     return value
@@ -202,7 +203,7 @@ def _updated(results: Sequence[torch_compat_aot.Role], lifted: Lifted, model: nn
     return {name: index for index, _, name in names}
 
 
-def _lift_constants(module: fx.GraphModule) -> dict[fx.Node, Any]:
+def _lift_constants(module: fx.GraphModule) -> dict[fx.Node, Value]:
     """get_attr nodes of tensors as placeholders, one per tensor."""
     lifted: dict[int, fx.Node] = {}
     constants: dict[fx.Node, Any] = {}

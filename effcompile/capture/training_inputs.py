@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.calls import CallGuards
 from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.types import Args, Inputs, Kwargs, Value
 from effcompile.ir.guards import Guard
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -20,7 +20,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 class StepInputs:
     """How to read (args, kwargs) as the flat tensors of a step. Keywords that the forward does not take are for the user's loss."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, args: Sequence[object], kwargs: Kwargs) -> None:
         self._model = type(model).__name__
         self.call = CallGuards(model.forward, self._model, args, kwargs, by_name=True)
         for place, value in self.call.values:
@@ -38,7 +38,7 @@ class StepInputs:
         self._differentiated = [tensor.requires_grad for _, tensor in self.call.tensors]
         self._strides = [tensor.detach().clone().stride() for _, tensor in self.call.tensors]  # as the capture has them
 
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def leaves(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """The tensors, in the order of the graph's inputs, with the strides of the capture.
 
         Raises:
@@ -54,7 +54,7 @@ class StepInputs:
                 found[at] = _strided(tensor, self._strides[at])
         return found
 
-    def forward_part(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def forward_part(self, args: Args, kwargs: Kwargs) -> Inputs:
         """The inputs without those that only the user's loss can take."""
         known = self.call.parameters
         taken = args if known.has_rest else args[: len(known.positional)]
@@ -84,7 +84,7 @@ class StepInputs:
         )
 
 
-def after_pre_hooks(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def after_pre_hooks(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Value]]:
     """What the forward is given: the outermost module's own pre-hooks run before a planned step, too, at its own call."""
     given = dict(kwargs)
     for number, hook in list(model._forward_pre_hooks.items()):
@@ -113,10 +113,10 @@ def _strided(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-Refill = Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+Refill = Callable[[Sequence[torch.Tensor]], Inputs]
 
 
-def split_tensors(inputs: StepInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Refill]:
+def split_tensors(inputs: StepInputs, args: Args, kwargs: Kwargs) -> tuple[list[torch.Tensor], Refill]:
     """Copies of the tensors in the order of `inputs.leaves`, and the way back from such a list to (args, kwargs).
 
     Copies, for one tensor given twice (labels=input_ids) would become one input of the graph.
@@ -127,7 +127,7 @@ def split_tensors(inputs: StepInputs, args: tuple[Any, ...], kwargs: Mapping[str
     stand_args, stand_kwargs = pytree.tree_unflatten(stand_ins, spec)
     order = [at[id(found)] for found in inputs.call.take(stand_args, stand_kwargs)]
 
-    def refill(tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def refill(tensors: Sequence[torch.Tensor]) -> Inputs:
         leaves = list(flat)
         for index, tensor in zip(order, tensors, strict=True):
             leaves[index] = tensor

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from effcompile.core.errors import CaptureError
+from effcompile.core.types import Outputs, Value
 
 Path = tuple[Any, ...]
 _MEND = "Pass what the model computes its loss from (HuggingFace: labels=...), or give loss=, a function loss(outputs, inputs)"
@@ -42,7 +43,7 @@ class Layout:
     cut_off: Mapping[int, str]
 
     @classmethod
-    def of(cls, outputs: Any, *, own_loss: bool, keep_outputs: bool) -> Layout:
+    def of(cls, outputs: Outputs, *, own_loss: bool, keep_outputs: bool) -> Layout:
         """Read an output.
 
         Raises:
@@ -61,15 +62,15 @@ class Layout:
             cut_off={i: _name(path) for i, path in enumerate(tensors) if keep_outputs and found[path].requires_grad},
         )
 
-    def pick_loss(self, outputs: Any) -> Any:
+    def pick_loss(self, outputs: Outputs) -> Value:
         """The loss that the model itself computed."""
         return None if self.loss is None else _at(outputs, self.loss)
 
-    def pick(self, outputs: Any) -> list[torch.Tensor]:
+    def pick(self, outputs: Outputs) -> list[torch.Tensor]:
         """The tensors for show."""
         return [_at(outputs, path) for path in self.shown]
 
-    def rebuild(self, loss: Any, shown: list[Any]) -> Any:
+    def rebuild(self, loss: object, shown: list[Value]) -> Value:
         """The model's own output type. Dropped fields are left out of mappings and None elsewhere.
 
         Where the user's function computes the loss, the model has no place for it: the loss alone, or (loss, outputs).
@@ -83,7 +84,7 @@ class Layout:
         return output if self.loss is not None else (loss, output)
 
 
-def check_loss(loss: Any, where: str) -> torch.Tensor:
+def check_loss(loss: object, where: str) -> torch.Tensor:
     """The loss, if one can be differentiated by `loss.backward()`.
 
     Raises:
@@ -103,7 +104,7 @@ def check_loss(loss: Any, where: str) -> torch.Tensor:
     return loss
 
 
-def _loss_path(outputs: Any) -> Path:
+def _loss_path(outputs: Outputs) -> Path:
     """Where the loss is: the output itself, its field `loss`, or the first element of a tuple."""
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return ()
@@ -120,13 +121,13 @@ def _loss_path(outputs: Any) -> Path:
     raise CaptureError(f"The forward returned no loss, but {said}. {_MEND}.")
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _children(value: Any) -> dict[Any, Any] | None:
+def _children(value: object) -> dict[Any, Any] | None:
     """Key → part of a container; None for a leaf."""
     if isinstance(value, torch.Tensor):
         return None
@@ -139,20 +140,20 @@ def _children(value: Any) -> dict[Any, Any] | None:
     return dict(vars(value)) if isinstance(getattr(value, "loss", None), (torch.Tensor, _Slot)) else None
 
 
-def _leaves(value: Any, path: Path) -> list[tuple[Path, Any]]:
+def _leaves(value: object, path: Path) -> list[tuple[Path, Any]]:
     children = _children(value)
     if children is None:
         return [(path, value)]
     return [leaf for key, child in children.items() for leaf in _leaves(child, (*path, key))]
 
 
-def _at(value: Any, path: Path) -> Any:
+def _at(value: Value, path: Path) -> Value:
     for key in path:
         value = value[key] if isinstance(value, Mapping) or isinstance(key, int) else getattr(value, key)
     return value
 
 
-def _mapped(value: Any, path: Path, change: Callable[[Path, Any], Any]) -> Any:
+def _mapped(value: object, path: Path, change: Callable[[Path, Any], Any]) -> Value:
     """A copy of the same type, its leaves changed; a mapping's entries and a tuple's parts that hold nothing any more go."""
     children = _children(value)
     if children is None:
@@ -169,16 +170,16 @@ def _mapped(value: Any, path: Path, change: Callable[[Path, Any], Any]) -> Any:
     return new
 
 
-def _mapping(kind: Callable[..., Any], parts: dict[Any, Any]) -> Any:
+def _mapping(kind: Callable[..., object], parts: dict[Any, Any]) -> Value:
     fields = dataclasses.is_dataclass(kind)  # HuggingFace's ModelOutput
     return kind(**parts) if fields else kind(parts)
 
 
-def _sequence(kind: Any, parts: list[Any]) -> Any:
+def _sequence(kind: Any, parts: list[Value]) -> Value:
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
-def _is_opaque(leaf: Any) -> bool:
+def _is_opaque(leaf: object) -> bool:
     """An object that may hold tensors and that we cannot take apart, such as a key/value cache."""
     return not isinstance(leaf, (torch.Tensor, _Slot, bool, int, float, str, bytes, type(None), torch.dtype, torch.device))
 

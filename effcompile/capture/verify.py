@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture.mends import as_reference
 from effcompile.core.errors import InputsError
 from effcompile.core.stages import first_line
+from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.ir.export import allowed, mend_views, resized, sizes_of
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program, TensorSpec
@@ -49,7 +50,7 @@ def verify_capture(program: Program, model: nn.Module) -> list[Check]:
         return [_check(program, variant, wanted, found) for variant in _variants(program, _accepts(program, model))]
 
 
-def _run(program: Program, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run(program: Program, args: Args, kwargs: Kwargs) -> Outputs:
     """What the captured graph returns. Views that it has and that are none with the kernels' real layouts are mended for good."""
     try:
         return program.module(*args, **kwargs)
@@ -68,7 +69,7 @@ def variants(program: Program) -> list[Variant]:
         return _variants(program, _accepts(program, program.module))
 
 
-def relative_error(found: Any, wanted: Any) -> float:
+def relative_error(found: object, wanted: object) -> float:
     """Largest ‖y − y₀‖ / ‖y₀‖ over the tensors of two outputs; inf where they differ in number, shape, NaN or infinities."""
     ours, theirs = _tensors(found), _tensors(wanted)
     if len(ours) != len(theirs):
@@ -120,7 +121,7 @@ def _padded(program: Program, base: Variant) -> tuple[tuple[Any, ...], dict[str,
     specs = iter(program.inputs)
     changed = False
 
-    def pad(leaf: Any) -> Any:
+    def pad(leaf: object) -> Any:
         nonlocal changed
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -152,7 +153,7 @@ def _is_mask(spec: TensorSpec, tensor: torch.Tensor) -> bool:
     return tensor.shape[0] != tensor.shape[1] or spec.name != "mask" or not tensor.is_floating_point()
 
 
-def _check(program: Program, variant: Variant, wanted: Callable[..., Any], found: Callable[..., Any]) -> Check:
+def _check(program: Program, variant: Variant, wanted: Callable[..., object], found: Callable[..., object]) -> Check:
     name, args, kwargs = variant
     theirs, ours = wanted(args, kwargs), found(args, kwargs)
     if isinstance(theirs, Exception):
@@ -176,7 +177,7 @@ def _random(program: Program) -> str:
     return "none of its operators is known to be random"
 
 
-def _with_sensitivity(check: Check, program: Program, variant: Variant, theirs: Any, wanted: Callable[..., Any]) -> Check:
+def _with_sensitivity(check: Check, program: Program, variant: Variant, theirs: object, wanted: Callable[..., object]) -> Check:
     """State how much the pad changes the model's own output: an error of 0 proves nothing where that is 0."""
     unmasked = wanted(*_unpadded(program, variant))
     effect = math.inf if isinstance(unmasked, Exception) else relative_error(theirs, unmasked)
@@ -184,7 +185,7 @@ def _with_sensitivity(check: Check, program: Program, variant: Variant, theirs: 
     return replace(check, note=note)
 
 
-def _unpadded(program: Program, variant: Variant) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _unpadded(program: Program, variant: Variant) -> Inputs:
     """The padded variant's inputs with the example's mask again."""
     sizes: Mapping[str, int] = {
         dim: tensor.shape[axis]
@@ -207,10 +208,10 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return 0.0 if difference == 0 else difference / norm if norm > 0 else math.inf
 
 
-def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(call: Callable[..., object]) -> Callable[..., Any]:
     """The call's result, or what it raised."""
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(args: Args, kwargs: dict[str, Any]) -> Outputs:
         try:
             return call(args, kwargs)
         except Exception as error:
@@ -233,5 +234,5 @@ def _accepts(program: Program, module: nn.Module) -> Callable[[Sizes], bool]:
     return runs
 
 
-def _tensors(outputs: Any) -> list[torch.Tensor]:
+def _tensors(outputs: Outputs) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]

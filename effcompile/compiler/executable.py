@@ -15,17 +15,19 @@ from torch.utils import _pytree as pytree
 from effcompile.backends.base import Lowered
 from effcompile.compiler.gradients import GradientGuard
 from effcompile.compiler.inputs import GraphInputs
-from effcompile.core.errors import EffcompileError, Fallback, GuardError, InputsError, LoweringError
+from effcompile.compiler.planned import PlannedModel
+from effcompile.core.errors import EffcompileError, GuardError, InputsError, LoweringError
 from effcompile.core.stages import first_line
+from effcompile.core.types import Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 
-class Executable(nn.Module):
+class Executable(PlannedModel):
     """Called like the model it was made of, with inputs of the captured structure.
 
     `parameters()`, `state_dict()`, `train()` and `eval()` are the original's. In training mode the original model
@@ -39,8 +41,6 @@ class Executable(nn.Module):
         score = executable(images)               # as with the model, .numpy() wants torch.no_grad() or .detach()
         (score.mean() + other_loss).backward()   # InputsError: use the model itself, or detach the score
     """
-
-    fallback: Fallback | None
 
     def __init__(self, model: nn.Module, program: Program, lowered: Lowered, plan: Plan) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Executable(nn.Module):
         said = tuple(dict.fromkeys((*plan.notes, *notes)))
         self.plan = replace(plan, guards=self._inputs.guards(), signature=self._inputs.signature(), notes=said)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Outputs:
         """Run the lowered model (in training mode: the original).
 
         Raises:
@@ -69,9 +69,7 @@ class Executable(nn.Module):
             self._state.check()
             tensors = self._inputs.fitting(self._call.take(args, kwargs))
         except GuardError as error:
-            if self.fallback is None:
-                raise
-            return self.fallback(error, args, kwargs)
+            return self._refuse(error, args, kwargs)
         outputs = self._gradients.results(tensors, self._run(tensors))
         sizes = self._inputs.sizes(tensors) if self._program.returned else {}
         return pytree.tree_unflatten(self._program.with_plain_results(outputs, sizes), self._output_spec)
@@ -101,9 +99,9 @@ class Executable(nn.Module):
                 "itself takes them, please report it, and plan with these inputs as the example or with another backend=."
             ) from error
 
-    def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
-        """Print the plan."""
-        self.plan.report(console, verbose=verbose)
+    def unplanned(self) -> nn.Module:
+        """The model itself."""
+        return self.original
 
     def save(self, directory: str | os.PathLike[str], *, beside: Mapping[str, str] | None = None) -> Path:
         """Write the artifact and plan.json into a folder, which holds nothing else afterwards; it is replaced whole or stays as it was.
@@ -138,6 +136,6 @@ class Executable(nn.Module):
                 )
         return super()._apply(fn, recurse)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: object, **kwargs: object) -> Any:
         """Refused: the lowered weights would no longer be the original's."""
         raise InputsError("An Executable's weights are fixed when it is planned. Load them into the model, then call effcompile.optimize.")

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.indices import bounded_inputs
 from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.types import Args, Kwargs
 from effcompile.ir.export import allowed, domain_of, size_at, sizes_of
 from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec
@@ -128,9 +129,7 @@ class GraphInputs:
             )
 
 
-def as_captured(
-    program: Program, signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def as_captured(program: Program, signature: inspect.Signature, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The same arguments, positional and by keyword as they were at capture.
 
     Raises:

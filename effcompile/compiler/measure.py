@@ -58,7 +58,7 @@ def totals(outcome: Outcome, seconds: Mapping[str, float], error: float) -> Tota
     )
 
 
-def _awaited(run: Callable[[], Any]) -> Callable[[], Any]:
+def _awaited(run: Callable[[], object]) -> Callable[[], Any]:
     """A call that returns when the GPU is done."""
 
     def call() -> None:

@@ -118,6 +118,11 @@ class Request:
             return {**common, "loss": self.loss, "keep_outputs": self.keep_outputs, "optimizer": self.optimizer}
         return {**common, "backend": self.backend, "dynamic": self.dynamic, "calibration": self.calibration}
 
+    @property
+    def whole(self) -> Asked:
+        """What planning and carrying out take in this mode, as keyword arguments."""
+        return {**self.asked, "backend": self.backend, "plan": self.plan}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

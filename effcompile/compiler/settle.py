@@ -15,6 +15,7 @@ from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.refine import Constraints, refine
 from effcompile.compiler.room import Room, device_of
 from effcompile.compiler.verify import Reference, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
@@ -82,24 +83,30 @@ def settle(
         VerificationError: no round came within the limit, or only by a plan that is not worth building.
         LoweringError: it could not be built.
     """
-    scale, notes = plan.certificate.error_scale, plan.notes
-    for round_number in range(1, MAX_ROUNDS + 1):
-        outcome = _lower_and_check(shop, backend, plan)
+
+    def solve(constraints: Constraints) -> Plan:
+        if constraints.round == 1 or replan is None:
+            return plan
+        found = constraints.notes[-1]
+        made = replan(error_scale=constraints.error_scale, rounds=constraints.round, notes=(found,))
+        if made.certificate.objective > worth_building:
+            raise VerificationError(f"{found}; the plan that allows for it is not built, for another backend's is better")
+        return replace(made, notes=tuple(dict.fromkeys((*constraints.notes, *made.notes))))
+
+    def run(made: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
+        outcome = _lower_and_check(shop, backend, made)
         if all(check.passed for check in outcome.checks):
-            return _relaxed(shop, backend, outcome, replan) if replan is not None and round_number == 1 else outcome
-        measured, predicted = worst(outcome.checks), plan.predicted.error or 0.0
-        if replan is None or predicted == 0.0 or not measured < float("inf") or round_number == MAX_ROUNDS:
+            return _relaxed(shop, backend, outcome, replan) if replan is not None and constraints.round == 1 else outcome, None
+        measured, predicted = worst(outcome.checks), made.predicted.error or 0.0
+        if replan is None or predicted == 0.0 or not measured < float("inf") or constraints.round == MAX_ROUNDS:
             raise _failed(outcome)
-        factor = max((measured / predicted) ** 2, (measured / shop.goal.tolerance) ** 2, 1.0) * _MARGIN**round_number**2
-        scale *= factor
-        text = f"round {round_number}: measured error {format_error(measured)} against predicted {format_error(predicted)}"
-        corrections = (f"{text}; errors scaled by {factor**0.5:.2f} and solved again",)
-        notes = (*notes, *corrections)
-        plan = replan(error_scale=scale, rounds=round_number + 1, notes=corrections)
-        if plan.certificate.objective > worth_building:
-            raise VerificationError(f"{text}; the plan that allows for it is not built, for another backend's is better")
-        plan = replace(plan, notes=tuple(dict.fromkeys((*notes, *plan.notes))))
-    raise AssertionError("unreachable")
+        margin = _MARGIN**constraints.round**2
+        factor = max((measured / predicted) ** 2, (measured / shop.goal.tolerance) ** 2, 1.0) * margin
+        text = f"round {constraints.round}: measured error {format_error(measured)} against predicted {format_error(predicted)}"
+        return outcome, constraints.with_errors_scaled(factor, f"{text}; errors scaled by {factor**0.5:.2f} and solved again")
+
+    start = Constraints(error_scale=plan.certificate.error_scale, notes=plan.notes)
+    return refine(solve, run, rounds=MAX_ROUNDS, start=start)
 
 
 def _relaxed(shop: Workshop, backend: Backend, outcome: Outcome, replan: Callable[..., Plan]) -> Outcome:

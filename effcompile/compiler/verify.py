@@ -19,6 +19,7 @@ from effcompile.capture.verify import relative_error
 from effcompile.compiler.room import Room, device_of
 from effcompile.core.errors import EffcompileError
 from effcompile.core.goal import Goal
+from effcompile.core.types import Outputs
 from effcompile.core.units import format_error
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check
@@ -177,11 +178,11 @@ def _mask(program: Program, inputs: Sequence[torch.Tensor]) -> torch.Tensor | No
     return None
 
 
-def _tensors(outputs: Any) -> list[torch.Tensor]:
+def _tensors(outputs: Outputs) -> list[torch.Tensor]:
     return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _plain(outputs: Any) -> list[Any]:
+def _plain(outputs: Outputs) -> list[Any]:
     """What is no tensor among the outputs, each with its place."""
     leaves = pytree.tree_leaves_with_path(outputs)
     return [(pytree.keystr(path), leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]

@@ -73,7 +73,7 @@ class Goal:
             object.__setattr__(self, "max_error", float(self.max_error))
 
     @classmethod
-    def of(cls, goal: Goal | None = None, **changes: object) -> Goal:
+    def of(cls, goal: Goal | None = None, /, **changes: object) -> Goal:
         """A goal from another one and keyword changes; unknown keywords get a "did you mean".
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any
 PATIENCE = 1.0
 
 
-def median_seconds(fn: Callable[[], Any], *, min_rounds: int = 5, budget: float = 0.15) -> float:
+def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: float = 0.15) -> float:
     """Seconds of one warm call of `fn`: the median of the faster half of its samples.
 
     On a shared machine noise only ever adds time (preemption, cold caches), so the slower half is dropped; the
@@ -69,7 +69,7 @@ def interleaved(fns: Mapping[str, Callable[[], Any]], rounds: int, *, repeats: i
     return samples
 
 
-def _repeats(fn: Callable[[], Any], floor: float = 20e-6) -> int:
+def _repeats(fn: Callable[[], object], floor: float = 20e-6) -> int:
     """How often a callable must run for a sample to last at least `floor` seconds."""
     start = perf_counter()
     fn()

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from effcompile.core.types import Args
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
 
 #: The oldest and the newest torch that tests were run with; constraints.txt pins the one that all of them are run with.
@@ -53,7 +55,7 @@ def flop_counter() -> FlopCounterMode:
     """torch's counter of the FLOPs of what runs inside it, with attention on CPU."""
 
     def formula(count: Callable[..., int]) -> Callable[..., int]:
-        def counted(*args: Any, **kwargs: Any) -> int:
+        def counted(*args: object, **kwargs: object) -> int:
             return count(*args, **kwargs)
 
         counted._get_raw = True  # type: ignore[attr-defined] # takes tensors: the registry's formulas have their wrapper on
@@ -98,7 +100,7 @@ def export_guards(exported: torch.export.ExportedProgram) -> tuple[str, ...]:
     return tuple(getattr(exported, "_guards_code", None) or ())
 
 
-def guard_scope(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def guard_scope(arguments: Mapping[str, object]) -> dict[str, Any]:
     """The names that `export_guards` expressions use."""
     from torch.utils._sympy.functions import FloorDiv, Mod
 
@@ -122,7 +124,7 @@ def expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, SYMBOLIC) else int(size)
 
 
-def unbacked(number: Any) -> bool:
+def unbacked(number: object) -> bool:
     """Whether a symbolic number is known only with the data."""
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -276,7 +278,7 @@ def kept_onnx_registry() -> Iterator[None]:
         registry.from_torchlib = plain
 
 
-def _copied_registry(build: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Any:
+def _copied_registry(build: Callable[..., object], args: Args, kwargs: tuple[tuple[str, Any], ...]) -> Any:
     """A registry of the caller's own: it may add to it."""
     if (args, kwargs) not in _REGISTRIES:
         _REGISTRIES[args, kwargs] = build(*args, **dict(kwargs))

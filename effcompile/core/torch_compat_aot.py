@@ -13,6 +13,8 @@ import torch.utils.checkpoint
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from effcompile.core.types import Value
+
 #: What a placeholder or a result of the joint graph is, and the index of the flat input or output that it belongs to.
 Kind = Literal["input", "tangent", "output", "updated", "gradient", "other"]
 Role = tuple[Kind, int]
@@ -66,11 +68,11 @@ def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[
     return fakes
 
 
-def _off_meta(value: Any) -> Any:
+def _off_meta(value: object) -> Value:
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "meta" else value
 
 
-def _role(descriptor: Any) -> Role:
+def _role(descriptor: object) -> Role:
     """AOTAutograd's descriptor in short; kinds that a module without state and aliases does not have are "other"."""
     from torch._functorch._aot_autograd import descriptors
 
@@ -112,13 +114,13 @@ def python_gradients() -> Iterator[list[str]]:
             frame = frame.f_back
         noted.append(f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})")
 
-    def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def applied(cls: Any, *args: Any, **kwargs: Any) -> Value:
         known = cls is saver or cls.__module__ == registered
         if not known and torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
             note(f"the torch.autograd.Function {cls.__name__}")
         return apply.__get__(None, cls)(*args, **kwargs)  # a classmethod, in torch 2.15 a built-in one
 
-    def hooked(tensor: torch.Tensor, function: Any) -> Any:
+    def hooked(tensor: torch.Tensor, function: object) -> Value:
         note("a hook on a tensor")
         return hook(tensor, function)
 
@@ -131,7 +133,7 @@ def python_gradients() -> Iterator[list[str]]:
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 
 
-def is_random(target: Any) -> bool:
+def is_random(target: object) -> bool:
     """Whether an operator draws from the random generator: it must neither be removed nor change places with another."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
@@ -185,12 +187,12 @@ def compile_with_partition(module: fx.GraphModule, inputs: Sequence[Any], partit
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 
-    def boxed(part: fx.GraphModule, examples: Sequence[Any]) -> Any:
+    def boxed(part: fx.GraphModule, examples: Sequence[Any]) -> Value:
         run = compiler(part, examples)
         run._boxed_call = True
         return run
 
-    def inference(part: fx.GraphModule, examples: Sequence[Any]) -> Any:
+    def inference(part: fx.GraphModule, examples: Sequence[object]) -> Value:
         return make_boxed_func(part.forward)
 
     backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, inference_compiler=inference, partition_fn=partition)

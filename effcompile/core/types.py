@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Union
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 if TYPE_CHECKING:  # the lowest layer loads without torch
     from torch import Tensor
@@ -18,3 +18,23 @@ Example = Union["Tensor", Args, list[Any], Kwargs]
 Outputs = Any
 #: A forward, or another function of the user's.
 Forward = Callable[..., Outputs]
+#: The shape of a tensor, as FLOP formulas are given it.
+Shape = Sequence[int]
+#: What a node of a graph stands for: a tensor, a size, a plain value, or a list of them.
+Value = Any
+#: An operator's arguments by name: tensors or nodes, numbers, and lists of them.
+Arguments = dict[str, Any]
+
+
+class AutogradContext(Protocol):
+    """What autograd hands the two halves of an operator's derivative; attributes of their own may be set on it."""
+
+    needs_input_grad: tuple[bool, ...]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
+    def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: object) -> None: ...

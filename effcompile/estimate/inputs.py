@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core.types import Args, Value
 from effcompile.ir.program import Program
 
 aten = torch.ops.aten
@@ -56,7 +57,7 @@ def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inp
     ]
 
 
-def stress_inputs(program: Program) -> list[tuple[str, tuple[Any, ...], Mapping[str, Any]]]:
+def stress_inputs(program: Program) -> list[tuple[str, Args, Mapping[str, Any]]]:
     """Inputs unlike the example on purpose, as (what they are, args, kwargs): numbers a hundred times as large, one outlier channel, zeros.
 
     Of integers that index an embedding only zeros are made, one token everywhere: they cannot be scaled. Masks are kept.
@@ -72,7 +73,7 @@ def stress_inputs(program: Program) -> list[tuple[str, tuple[Any, ...], Mapping[
     return found
 
 
-def _is_data(leaf: Any, rows: int | None) -> bool:
+def _is_data(leaf: object, rows: int | None) -> bool:
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or leaf.numel() == 0:
         return False
     return not bool(((leaf == 0) | (leaf == 1)).all()) if leaf.is_floating_point() else rows is not None and rows > 2
@@ -98,7 +99,7 @@ _STRESSES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _drawn(leaf: Any, rows: int | None, generator: torch.Generator) -> Any:
+def _drawn(leaf: object, rows: int | None, generator: torch.Generator) -> Value:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_floating_point():

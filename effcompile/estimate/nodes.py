@@ -17,7 +17,7 @@ from torch import fx
 
 from effcompile.core.cost import Provenance
 from effcompile.estimate.storages import Storages, storages
-from effcompile.ir.program import Program, dtype_of, module_path, shape_of
+from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.machine.target import KernelCall, Target
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - an operator that is priced
 from effcompile.sites.attention.normalise import EAGER, OUR_ATTENTIONS
@@ -68,17 +68,6 @@ class Estimate:
     @property
     def seconds(self) -> float:
         return self.total.seconds
-
-    def by_module(self, depth: int) -> dict[str, Figures]:
-        """Figures summed over the first `depth` parts of the modules' qualified names, in graph order.
-
-        Nodes of no known module are under "".
-        """
-        groups: dict[str, Figures] = {}
-        for node, figures in self.nodes.items():
-            path = ".".join(module_path(node).split(".")[:depth])
-            groups[path] = groups.get(path, Figures()) + figures
-        return groups
 
 
 def estimate(program: Program, target: Target, backend: str, overrides: Mapping[fx.Node, float] | None = None) -> Estimate:

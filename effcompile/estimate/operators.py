@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import fx
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.timing import median_seconds
+from effcompile.core.types import Args, Value
 from effcompile.machine import memory
 from effcompile.ops import block_sparse, grouped
 
@@ -86,7 +86,7 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
-    def call() -> Any:
+    def call() -> Value:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         if on_gpu:
             torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
         return Measured(seconds=_seconds(call, seconds_each), workspace=max(0, workspace), results=results)
 
 
-def _seconds(call: Callable[[], Any], budget: float) -> float:
+def _seconds(call: Callable[[], object], budget: float) -> float:
     """The median of warm calls; of a call that takes longer than the budget, the faster of two."""
     start = perf_counter()
     call()
@@ -113,7 +113,7 @@ def _seconds(call: Callable[[], Any], budget: float) -> float:
     return min(once, perf_counter() - start)
 
 
-def made_up(value: Any) -> Any:
+def made_up(value: object) -> Value:
     """A real tensor like a fake one; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -125,21 +125,21 @@ def made_up(value: Any) -> Any:
     return flat.as_strided(shape, strides)
 
 
-def _with_full_bags(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _with_full_bags(target: object, args: Args) -> Args:
     """The operands of an embedding bag's backward with one index in every bag: empty ones would be skipped."""
     if target is not torch.ops.aten._embedding_bag_backward.default:
         return args
     return (*args[:4], torch.ones_like(args[4]), *args[5:])
 
 
-def _made_bytes(result: Any, args: Any) -> tuple[int, ...]:
+def _made_bytes(result: object, args: object) -> tuple[int, ...]:
     """Bytes of each of the result's storages that are not the arguments'."""
     given = {t.untyped_storage()._cdata for t in _tensors(args)}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(result)}
     return tuple(nbytes for storage, nbytes in storages.items() if storage not in given)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     pytree.tree_map_only(torch.Tensor, found.append, value)
     return found
@@ -148,7 +148,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _described(node: fx.Node) -> str:
     leaves: list[str] = []
 
-    def add(leaf: Any) -> None:
+    def add(leaf: object) -> None:
         if isinstance(leaf, torch.Tensor):
             strides = "" if leaf.is_contiguous() else leaf.stride()
             leaves.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(map(int, leaf.shape))}{strides}@{leaf.device.type}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.types import Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, generate_inputs
 from effcompile.estimate.sensitivity import floating, leaves_of
 from effcompile.ir.program import Program
@@ -97,13 +98,13 @@ class _Watcher(fx.Interpreter):
         super().__init__(program.module)
         self.sites = {node: site for site, node in nodes.items()}
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Outputs:
         result = super().run_node(n)
         if n not in self.sites:
             return result
         return self.at(self.sites[n], fx.map_arg(arguments(n), self.env.__getitem__), result)
 
-    def at(self, site: str, given: dict[str, Any], result: Any) -> Any:
+    def at(self, site: str, given: Arguments, result: Value) -> Value:
         """What stands for the result from here on."""
         raise NotImplementedError
 
@@ -118,7 +119,7 @@ class _Gatherer(_Watcher):
         self.last: dict[str, dict[str, Any]] = {}
         self.samples: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
-    def at(self, site: str, given: dict[str, Any], result: Any) -> Any:
+    def at(self, site: str, given: Arguments, result: Value) -> Value:
         self.last[site] = {**given, "v": None}
         for predictor in self.predictors:
             if predictor.static:
@@ -210,7 +211,7 @@ class _Observer(_Watcher):
         self.figures: dict[Key, Figure] = {}
         self.changes: dict[Key, Tensor] = {}
 
-    def at(self, site: str, given: dict[str, Any], result: Any) -> Any:
+    def at(self, site: str, given: Arguments, result: Value) -> Value:
         for predictor in self.predictors:
             key = (site, predictor.method)
             out, lse, tiles = predictor.run(given, self.constants.get(key, ()))
@@ -226,11 +227,11 @@ class _Shifted(_Watcher):
         super().__init__(program, nodes)
         self.change = change
 
-    def at(self, site: str, given: dict[str, Any], result: Any) -> Any:
+    def at(self, site: str, given: Arguments, result: Value) -> Value:
         return result[0] + self.change, result[1]
 
 
-def figure_of(given: dict[str, Any], block: int, lse: Tensor, found: Tensor, tiles: Sequence[Tensor]) -> Figure:
+def figure_of(given: Arguments, block: int, lse: Tensor, found: Tensor, tiles: Sequence[Tensor]) -> Figure:
     """The figures of one call, whose arguments are `given`, from the lse over all keys and over the tiles."""
     b, h, nq = *lse.shape[:2], tiles[0].shape[2]
     visited = int(tiles[0].sum() + tiles[2].sum()) * b * h // (tiles[0].shape[0] * tiles[0].shape[1])

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
 from effcompile.estimate.perturb import MERGED, Record, Site, Weights, delta_of, find_sites, static_range
 from effcompile.ir.export import LENIENT
@@ -140,10 +141,10 @@ class _Recorder(fx.Interpreter):
         self.entering: dict[fx.Node, Any] = {}
         self.biases: dict[fx.Node, Any] = {}
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, target: fx.node.Target, args: Args, kwargs: Arguments) -> Value:
         return super().call_function(LENIENT.get(target, target), args, kwargs)  # with gradients attention is another kernel
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Outputs:
         result = super().run_node(n)
         if n.op == "get_attr" and isinstance(result, torch.Tensor):
             return result.detach()
@@ -169,13 +170,13 @@ def _forward(program: Program, sites: list[Site], inputs: Inputs) -> Record:
     return Record(inputs=flat, outputs=outputs, results=recorder.results, entering=recorder.entering, biases=recorder.biases, batch=batch)
 
 
-def leaves_of(program: Program, inputs: Inputs) -> list[Any]:
+def leaves_of(program: Program, inputs: Inputs) -> list[Value]:
     """Leaves of the inputs in the order of the placeholders."""
     args, kwargs = inputs
     return pytree.tree_leaves((tuple(args), {key: kwargs[key] for key in program.kwargs if key in kwargs}))
 
 
-def floating(outputs: Any) -> list[torch.Tensor]:
+def floating(outputs: Outputs) -> list[torch.Tensor]:
     """The floating tensors among a graph's outputs."""
     return [o for o in pytree.tree_leaves(outputs) if isinstance(o, torch.Tensor) and o.is_floating_point()]
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.core import torch_compat
+from effcompile.core.types import Value
 from effcompile.ir.program import Program, shape_of
 
 Storage = int  # an index, equal for nodes that share memory
@@ -59,7 +60,7 @@ def storages(program: Program) -> Storages:
     return graph_storages(program.graph, lambda node: next(leaves, None) if node.op == "placeholder" else program.tensor(node))
 
 
-def graph_storages(graph: fx.Graph, given: Callable[[fx.Node], Any]) -> Storages:
+def graph_storages(graph: fx.Graph, given: Callable[[fx.Node], object]) -> Storages:
     """The storages of a graph. `given`: placeholder or get_attr node, asked for in graph order → its (real or fake) value."""
     return _Tracer(graph, given).run()
 
@@ -72,7 +73,7 @@ class Allocations(TorchDispatchMode):
         self.live = self.peak = 0
         self.readers: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Value:
         there = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
@@ -125,7 +126,7 @@ _COPY_WHOLE_STORAGE = (
 class _Tracer:
     """Runs the graph node by node under one FakeTensorMode and numbers the storages as they appear."""
 
-    def __init__(self, graph: fx.Graph, given: Callable[[fx.Node], Any]) -> None:
+    def __init__(self, graph: fx.Graph, given: Callable[[fx.Node], object]) -> None:
         self.graph, self.given = graph, given
         self.mode = torch_compat.fake_mode()
         self.values: dict[fx.Node, Any] = {}
@@ -154,7 +155,7 @@ class _Tracer:
         written = frozenset(node for node in self.graph.nodes if _writes(node))
         return Storages(of=of, nbytes=self.nbytes, made=made, workspace=workspace, fixed=frozenset(fixed), written=written)
 
-    def _value(self, node: fx.Node) -> Any:
+    def _value(self, node: fx.Node) -> Value:
         if node.op in ("placeholder", "get_attr"):
             return self._fake(self.given(node))
         if node.op == "output":
@@ -168,7 +169,7 @@ class _Tracer:
         except Exception:  # an op without a fake kernel, or a shape that depends on data: what capture saw stands in
             return self._captured(node)
 
-    def _fake(self, value: Any) -> Any:
+    def _fake(self, value: object) -> Value:
         if not isinstance(value, torch.Tensor):
             return value
         known = getattr(value, "fake_mode", None)
@@ -177,7 +178,7 @@ class _Tracer:
                 return torch.empty_strided(tuple(map(int, value.shape)), value.stride(), dtype=value.dtype, device=value.device)
         return self.mode.from_tensor(value, static_shapes=True)
 
-    def _captured(self, node: fx.Node) -> Any:
+    def _captured(self, node: fx.Node) -> Value:
         """A fresh fake tensor of the shape in the node's metadata; None when that has no tensor."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
@@ -185,7 +186,7 @@ class _Tracer:
         with self.mode:
             return torch.empty(shape_of(node), dtype=value.dtype, device=value.device)
 
-    def _number(self, value: Any) -> tuple[Storage, ...]:
+    def _number(self, value: object) -> tuple[Storage, ...]:
         found: dict[Storage, None] = {}
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor):

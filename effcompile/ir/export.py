@@ -17,6 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
+from effcompile.core.types import Args, Arguments, Kwargs, Outputs, Value
 from effcompile.ir.program import Dim, Output, Program, evaluated
 
 aten = torch.ops.aten
@@ -83,7 +84,7 @@ def lenient_views(graph: fx.Graph) -> None:
             node.target = LENIENT.get(node.target, node.target)
 
 
-def mend_views(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def mend_views(module: fx.GraphModule, args: Args, kwargs: Kwargs) -> bool:
     """Make those views reshapes that are none at these inputs, as the kernels lay out their results; whether there were any."""
     views = _Views(module)
     with torch.no_grad():
@@ -98,7 +99,7 @@ class _Views(fx.Interpreter):
 
     mended = False
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Outputs:
         lenient = LENIENT.get(n.target)
         if lenient is None:
             return super().run_node(n)
@@ -115,11 +116,11 @@ def trace_inputs(program: Program) -> Inputs:
     return grow(program.args, program.kwargs, axes)
 
 
-def grow(args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Axes) -> Inputs:
+def grow(args: Args, kwargs: Kwargs, axes: Axes) -> Inputs:
     """The inputs with each of `axes` that has size 1 repeated to 2."""
     targets = iter(axes)
 
-    def repeat(leaf: Any) -> Any:
+    def repeat(leaf: object) -> Value:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         wanted = next(targets)
@@ -148,7 +149,7 @@ def resized(program: Program, sizes: Mapping[str, int]) -> Inputs:
     wanted = {**sizes_of(program), **sizes}
     specs = iter(program.inputs)
 
-    def resize(leaf: Any) -> Any:
+    def resize(leaf: object) -> Value:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         for axis, dim in enumerate(next(specs).shape):
@@ -182,25 +183,25 @@ def allowed(program: Program, sizes: Mapping[str, int]) -> bool:
     return unmet_guard(program.module, domain.guards, args, kwargs) is None
 
 
-def unmet_guard(module: torch.nn.Module, guards: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def unmet_guard(module: torch.nn.Module, guards: Sequence[str], args: Args, kwargs: Kwargs) -> str | None:
     """The first of torch.export's guards that these inputs break, or None."""
     scope = torch_compat.guard_scope(bound_arguments(module, args, kwargs))
     return next((guard for guard in guards if not torch_compat.guard_holds(guard, scope)), None)
 
 
-def bound_arguments(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound_arguments(module: torch.nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Arguments by parameter name of `forward`, as torch.export sees them."""
     return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 
 
-def shapes_for(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+def shapes_for(module: torch.nn.Module, args: Args, kwargs: Kwargs, axes: Axes) -> dict[str, Any]:
     """`dynamic_shapes` for torch.export in the structure of `module.forward`'s arguments."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     wanted = {id(leaf): dict(axis) for leaf, axis in zip(leaves, axes, strict=True)}
     return pytree.tree_map(lambda leaf: wanted.get(id(leaf)), bound_arguments(module, args, kwargs))
 
 
-def refresh_shapes(module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refresh_shapes(module: fx.GraphModule, args: Args, kwargs: Kwargs) -> None:
     """Give every node of `module` a concrete fake tensor in `meta["val"]`, at the sizes of these inputs.
 
     Call it after editing a graph. Nothing is computed and no weight is copied. From the first operator on whose result is
@@ -220,14 +221,14 @@ class _ShapePropagation(fx.Interpreter):
         super().__init__(module)
         self._mode = mode
 
-    def fetch_attr(self, target: str) -> Any:
+    def fetch_attr(self, target: str) -> Value:
         value = super().fetch_attr(target)
         return self._mode.from_tensor(value.detach()) if isinstance(value, torch.Tensor) else value
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, target: fx.node.Target, args: Args, kwargs: Arguments) -> Value:
         return super().call_function(LENIENT.get(target, target), args, kwargs)
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Outputs:
         result = super().run_node(n)
         if n.op != "output":
             n.meta["val"] = result

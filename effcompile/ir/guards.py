@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+from effcompile.core.types import Kwargs, Value
 
 #: What a guard is about, in the order in which a report counts them.
 Kind = Literal["input", "attribute", "tensor", "weight", "module", "hook", "mode", "global", "class", "setting"]
@@ -48,7 +50,7 @@ class CallGuards(Protocol):
     def tensors(self) -> Sequence[tuple[Place, object]]:
         """Where the tensors stand, and the example's, in the order of the graph's inputs."""
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def take(self, args: Sequence[object], kwargs: Kwargs) -> list[Value]:
         """The call's tensors. Raises GuardError where the arguments are others than at capture."""
 
     def listed(self) -> Iterable[Guard]:

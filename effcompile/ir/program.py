@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
+from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.guards import CallGuards, StateGuards
 
@@ -87,7 +88,7 @@ class Program:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    def calls(self, *targets: Callable[..., Any]) -> Iterator[fx.Node]:
+    def calls(self, *targets: Callable[..., object]) -> Iterator[fx.Node]:
         """call_function nodes with one of these targets (all of them when none is given), in graph order."""
         for node in self.graph.nodes:
             if node.op == "call_function" and (not targets or node.target in targets):
@@ -103,7 +104,7 @@ class Program:
         kinds = self.returned or [Output.TENSOR] * len(leaves)
         return [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind is Output.TENSOR and isinstance(leaf, fx.Node)]
 
-    def with_plain_results(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[Any]:
+    def with_plain_results(self, tensors: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> list[Value]:
         """The flat outputs of the model: the tensors, and what it returns beside them at these sizes of the inputs' axes."""
         made = iter(tensors)
         kinds = self.returned or [Output.TENSOR] * len(tensors)
@@ -145,7 +146,7 @@ class Program:
         form = self.tags.get(site)
         return form.word if form is not None else ""
 
-    def flat_inputs(self, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
+    def flat_inputs(self, args: Args | None = None, kwargs: Kwargs | None = None) -> list[torch.Tensor]:
         """The tensor leaves of the given (default: example) inputs, in the order of `inputs`.
 
         Keyword inputs are put into the order of capture, so callers may pass them in any order.

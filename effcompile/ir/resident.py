@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def resident_bytes(model: nn.Module, *given: Any) -> int:
+def resident_bytes(model: nn.Module, *given: object) -> int:
     """Bytes of the distinct storages of parameters, buffers, tensor attributes and `given` (nested tensors) on the model's device.
 
     A view counts with its whole storage, and storages that several tensors share count once.
@@ -33,7 +32,7 @@ def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
         yield from _leaves(list(vars(module).values()))
 
 
-def _leaves(values: Any) -> Iterator[torch.Tensor]:
+def _leaves(values: object) -> Iterator[torch.Tensor]:
     yield from (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 

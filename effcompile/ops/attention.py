@@ -24,15 +24,15 @@ a better one with `attention.register_kernel(device)`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from effcompile.core.types import Args, AutogradContext, Kwargs
 from effcompile.ops import attention_flash, attention_kernel
-from effcompile.ops.attention_terms import Terms, check, visible_pairs, wide
+from effcompile.ops.attention_terms import Terms, Wanted, check, visible_pairs, wide
 from effcompile.ops.mask import FORM, OPERANDS, declared
 
 __all__ = ["attention", "attention_backward"]
@@ -43,7 +43,7 @@ _INPUTS, _FORM = declared(*OPERANDS, "tiles"), declared(*FORM)
 @torch.library.custom_op(
     "effcompile::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_INPUTS}, *, {_FORM}) -> (Tensor out, Tensor lse)"
 )
-def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, *rest: object, **form: object) -> tuple[Tensor, Tensor]:
     """(out (B, H, Sq, Dv) in q's dtype and contiguous, lse (B, H, Sq)), see the module.
 
     q, k, v are (B, H, Sq, D), (B, K, Sk, D) and (B, K, Sk, Dv), of one dtype, in any strides; `rest` and `form` as in the schema.
@@ -62,21 +62,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tuple
     "bool sink_gradient=True) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
 )  # fmt: skip
 def attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
-    bias_gradient: bool = True, sink_gradient: bool = True, **form: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **form: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients in their inputs' shapes and dtypes, contiguous; dbias and dsink are of size (0) where not wanted or not there.
 
     grad_out has any strides; out and lse are what `attention` returned for the same arguments. `bias_gradient` and
     `sink_gradient`: whether those are wanted, as a bias that is only added costs less.
     """
+    wanted, form = Wanted.taken_from(form)
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
-    return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient)
+    return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, wanted)
 
 
 @attention.register_kernel("cpu")
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: object, **form: object) -> tuple[Tensor, Tensor]:
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
     return attention_flash.forward(q, k, v, terms)
@@ -84,12 +84,12 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tuple[Tensor,
 
 @attention_backward.register_kernel("cpu")
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
-    bias_gradient: bool = True, sink_gradient: bool = True, **form: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **form: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wanted, form = Wanted.taken_from(form)
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
-    return attention_flash.backward(grad_out, q, k, v, out, lse, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient)
+    return attention_flash.backward(grad_out, q, k, v, out, lse, terms, wanted)
 
 
 @attention.register_fake
@@ -100,15 +100,16 @@ def _(q, k, v, *rest, **form):  # type: ignore[no-untyped-def]
 
 
 @attention_backward.register_fake
-def _(grad_out, q, k, v, out, lse, *rest, bias_gradient=True, sink_gradient=True, **form):  # type: ignore[no-untyped-def]
+def _(grad_out, q, k, v, out, lse, *rest, **form):  # type: ignore[no-untyped-def]
+    wanted, form = Wanted.taken_from(form)
     terms = Terms.of(*rest, **form)
-    optional = ((terms.bias, bias_gradient), (terms.sink, sink_gradient))
+    optional = ((terms.bias, wanted.bias_gradient), (terms.sink, wanted.sink_gradient))
     return *(t.new_empty(t.shape) for t in (q, k, v)), *(
         q.new_empty(0) if t is None or not wanted else t.new_empty(t.shape) for t, wanted in optional
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+def _keep(ctx: AutogradContext, inputs: Args, keyword_only_inputs: Kwargs, output: tuple[Tensor, Tensor]) -> None:
     *tensors, tiles = inputs
     ctx.save_for_backward(*tensors, *output, *(tiles or ()))
     ctx.mark_non_differentiable(output[1])
@@ -116,7 +117,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
     ctx.form, ctx.has_tiles = keyword_only_inputs, tiles is not None
 
 
-def _gradients(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _gradients(ctx: AutogradContext, grad_out: Tensor | None, _: Tensor | None) -> Args:
     q, k, v, *rest = ctx.saved_tensors
     operands, (out, lse, *tiles) = rest[: len(OPERANDS)], rest[len(OPERANDS) :]
     given = len(ctx.needs_input_grad)  # arguments left at their defaults are not among them
@@ -134,19 +135,20 @@ def _gradients(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Any
 attention.register_autograd(_gradients, setup_context=_keep)
 
 
-def _score_flops(q: Tensor, k: Tensor, rest: Sequence[Any], form: dict[str, Any]) -> int:
+def _score_flops(q: Tensor, k: Tensor, rest: Sequence[object], form: Mapping[str, object]) -> int:
     """Visible pairs over all heads, times two: one multiplication and one addition per pair and unit of width."""
     return 2 * visible_pairs(q, k, Terms.of(*rest, **{name: form[name] for name in form if name != "out_val"}))
 
 
 @register_flop_formula(torch.ops.effcompile.attention, get_raw=True)
-def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> int:
+def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *rest: object, **form: object) -> int:
     """Two products over the visible part: scores, and weights times values."""
     return _score_flops(q, k, rest, form) * (q.shape[3] + v.shape[3])
 
 
 @register_flop_formula(torch.ops.effcompile.attention_backward, get_raw=True)
-def _attention_backward_flops(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, **form: Any) -> int:
+def _attention_backward_flops(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **form: object
+) -> int:
     """Five: scores again, dq and dk over D; the gradient of the weights and dv over Dv."""
-    form = {name: form[name] for name in form if name not in ("bias_gradient", "sink_gradient")}
-    return _score_flops(q, k, rest, form) * (3 * q.shape[3] + 2 * v.shape[3])
+    return _score_flops(q, k, rest, Wanted.taken_from(form)[1]) * (3 * q.shape[3] + 2 * v.shape[3])

@@ -10,7 +10,7 @@ Legend as in `effcompile.ops.attention`; r rows and c keys of a span.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention_kernel import Sums, shape_of
 from effcompile.ops.attention_spans import Group, Shape, Span, groups, hidden_of, key_heads, spans
-from effcompile.ops.attention_terms import Terms, part, sink_rows, wide
+from effcompile.ops.attention_terms import Terms, Wanted, part, sink_rows, wide
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -57,20 +57,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, *, bias_gradient: bool, sink_gradient: bool
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) of checked arguments on a CPU."""
-    if not _takes(q, k, v, terms) or (terms.bias is not None and bias_gradient):
-        return attention_kernel.backward(
-            grad_out, q, k, v, out, lse, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient
-        )  # fmt: skip
+    if not _takes(q, k, v, terms) or (terms.bias is not None and wanted.bias_gradient):
+        return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, wanted)
     call = _Call(q, k, v, terms, least=64 if q.dtype == wide(q) else 256)  # narrow backwards are slow in small blocks
     given = _Forward(_dense(grad_out), out, lse.masked_fill(lse == -torch.inf, 0.0))
     found = call.spans(causal_from=0)
     if len(found) == 1 and _is_everything(found[0], call.shape):
-        sums = Sums.around(*call.backward(found[0], given), terms, sink_gradient=sink_gradient)
+        sums = Sums.around(*call.backward(found[0], given), terms, wanted)
     else:
-        sums = Sums.of(q, k, v, terms, bias_gradient=False, sink_gradient=sink_gradient)
+        sums = Sums.of(q, k, v, terms, replace(wanted, bias_gradient=False))
         for group in call.groups(found, most=2 * k.shape[2]):  # a group has its own gradients of the keys that it visits
             call.backward_group(group, given, sums)
     return attention_kernel.finish(sums, grad_out, q, k, v, out, lse, terms)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from effcompile.ops.attention_spans import Run, Shape, Span, hidden_of, key_heads, spans
-from effcompile.ops.attention_terms import Terms, part, sink_rows, wide
+from effcompile.ops.attention_terms import Terms, Wanted, part, sink_rows, wide
 
 #: Scores per block: 4 MB in fp32, which stays in a core's caches with its neighbours.
 SCORES = 1 << 20
@@ -46,10 +46,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, *, bias_gradient: bool, sink_gradient: bool
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) of checked arguments."""
-    sums = Sums.of(q, k, v, terms, bias_gradient=bias_gradient, sink_gradient=sink_gradient)
+    sums = Sums.of(q, k, v, terms, wanted)
     shape = shape_of(q, k)
     delta = delta_of(grad_out, out)
     for span in _blocks(terms, shape):
@@ -123,20 +123,20 @@ class Sums:
     sink: Tensor | None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, bias_gradient: bool, sink_gradient: bool) -> Sums:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wanted: Wanted) -> Sums:
         """Zeros."""
         dtype = wide(q)
-        bias = terms.bias if bias_gradient else None
-        sink = sink_rows(terms.sink) if sink_gradient and terms.sink is not None else None
+        bias = terms.bias if wanted.bias_gradient else None
+        sink = sink_rows(terms.sink) if wanted.sink_gradient and terms.sink is not None else None
         dk, dv = (t.new_zeros(t.shape, dtype=dtype) for t in (k, v))
         db, ds = (None if t is None else t.new_zeros(t.shape, dtype=dtype) for t in (bias, sink))
         return cls(q=q.new_zeros(q.shape), k=dk, v=dv, bias=db, sink=ds)
 
     @classmethod
-    def around(cls, dq: Tensor, dk: Tensor, dv: Tensor, terms: Terms, *, sink_gradient: bool) -> Sums:
+    def around(cls, dq: Tensor, dk: Tensor, dv: Tensor, terms: Terms, wanted: Wanted) -> Sums:
         """What is already whole, with no bias's."""
         dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
-        sink = sink_rows(terms.sink) if sink_gradient and terms.sink is not None else None
+        sink = sink_rows(terms.sink) if wanted.sink_gradient and terms.sink is not None else None
         return cls(q=dq, k=dk, v=dv, bias=None, sink=None if sink is None else torch.zeros_like(sink, dtype=wide(dq)))
 
     def results(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

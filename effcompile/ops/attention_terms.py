@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -36,10 +37,27 @@ class Terms(Mask[Tensor, Tensor, int]):
     fills: bool = False
 
     @classmethod
-    def of(cls, *rest: Any, **form: Any) -> Terms:
+    def of(cls, *rest: object, **form: object) -> Terms:
         """From the operators' arguments, in their order; the first four lists of tiles are read."""
-        given = dict(zip((*OPERANDS, "tiles"), rest, strict=False)) | form
+        given: dict[str, Any] = dict(zip((*OPERANDS, "tiles"), rest, strict=False)) | form
         return cls(**{**given, "tiles": tuple((given.get("tiles") or ())[:4])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which gradients are wanted beside those of q, k and v, as the backward's arguments name them."""
+
+    bias_gradient: bool = True
+    sink_gradient: bool = True
+
+    @classmethod
+    def taken_from(cls, form: Mapping[str, object]) -> tuple[Wanted, dict[str, object]]:
+        """From the backward's keyword arguments, and the others."""
+        ours = {name: bool(form[name]) for name in ("bias_gradient", "sink_gradient") if name in form}
+        return cls(**ours), {name: value for name, value in form.items() if name not in ours}
+
+
+ALL_WANTED = Wanted()
 
 
 def wide(x: Tensor) -> torch.dtype:

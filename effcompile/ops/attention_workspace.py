@@ -5,13 +5,14 @@ What is in masks, ids and tiles is not read: where they decide how much is visit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from effcompile.core.types import Kwargs
 from effcompile.ops.attention_flash import rows_per_span
 from effcompile.ops.attention_kernel import SCORES, rows_per_block, shape_of
 from effcompile.ops.attention_terms import Terms, wide
@@ -19,7 +20,7 @@ from effcompile.ops.attention_terms import Terms, wide
 _FORM = {f.name for f in fields(Terms)}
 
 
-def workspace_bytes(name: str, args: Sequence[object], kwargs: Mapping[str, Any]) -> int | None:
+def workspace_bytes(name: str, args: Sequence[object], kwargs: Kwargs) -> int | None:
     """Bytes alive at the highest instant inside `attention` or `attention_backward`, at most; None for other operators.
 
     `args`, `kwargs`: the operator's arguments, tensors real or fake; those left at their defaults may be missing.

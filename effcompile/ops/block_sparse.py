@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
+from effcompile.core.types import Args, AutogradContext, Shape
 from effcompile.ops import block_sparse_native as native
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
 from effcompile.ops.devices import one_device
@@ -118,14 +119,14 @@ def _(grad, x, crow, col):  # type: ignore[no-untyped-def]
     return x.new_empty((col.shape[0], b, b))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: AutogradContext, inputs: Args, output: Tensor) -> None:
     x, values, *structure, bias = inputs
     needs_x, needs_values = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_values else None, values if needs_x else None, *structure)
     ctx.biased = bias is not None
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, values, *structure = ctx.saved_tensors
     grad_x = block_sparse_grad_input(grad, values, *structure) if ctx.needs_input_grad[0] else None
     grad_values = block_sparse_grad_values(grad, x, *structure[:2]) if ctx.needs_input_grad[1] else None
@@ -145,17 +146,17 @@ def _flops(x: Sequence[int], stored: Sequence[int]) -> int:
 
 
 @register_flop_formula(torch.ops.effcompile.block_sparse_linear)
-def _linear_flops(x_shape: Any, values_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _linear_flops(x_shape: Shape, values_shape: Shape, *args: object, out_shape: object = None, **kwargs: object) -> int:
     return _flops(x_shape, values_shape)
 
 
 @register_flop_formula(torch.ops.effcompile.block_sparse_grad_input)
-def _grad_input_flops(grad_shape: Any, values_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _grad_input_flops(grad_shape: Shape, values_shape: Shape, *args: object, out_shape: object = None, **kwargs: object) -> int:
     return _flops(grad_shape, values_shape)
 
 
 @register_flop_formula(torch.ops.effcompile.block_sparse_grad_values)
-def _grad_values_flops(grad_shape: Any, x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _grad_values_flops(grad_shape: Shape, x_shape: Shape, *args: object, out_shape: Shape = (), **kwargs: object) -> int:
     return _flops(grad_shape, out_shape)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ def consuming(sink: Sink | None) -> Iterator[None]:
         _LOCAL.sink = before
 
 
-def consume(name: str, working_bytes: int, gradient: torch.Tensor, parameter: torch.Tensor, *after: Any) -> None:
+def consume(name: str, working_bytes: int, gradient: torch.Tensor, parameter: torch.Tensor, *after: object) -> None:
     """Hand the gradient of a parameter on. `working_bytes`: what the update allocates; `parameter`, `after`: run before this.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.torch_compat import unlimited_recompilation
+from effcompile.core.types import Shape
 from effcompile.ops.mask import BAND, declared
 from effcompile.ops.visibility import Visibility
 
@@ -37,12 +37,12 @@ def attention_flex(
 
 
 @attention_flex.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, **form: Any) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, **form: object) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
 @register_flop_formula(torch.ops.effcompile.attention_flex)
-def _flops(q: Any, k: Any, v: Any, *, lo: int | None = None, hi: int | None = None, chunk: int = 0, **_: Any) -> int:
+def _flops(q: Shape, k: Shape, v: Shape, *, lo: int | None = None, hi: int | None = None, chunk: int = 0, **_: object) -> int:
     """Two products over the tiles that are visited, as FlexAttention computes partial ones whole."""
     visited = Visibility(lo=lo, hi=hi, chunk=chunk).tiles(BLOCK, BLOCK, q_len=q[2], k_len=k[2]).visited
     return int(2 * q[0] * q[1] * min(visited * BLOCK * BLOCK, q[2] * k[2]) * (q[3] + v[3]))

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx
 
 from effcompile.core import torch_compat
 from effcompile.core.torch_compat_aot import elementwise_kernel
+from effcompile.core.types import Outputs
 
 #: Operators that the name shows; the rest is counted.
 _SHOWN = 4
@@ -86,7 +86,7 @@ class Fused:
         found = _compiled.get((self.digest, torch.get_num_threads()))
         return found if isinstance(found, str) else None
 
-    def __call__(self, *args: torch.Tensor) -> Any:
+    def __call__(self, *args: torch.Tensor) -> Outputs:
         if any(torch_compat.is_fake(arg) for arg in args):
             results: Sequence[torch.Tensor] = self._empty(args)
         elif len(args) == len(self.inputs) and all(layout.fits(arg) for layout, arg in zip(self.inputs, args, strict=True)):

@@ -9,13 +9,12 @@ byte, (N, K/2) of uint8, code + 8, the even column in the low half, or float8_e4
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
+from effcompile.core.types import Args, AutogradContext, Shape
 from effcompile.ops.devices import one_device
 
 __all__ = ["ACTIVATIONS", "LARGEST", "dequantize_groups", "pack_int4", "quantize_groups", "quantized_linear", "unpack_int4"]
@@ -135,14 +134,14 @@ def _(x, codes, scales, x_scales, bias, residual, activation, dtype):  # type: i
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: AutogradContext, inputs: Args, output: Tensor) -> None:
     x, codes, scales, x_scales, bias, residual, activation, _ = inputs
     ctx.save_for_backward(x if activation != "none" else None, codes, scales, bias)
     ctx.activation, ctx.x_dtype, ctx.floating = activation, x.dtype, x_scales is None
     ctx.dtypes = tuple(None if t is None else t.dtype for t in (bias, residual))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: AutogradContext, grad: Tensor) -> Args:
     """Weights are frozen: gradients reach x, bias and residual. Before an activation, z is computed again."""
     x, codes, scales, bias = ctx.saved_tensors
     slopes = grad.float()
@@ -165,7 +164,7 @@ quantized_linear.register_autograd(_backward, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.effcompile.quantized_linear)
-def _flops(x_shape: Any, codes_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _flops(x_shape: Shape, codes_shape: Shape, *args: object, out_shape: object = None, **kwargs: object) -> int:
     rows = 1
     for size in x_shape:
         rows *= size

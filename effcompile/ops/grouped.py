@@ -48,14 +48,14 @@ def _rows(args: Sequence[Any]) -> int:
     return int(first.shape[1 if second.dim() == 2 else 0])
 
 
-def flops(target: object, args: Sequence[Any]) -> float | None:
+def flops(target: object, args: Sequence[object]) -> float | None:
     """Floating-point operations of a call; None for other operators."""
     if _name(target) not in _OFFSETS:
         return None
     return float(sum(2 * p.m * p.k * p.n for p in _products(_name(target), args)))
 
 
-def workspace_bytes(name: str, args: Sequence[Any], scratch: Scratch = measured) -> int | None:
+def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measured) -> int | None:
     """Bytes that one of these operators allocates beside operands and results; None for others.
 
     `name`, `args` and `scratch` as in `effcompile.ops.loss_head.workspace_bytes`.

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,69 +42,106 @@ def chunk_rows(rows: int, chunks: int) -> int:
     return -(-rows // chunks)
 
 
-def gradients_by_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
-    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, dx, dW, dbias) in one pass. `needs`: which of the three gradients are wanted, in this order; others are empty tensors.
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The operators' arguments in their order, but for what comes from outside: a gradient, what the forward kept, what is wanted."""
 
-    Raises UsageError for shapes, a reduction or a number of chunks that it does not take.
-    """
-    check(x, weight, bias, target, reduction, chunks)
-    labels = _Labels(target, reduction, ignore_index, _wide(x))
-    gradients = _Gradients(x, weight, bias, needs)
-    chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=True)
-    labels.factor.mul_(chunk.slope)
-    for rows in _row_slices(x.shape[0], chunks):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    reduction: int
+    ignore_index: int
+    inner: float
+    outer: float
+    capped: bool
+    chunks: int
+
+    @property
+    def slope(self) -> float:
+        """d logits / d z where that is a constant."""
+        return self.inner * self.outer if self.capped else self.inner
+
+    def checked(self) -> Head:
+        """The head.
+
+        Raises:
+            UsageError: shapes, a reduction or a number of chunks that the operators do not take.
+        """
+        _check(self)
+        return self
+
+
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor target"
+_PLAIN = "SymInt reduction, SymInt ignore_index, float inner, float outer, bool capped, SymInt chunks"
+
+
+def gradients_by_chunks(head: Head, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dx, dW, dbias) in one pass. `needs`: which of the three gradients are wanted, in this order; others are empty tensors."""
+    labels, gradients, chunk = _Labels(head), _Gradients(head, needs), _Chunk(head, backward=True)
+    labels.factor.mul_(head.slope)
+    for rows in row_slices(head.x.shape[0], head.chunks):
         logits = chunk.logits(rows)
         torch.log_softmax(logits, 1, out=logits)
         torch.gather(logits, 1, labels.index[rows], out=labels.picked[rows])
         gradients.add(chunk, logits.exp_(), rows, labels)
-    loss = labels.loss(reduction).neg_()
-    return loss, *gradients.results()
+    return labels.loss().neg_(), *gradients.results()
 
 
-loss_head_gradients = torch.library.custom_op("effcompile::loss_head_gradients", gradients_by_chunks, mutates_args=())
+@torch.library.custom_op(
+    "effcompile::loss_head_gradients", mutates_args=(), schema=f"({_TENSORS}, {_PLAIN}, bool[] needs) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def loss_head_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(loss, dx, dW, dbias); `plain` are the other fields of a Head, and `needs`.
+
+    Raises:
+        UsageError: shapes, a reduction or a number of chunks that it does not take.
+    """
+    *form, needs = plain
+    return gradients_by_chunks(Head(x, weight, bias, target, *form).checked(), needs)
 
 
-def forward_by_chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
-    inner: float, outer: float, capped: bool, chunks: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(loss, log of the sum of exp(logits) per row as (N, 1)). Raises as `loss_head_gradients` does."""
-    check(x, weight, bias, target, reduction, chunks)
-    labels = _Labels(target, reduction, ignore_index, _wide(x))
-    chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=False)
+def forward_by_chunks(head: Head) -> tuple[Tensor, Tensor]:
+    """(loss, log of the sum of exp(logits) per row as (N, 1))."""
+    labels, chunk = _Labels(head), _Chunk(head, backward=False)
     lse, sums = torch.empty_like(labels.picked), labels.factor  # the factor is for gradients: its memory serves again
-    for rows in _row_slices(x.shape[0], chunks):
+    for rows in row_slices(head.x.shape[0], head.chunks):
         logits = chunk.logits(rows)
         torch.amax(logits, 1, keepdim=True, out=lse[rows])
         torch.gather(logits, 1, labels.index[rows], out=labels.picked[rows])
         torch.sum(logits.sub_(lse[rows]).exp_(), 1, keepdim=True, out=sums[rows])
     lse.add_(sums.log_())
     torch.sub(lse, labels.picked, out=labels.picked)
-    return labels.loss(reduction), lse
+    return labels.loss(), lse
 
 
-loss_head_forward = torch.library.custom_op("effcompile::loss_head_forward", forward_by_chunks, mutates_args=())
+@torch.library.custom_op("effcompile::loss_head_forward", mutates_args=(), schema=f"({_TENSORS}, {_PLAIN}) -> (Tensor, Tensor)")
+def loss_head_forward(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any) -> tuple[Tensor, Tensor]:
+    """(loss, log of the sum of exp(logits) per row as (N, 1)). Raises as `loss_head_gradients` does."""
+    return forward_by_chunks(Head(x, weight, bias, target, *plain).checked())
 
 
-def backward_by_chunks(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, reduction: int, ignore_index: int,
-    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def backward_by_chunks(head: Head, grad: Tensor, lse: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dW, dbias) for the incoming gradient `grad` of the loss, (). `lse` is what `loss_head_forward` returned."""
-    check(x, weight, bias, target, reduction, chunks)
-    labels = _Labels(target, reduction, ignore_index, _wide(x), picks=False)
-    gradients = _Gradients(x, weight, bias, needs)
-    chunk = _Chunk(x, weight, bias, inner, outer, capped, chunks, backward=True)
-    labels.factor.mul_(chunk.slope).mul_(grad)
-    for rows in _row_slices(x.shape[0], chunks):
+    labels, gradients, chunk = _Labels(head, picks=False), _Gradients(head, needs), _Chunk(head, backward=True)
+    labels.factor.mul_(head.slope).mul_(grad)
+    for rows in row_slices(head.x.shape[0], head.chunks):
         gradients.add(chunk, chunk.logits(rows).sub_(lse[rows]).exp_(), rows, labels)
     return gradients.results()
 
 
-loss_head_backward = torch.library.custom_op("effcompile::loss_head_backward", backward_by_chunks, mutates_args=())
+@torch.library.custom_op(
+    "effcompile::loss_head_backward", mutates_args=(),
+    schema=f"(Tensor grad, {_TENSORS}, Tensor lse, {_PLAIN}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def loss_head_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, *plain: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dW, dbias) for the incoming gradient `grad` of the loss, (). `lse` is what `loss_head_forward` returned."""
+    *form, needs = plain
+    return backward_by_chunks(Head(x, weight, bias, target, *form).checked(), grad, lse, needs)
 
 
 class _Labels:
@@ -113,56 +151,54 @@ class _Labels:
     label's log-probability. factor: d loss / d row's loss. count: how many are not ignored, ().
     """
 
-    def __init__(self, target: Tensor, reduction: int, ignore_index: int, dtype: torch.dtype, *, picks: bool = True) -> None:
-        self.ignored = target.eq(ignore_index).unsqueeze_(1)
-        self.index = target.unsqueeze(1).masked_fill(self.ignored, 0)
+    def __init__(self, head: Head, *, picks: bool = True) -> None:
+        self.mean, dtype = head.reduction == MEAN, _wide(head.x)
+        self.ignored = head.target.eq(head.ignore_index).unsqueeze_(1)
+        self.index = head.target.unsqueeze(1).masked_fill(self.ignored, 0)
         self.count = self.ignored.logical_not().sum()
         self.factor = torch.ones_like(self.index, dtype=dtype)
-        if reduction == MEAN:
+        if self.mean:
             self.factor.div_(self.count.clamp(min=1))
         self.factor.masked_fill_(self.ignored, 0.0)
         self.picked = torch.empty_like(self.factor) if picks else self.factor
 
-    def loss(self, reduction: int) -> Tensor:
+    def loss(self) -> Tensor:
         """Sum or mean of `picked` over the rows that are not ignored, ()."""
         total = self.picked.masked_fill_(self.ignored, 0.0).sum()
-        return total.div_(self.count) if reduction == MEAN else total
+        return total.div_(self.count) if self.mean else total
 
 
 class _Chunk:
     """One chunk's logits, and the memory that they take, used again for each chunk.
 
-    slope: d logits / d z where that is a constant. tanh: (R, V), for capped logits in a backward. narrow: (R, V) in x's
+    tanh: (R, V), for capped logits in a backward. narrow: (R, V) in x's
     dtype, when that is not `wide`'s.
     """
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, inner: float, outer: float, capped: bool, chunks: int, *, backward: bool
-    ) -> None:
-        self.x, self.weight, self.bias, self.inner, self.outer, self.capped = x, weight, bias, inner, outer, capped
-        shape, dtype = (chunk_rows(x.shape[0], chunks), weight.shape[0]), _wide(x)
-        self.slope = inner * outer if capped else inner
-        self.wide = x.new_empty(shape, dtype=dtype)
-        self.narrow = self.wide if dtype == x.dtype else x.new_empty(shape)
-        self.tanh = x.new_empty(shape, dtype=dtype) if capped and backward else None
+    def __init__(self, head: Head, *, backward: bool) -> None:
+        self.head = head
+        shape, dtype = (chunk_rows(head.x.shape[0], head.chunks), head.weight.shape[0]), _wide(head.x)
+        self.wide = head.x.new_empty(shape, dtype=dtype)
+        self.narrow = self.wide if dtype == head.x.dtype else head.x.new_empty(shape)
+        self.tanh = head.x.new_empty(shape, dtype=dtype) if head.capped and backward else None
 
     def logits(self, rows: slice) -> Tensor:
         """The logits of these rows, in `wide`."""
-        x, size = self.x[rows], rows.stop - rows.start
-        wide, narrow = self.wide[:size], self.narrow[:size]
-        if self.bias is None:
-            torch.mm(x, self.weight.t(), out=narrow)
+        head, size = self.head, rows.stop - rows.start
+        x, wide, narrow = head.x[rows], self.wide[:size], self.narrow[:size]
+        if head.bias is None:
+            torch.mm(x, head.weight.t(), out=narrow)
         else:
-            torch.addmm(self.bias, x, self.weight.t(), out=narrow)
+            torch.addmm(head.bias, x, head.weight.t(), out=narrow)
         if wide.dtype != narrow.dtype:
             wide.copy_(narrow)
-        if self.inner != 1.0:
-            wide.mul_(self.inner)
-        if self.capped:
+        if head.inner != 1.0:
+            wide.mul_(head.inner)
+        if head.capped:
             wide.tanh_()
             if self.tanh is not None:
                 self.tanh[:size].copy_(wide)
-            wide.mul_(self.outer)
+            wide.mul_(head.outer)
         return wide
 
     def gradient(self, probabilities: Tensor, rows: slice, labels: _Labels) -> Tensor:
@@ -179,8 +215,8 @@ class _Chunk:
 class _Gradients:
     """dx (N, D), dW (V, D) in W's strides, dbias (V), accumulated chunk by chunk; what is not wanted is None."""
 
-    def __init__(self, x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
-        self.like = x
+    def __init__(self, head: Head, needs: Sequence[bool]) -> None:
+        self.like, x, weight, bias = head.x, head.x, head.weight, head.bias
         self.x, self.weight, self.bias = _like(x, weight, bias, needs)
         self.bias_sum = self.row = None
         if self.bias is not None:
@@ -196,11 +232,11 @@ class _Gradients:
         if narrow.dtype != gradient.dtype:
             narrow.copy_(gradient)
         if self.x is not None:
-            torch.mm(narrow, chunk.weight, out=self.x[rows])
+            torch.mm(narrow, chunk.head.weight, out=self.x[rows])
         if self.weight is not None and rows.start == 0:
-            torch.mm(narrow.t(), chunk.x[rows], out=self.weight)
+            torch.mm(narrow.t(), chunk.head.x[rows], out=self.weight)
         elif self.weight is not None:
-            self.weight.addmm_(narrow.t(), chunk.x[rows])
+            self.weight.addmm_(narrow.t(), chunk.head.x[rows])
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dx, dW, dbias), empty tensors where None."""
@@ -219,7 +255,8 @@ def _like(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool])
     )
 
 
-def _row_slices(rows: int, chunks: int) -> Iterator[slice]:
+def row_slices(rows: int, chunks: int) -> Iterator[slice]:
+    """The rows of each chunk."""
     size = chunk_rows(rows, chunks)
     for start in range(0, rows, size):
         yield slice(start, min(start + size, rows))
@@ -230,33 +267,35 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, chunks: int) -> None:
-    """Raises UsageError for what the operators do not take."""
+def _check(head: Head) -> None:
+    x, weight, bias, target = head.x, head.weight, head.bias, head.target
     one_device("A loss head", x=x, W=weight, bias=bias, target=target)
     shapes = f"x {tuple(x.shape)}, W {tuple(weight.shape)}, target {tuple(target.shape)}"
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or target.shape != x.shape[:1]:
         raise UsageError(f"A loss head takes x (N, D), W (V, D) and target (N); given {shapes}. Flatten the batch axes first.")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(f"A loss head's bias has shape (V); given {tuple(bias.shape)} with {shapes}.")
-    if reduction not in (MEAN, SUM):
-        raise UsageError(f"A loss head's reduction is {MEAN} (mean) or {SUM} (sum); given {reduction}. Losses per row are not computed.")
-    if chunks < 1:
-        raise UsageError(f"A loss head is computed in 1 chunk or more; given {chunks}.")
+    if head.reduction not in (MEAN, SUM):
+        raise UsageError(
+            f"A loss head's reduction is {MEAN} (mean) or {SUM} (sum); given {head.reduction}. Losses per row are not computed."
+        )
+    if head.chunks < 1:
+        raise UsageError(f"A loss head is computed in 1 chunk or more; given {head.chunks}.")
 
 
 @loss_head_gradients.register_fake
-def _(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks, needs):  # type: ignore[no-untyped-def]
-    return x.new_empty((), dtype=_wide(x)), *_fake_gradients(x, weight, bias, needs)
+def _(x, weight, bias, target, *plain):  # type: ignore[no-untyped-def]
+    return x.new_empty((), dtype=_wide(x)), *_fake_gradients(x, weight, bias, plain[-1])
 
 
 @loss_head_forward.register_fake
-def _(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, target, *plain):  # type: ignore[no-untyped-def]
     return x.new_empty((), dtype=_wide(x)), x.new_empty((x.shape[0], 1), dtype=_wide(x))
 
 
 @loss_head_backward.register_fake
-def _(grad, x, weight, bias, target, lse, reduction, ignore_index, inner, outer, capped, chunks, needs):  # type: ignore[no-untyped-def]
-    return _fake_gradients(x, weight, bias, needs)
+def _(grad, x, weight, bias, target, lse, *plain):  # type: ignore[no-untyped-def]
+    return _fake_gradients(x, weight, bias, plain[-1])
 
 
 def _fake_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor, ...]:
@@ -323,7 +362,7 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
 def _products(x: Tensor, weight: Tensor, bias: bool, chunks: int, needs: Sequence[bool]) -> Iterator[Product]:
     """The distinct products of `_Chunk.logits` and `_Gradients.add`, of the whole chunks and of the last one."""
     rows = int(x.shape[0])
-    for part in dict.fromkeys(chunk.stop - chunk.start for chunk in _row_slices(rows, chunks)):
+    for part in dict.fromkeys(chunk.stop - chunk.start for chunk in row_slices(rows, chunks)):
         given, logits = x[:part], x.new_empty((part, weight.shape[0]), device="meta")
         yield Product.of(given, weight.t(), logits, bias=bias, device=x.device.type)
         if needs[0]:

@@ -66,7 +66,7 @@ class HostPool:
         self.peak = max(self.peak, self.in_use)
         return found
 
-    def give_back(self, memory: Tensor, nbytes: int, *, pinned: bool = False, event: Any = None) -> None:
+    def give_back(self, memory: Tensor, nbytes: int, *, pinned: bool = False, event: object = None) -> None:
         """The memory may be taken again; what writes it then must wait for the event."""
         self.in_use -= nbytes
         self.free.setdefault((memory.numel(), pinned), []).append((memory, event))

@@ -15,7 +15,7 @@ class OneByOne(Optimizer):
     """An optimizer whose step is `update` of every parameter that has a gradient, in the order of its groups."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Update all of them; returns what the closure does."""
         loss = None
         if closure is not None:

@@ -165,7 +165,7 @@ def pieces(form: Form, tensor: torch.Tensor) -> list[torch.Tensor]:
     return [flat[start : start + form.piece] for start in range(0, count, form.piece)]
 
 
-def _rebuilt(optimizer: Optimizer, chosen: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Optimizer:
+def _rebuilt(optimizer: Optimizer, chosen: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> Optimizer:
     """The optimizer's class and attributes with other tensors and no states; works for classes whose arguments we do not know."""
     made: Optimizer = type(optimizer).__new__(type(optimizer))
     own = {k: copy.copy(v) for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and not k.startswith("_optimizer_")}

@@ -5,9 +5,9 @@ Plain functions, not custom operators: they stand as call_function nodes in grap
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from effcompile.core.types import Forward, Value
 
 #: Bytes of the state that `random_state` returns for a CPU generator (Mersenne twister, its own format since 1.0).
 CPU_STATE_BYTES = 5056
@@ -18,7 +18,7 @@ def random_state(device: str) -> torch.Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def replay(state: torch.Tensor, device: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+def replay(state: torch.Tensor, device: str, target: Forward, /, *args: object, **kwargs: object) -> Value:
     """`target(*args, **kwargs)`, also of a target with a `device`, with the generator as `state` says; then it is as it was before."""
     now = random_state(device)
     _set(state, device)

@@ -5,12 +5,11 @@ For where no compiler fuses element-wise work. Sums and functions are in fp32 (f
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from effcompile.core.errors import UsageError
+from effcompile.core.types import Args, AutogradContext
 from effcompile.ops.devices import one_device
 
 __all__ = ["rms_norm", "rms_norm_alone", "rms_norm_backward", "rotary", "swiglu", "swiglu_backward"]
@@ -151,29 +150,29 @@ def _(x, cos, sin, backwards):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _keep_norm(ctx: AutogradContext, inputs: Args, output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[1], inputs[2], output[2])
     ctx.mark_non_differentiable(output[2])
     ctx.set_materialize_grads(False)
     ctx.has_residual = inputs[1] is not None
 
 
-def _norm_gradients(ctx: Any, grad: Tensor | None, grad_s: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _norm_gradients(ctx: AutogradContext, grad: Tensor | None, grad_s: Tensor | None, _: Tensor | None) -> Args:
     s, weight, r = ctx.saved_tensors
     ds, dw = (grad_s, None) if grad is None else rms_norm_backward(grad, grad_s, s, weight, r)
     return ds, ds if ctx.has_residual else None, dw, None
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_inputs(ctx: AutogradContext, inputs: Args, output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _keep_turn(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_turn(ctx: AutogradContext, inputs: Args, output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1:3])
     ctx.backwards = inputs[3]
 
 
-def _turn_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+def _turn_gradients(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return rotary(grad, *ctx.saved_tensors, not ctx.backwards), None, None, None
 
 

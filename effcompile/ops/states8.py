@@ -68,12 +68,12 @@ lion8 = torch.library.custom_op("effcompile::lion8", lion8_by_torch, mutates_arg
 
 
 @adam8.register_fake
-def _(*args: Any) -> None:
+def _(*args: object) -> None:
     return None
 
 
 @lion8.register_fake
-def _(*args: Any) -> None:
+def _(*args: object) -> None:
     return None
 
 

@@ -6,13 +6,12 @@ compiled and saved like any other. Weights are constants: there is no gradient o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
+from effcompile.core.types import Shape
 from effcompile.ops.devices import one_device
 
 __all__ = ["COLUMNS", "DTYPES", "ROWS", "compress", "misfit", "no_cores", "stored_bytes", "two_of_four_linear"]
@@ -112,7 +111,7 @@ def _(x, packed, meta, bias, n):  # type: ignore[no-untyped-def]
 
 
 @register_flop_formula(torch.ops.effcompile.two_of_four_linear)
-def _flops(x_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _flops(x_shape: Shape, *args: object, out_shape: Shape = (), **kwargs: object) -> int:
     """Of the dense product's, the half that is done."""
     rows = 1
     for size in out_shape:

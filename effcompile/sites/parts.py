@@ -81,14 +81,13 @@ class AttentionSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddNormSite:
-    """A LayerNorm whose input is a residual sum; `residual_read_elsewhere` in pre-norm models."""
+    """A LayerNorm whose input is a residual sum."""
 
     site: str
     node: fx.Node
     add: fx.Node
     rows: int
     cols: int
-    residual_read_elsewhere: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +200,6 @@ def add_norms(program: Program) -> list[AddNormSite]:
                 add=add,
                 rows=math.prod(rows),
                 cols=cols,
-                residual_read_elsewhere=len(add.users) > 1,
             )
         )
     return found

@@ -231,7 +231,7 @@ def _drawn(node: fx.Node, generator: torch.Generator) -> Tensor:
 # ------------------------------------------------------------------ nodes
 
 
-def _call(value: object, *targets: Any) -> fx.Node | None:
+def _call(value: object, *targets: object) -> fx.Node | None:
     return value if isinstance(value, fx.Node) and value.op == "call_function" and value.target in targets else None
 
 

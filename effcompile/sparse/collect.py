@@ -13,7 +13,7 @@ from effcompile.core.errors import UsageError
 __all__ = ["input_norms", "loss_gradients"]
 
 
-def input_norms(model: nn.Module, names: Sequence[str], batches: Iterable[Any], call: Callable[[Any], Any]) -> dict[str, Tensor]:
+def input_norms(model: nn.Module, names: Sequence[str], batches: Iterable[object], call: Callable[[Any], Any]) -> dict[str, Tensor]:
     """‖x_i‖₂ of every input feature of the named linear layers over all rows of all batches, (I) each.
 
     Args:
@@ -45,7 +45,7 @@ def input_norms(model: nn.Module, names: Sequence[str], batches: Iterable[Any], 
     return {name: squares[name].sqrt() for name in _reached(names, squares)}
 
 
-def loss_gradients(model: nn.Module, names: Sequence[str], batches: Iterable[Any], loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+def loss_gradients(model: nn.Module, names: Sequence[str], batches: Iterable[object], loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
     """The gradient of the loss, summed over the batches, with respect to the named linear layers' weights, (O, I) each.
 
     Gradients that the model has are left alone.

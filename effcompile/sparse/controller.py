@@ -319,7 +319,7 @@ class DynamicSparsity:
             flops=flops, efficiency=efficiency,
         )  # fmt: skip
 
-    def report(self, console: Any = None) -> None:
+    def report(self, console: object = None) -> None:
         """Print the figures: layers, density, explored weights, FLOPs, eps beside break-even, and the dense model of equal FLOPs."""
         self.figures().print(console)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -139,7 +137,7 @@ def _padded(given: Tensor, size: int) -> Tensor:
     return torch.cat([given, given.new_zeros(size - len(given), *given.shape[1:])])
 
 
-def _follow(layer: nn.Module, _: Any) -> None:
+def _follow(layer: nn.Module, _: object) -> None:
     """After loading a state dict: check its pattern and derive the transposed one from it."""
     assert isinstance(layer, BlockSparseLinear)
     if layer.crow.is_meta:

@@ -13,13 +13,13 @@ from effcompile.machine.calibration import (
     Calibration,
     calibrate,
     calibration_path,
-    grid,
     load,
     load_or_none,
     save,
     save_if_dirty,
     this_machine,
 )
+from effcompile.machine.grid import grid
 from effcompile.machine.hardware import this_hardware
 from effcompile.machine.target import KERNELS, KernelCall, Law
 

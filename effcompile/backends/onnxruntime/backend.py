@@ -17,6 +17,7 @@ from effcompile.backends.base import Run
 from effcompile.backends.onnxruntime import kernels, session
 from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.backends.onnxruntime.session import Settings
+from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.temporary import own_folder, remove
@@ -92,7 +93,7 @@ class OnnxModel:
     """A lowered model in a temporary folder of its own (removed with the object), and a session on it."""
 
     def __init__(
-        self, path: Path, names: list[str], applied: Mapping[str, Form], settings: Mapping[str, Any], weight_bytes: int, chosen: Settings
+        self, path: Path, names: list[str], applied: Mapping[str, Form], settings: Mapping[str, object], weight_bytes: int, chosen: Settings
     ) -> None:
         self.applied, self.settings, self.weight_bytes = dict(applied), dict(settings), weight_bytes
         self._path, self._names, self._chosen = path, names, chosen
@@ -119,7 +120,7 @@ class OnnxModel:
         return session.numpy_feeds([name for name, _ in kept], [tensor for _, tensor in kept])
 
 
-def load(path: Path, settings: Mapping[str, Any]) -> Callable[[Mapping[str, np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]]:
+def load(path: Path, settings: Mapping[str, object]) -> Callable[[Mapping[str, Array]], list[Array]]:
     """A saved artifact as a callable on named numpy arrays; for `effcompile run`.
 
     Raises:
@@ -130,7 +131,7 @@ def load(path: Path, settings: Mapping[str, Any]) -> Callable[[Mapping[str, np.n
     opened = session.open_session(path, session.settings_of(settings))
     wanted = {value.name for value in opened.get_inputs()}
 
-    def call(feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    def call(feeds: Mapping[str, Array]) -> list[Array]:
         missing = wanted - set(feeds)
         if missing:
             raise LoweringError(f"The artifact needs the input {', '.join(sorted(missing))}.")

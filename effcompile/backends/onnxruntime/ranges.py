@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from effcompile.core.types import Outputs
 from effcompile.ir.formats import INT8_STATIC
 from effcompile.ir.program import Program
 from effcompile.sites import parts as sites
@@ -32,7 +32,7 @@ class _RangeRecorder(torch.fx.Interpreter):
         self.wanted = wanted
         self.ranges: dict[str, tuple[float, float]] = {}
 
-    def run_node(self, n: torch.fx.Node) -> Any:
+    def run_node(self, n: torch.fx.Node) -> Outputs:
         value = super().run_node(n)
         if n.name in self.wanted:
             low, high = self.ranges.get(n.name, (0.0, 0.0))

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from effcompile.backends import resident
 from effcompile.backends.onnxruntime.custom_ops import library_for
+from effcompile.core.arrays import Array
 from effcompile.core.errors import FormatError, LoweringError, clipped
 from effcompile.core.stages import first_line
 from effcompile.core.timing import faster_half_median, interleaved
@@ -47,7 +47,7 @@ def default_settings() -> Settings:
     return Settings(threads=usable_cores())
 
 
-def settings_of(saved: Mapping[str, Any]) -> Settings:
+def settings_of(saved: Mapping[str, object]) -> Settings:
     """The settings that a plan holds, with no more threads than this machine has cores; the defaults for what it does not hold.
 
     Raises:
@@ -113,20 +113,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_keep_in_a_forked_child)
 
 
-def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> list[Array]:
     """One call.
 
     Raises:
         LoweringError: ORT failed while running.
     """
     try:
-        outputs: list[np.ndarray[Any, Any]] = session.run(None, dict(feeds))
+        outputs: list[Array] = session.run(None, dict(feeds))
     except Exception as error:
         raise LoweringError(f"ONNX Runtime failed while running the lowered model: {first_line(error)}") from error
     return outputs
 
 
-def tune(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], *, rounds: int = 6) -> tuple[Settings, dict[str, float]]:
+def tune(path: Path, feeds: Mapping[str, Array], *, rounds: int = 6) -> tuple[Settings, dict[str, float]]:
     """The fastest settings by measurement, each candidate interleaved with the defaults, and each one's seconds.
 
     Defaults stay unless another candidate is at least 2 % faster: a smaller difference is noise. A session holds the weights: two are
@@ -147,7 +147,7 @@ def tune(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], *, rounds: int =
     return best, seconds
 
 
-def _paired(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], a: Settings, b: Settings, rounds: int) -> tuple[float, float]:
+def _paired(path: Path, feeds: Mapping[str, Array], a: Settings, b: Settings, rounds: int) -> tuple[float, float]:
     """Seconds of a call with either, interleaved."""
     samples = interleaved({s.describe(): partial(run, open_session(path, s), feeds) for s in (a, b)}, rounds)
     return faster_half_median(samples[a.describe()]), faster_half_median(samples[b.describe()])
@@ -173,7 +173,7 @@ session.run(None, dict(zip(names, inputs)))
 """
 
 
-def peak_bytes(path: Path, feeds: Mapping[str, np.ndarray[Any, Any]], settings: Settings) -> int | None:
+def peak_bytes(path: Path, feeds: Mapping[str, Array], settings: Settings) -> int | None:
     """Peak resident bytes of weights and activations over one call, in a fresh process; None off Linux.
 
     ORT has no allocator statistics for CPU, so the process's high-water mark (reset after loading) is read, less
@@ -187,6 +187,6 @@ def settings_dict(settings: Settings) -> dict[str, Any]:
     return asdict(settings)
 
 
-def numpy_feeds(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
+def numpy_feeds(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Array]:
     """Torch tensors as numpy arrays by input name, without copying contiguous CPU tensors."""
     return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in zip(names, tensors, strict=True)}

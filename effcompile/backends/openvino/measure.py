@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from effcompile.core.arrays import Array
 from effcompile.core.timing import median_seconds
 from effcompile.machine.target import Dims, KernelCall
 
@@ -50,14 +51,14 @@ def measure(call: KernelCall) -> float | None:
     return median_seconds(lambda: request.infer(data, share_inputs=True, share_outputs=True)) / copies
 
 
-Made = tuple[Any, list[Any], list[np.ndarray[Any, Any]]]  # output, parameters, their values
+Made = tuple[Any, list[Any], list[Array]]  # output, parameters, their values
 
 
-def _random(*shape: int) -> np.ndarray[Any, Any]:
+def _random(*shape: int) -> Array:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def _parameter(value: np.ndarray[Any, Any]) -> Any:
+def _parameter(value: Array) -> Any:
     from openvino import opset13 as ops
 
     return ops.parameter(value.shape, value.dtype)
@@ -127,7 +128,7 @@ def _attention_int8(dims: Dims) -> Made:
     return ops.scaled_dot_product_attention(q, k, parameters[2]), parameters, values
 
 
-def _norm(x: Any, cols: int) -> Any:
+def _norm(x: object, cols: int) -> Any:
     from openvino import opset13 as ops
 
     axes = ops.constant(np.array([-1], np.int64))
@@ -149,7 +150,7 @@ def _add_norm(dims: Dims) -> Made:
     return _norm(ops.add(*parameters), dims[-1]), parameters, values
 
 
-def _unary(name: str, *args: Any) -> Callable[[Dims], Made]:
+def _unary(name: str, *args: object) -> Callable[[Dims], Made]:
     def make(dims: Dims) -> Made:
         from openvino import opset13 as ops
 
@@ -181,7 +182,7 @@ def _embedding_int8(dims: Dims) -> Made:
     return _lookup(dims, ops.multiply(ops.convert(table, "f32"), ops.constant(np.full((_TABLE_ROWS, 1), 0.01, np.float32))))
 
 
-def _lookup(dims: Dims, table: Any) -> Made:
+def _lookup(dims: Dims, table: object) -> Made:
     from openvino import opset13 as ops
 
     ids = np.random.default_rng(0).integers(0, _TABLE_ROWS, (dims[0],), dtype=np.int64)

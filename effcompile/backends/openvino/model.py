@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError
 from effcompile.core.stages import first_line
 from effcompile.ir.export import reexport
@@ -20,6 +21,9 @@ from effcompile.ir.program import Program
 from effcompile.sites.attention.expand import without_ours
 from effcompile.sites.parts import attentions, embeddings, linears
 
+#: A model, a node or a request of openvino, which ships no types.
+Untyped = Any
+
 #: Operators between a constant and the product or lookup that reads it.
 _PASSED_THROUGH = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "FakeQuantize")
 _ATTENTION = "ScaledDotProductAttention"
@@ -27,7 +31,7 @@ _ATTENTION = "ScaledDotProductAttention"
 _FORMATS = {"f32": FP32, "bf16": BF16, "f16": FP16, "u8": INT8_STATIC, "i8": INT8_STATIC}
 
 
-def convert(program: Program) -> Any:
+def convert(program: Program) -> Untyped:
     """An `openvino.Model` of the program, with its dynamic axes; static where the program has none.
 
     Raises:
@@ -46,7 +50,7 @@ def convert(program: Program) -> Any:
     return model
 
 
-def names_of_sites(program: Program, model: Any) -> dict[str, str]:
+def names_of_sites(program: Program, model: Untyped) -> dict[str, str]:
     """site → friendly name of its MatMul or Gather, matched by the weight's values (names are renumbered on the way)."""
     readers = [(op, constant) for op in model.get_ordered_ops() if (constant := _constant_of(op)) is not None]
     tables = [(s.site, program.tensor(s.weight), "Gather") for s in embeddings(program)]
@@ -62,14 +66,14 @@ def names_of_sites(program: Program, model: Any) -> dict[str, str]:
     return names
 
 
-def names_of_attentions(program: Program, model: Any) -> dict[str, str]:
+def names_of_attentions(program: Program, model: Untyped) -> dict[str, str]:
     """site → friendly name of its ScaledDotProductAttention, matched by order; nothing where their numbers differ."""
     products = [op.get_friendly_name() for op in model.get_ordered_ops() if op.get_type_name() == _ATTENTION]
     found = attentions(program)
     return dict(zip((s.site for s in found), sorted(products, key=_number), strict=True)) if len(products) == len(found) else {}
 
 
-def quantize(program: Program, model: Any, names: Mapping[str, str], calibration: Sequence[Sequence[torch.Tensor]]) -> Any:
+def quantize(program: Program, model: Untyped, names: Mapping[str, str], calibration: Sequence[Sequence[torch.Tensor]]) -> Untyped:
     """The model with the sites tagged int8 quantised by NNCF (SmoothQuant and its transformer preset), all else untouched.
 
     Raises:
@@ -106,7 +110,7 @@ def quantize(program: Program, model: Any, names: Mapping[str, str], calibration
 
 
 @contextlib.contextmanager
-def _silent_nncf() -> Iterator[Any]:
+def _silent_nncf() -> Iterator[Untyped]:
     """The package nncf, which else draws progress bars on stdout and logs there, through a handler it makes when imported."""
     nowhere = io.StringIO()
     with contextlib.redirect_stdout(nowhere):
@@ -124,7 +128,7 @@ def _silent_nncf() -> Iterator[Any]:
             logger.setLevel(level)
 
 
-def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, Form]:
+def applied(compiled: object, model: Untyped, names: Mapping[str, str]) -> dict[str, Form]:
     """site → form found: int8 by the quantised model's constants, the rest by what the compiled layers report.
 
     A compiled layer that contradicts the model (an int8 product run in fp32) is believed.
@@ -147,7 +151,7 @@ def applied(compiled: Any, model: Any, names: Mapping[str, str]) -> dict[str, Fo
     return found
 
 
-def _quantised_on_the_way(value: Any) -> bool:
+def _quantised_on_the_way(value: Untyped) -> bool:
     """Whether a FakeQuantize lies behind this, looking through operators that only move elements."""
     node = value.get_node()
     while node.get_type_name() in ("Reshape", "Transpose", "VariadicSplit", "Split"):
@@ -155,7 +159,7 @@ def _quantised_on_the_way(value: Any) -> bool:
     return bool(node.get_type_name() == "FakeQuantize")
 
 
-def _layer_forms(compiled: Any) -> dict[str, Form]:
+def _layer_forms(compiled: Untyped) -> dict[str, Form]:
     """Stem of each product that a compiled layer was made from → the layer's form."""
     layers: dict[str, Form] = {}
     for op in compiled.get_runtime_model().get_ordered_ops():
@@ -179,16 +183,16 @@ def _stem(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
-def weight_bytes(model: Any) -> int:
+def weight_bytes(model: Untyped) -> int:
     """Bytes of all constants."""
     return sum(op.get_byte_size() for op in model.get_ordered_ops() if op.get_type_name() == "Constant")
 
 
-def _quantisable(op: Any) -> bool:
+def _quantisable(op: Untyped) -> bool:
     return op.get_type_name() not in ("Parameter", "Result", "Constant", "Convert", "ReadValue", "Assign")
 
 
-def _constant_of(op: Any) -> Any | None:
+def _constant_of(op: Untyped) -> Untyped | None:
     """The constant weight behind a MatMul's second input or a Gather's first; None for anything else."""
     port = {"MatMul": 1, "Gather": 0}.get(op.get_type_name())
     if port is None:
@@ -199,7 +203,7 @@ def _constant_of(op: Any) -> Any | None:
     return node if node.get_type_name() == "Constant" else None
 
 
-def _same(stored: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> bool:
+def _same(stored: Array, values: Array) -> bool:
     if stored.size != values.size or stored.ndim < 2:
         return False
     matrix = stored.reshape(stored.shape[-2:]) if stored.ndim > 2 else stored

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from effcompile.backends.openvino.measure import config
+from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError
 
 #: Where a model says that its last output tells whether all indices were in range.
 FLAG = ["effcompile", "indices_in_range"]
+
+#: A model, a node or a request of openvino, which ships no types.
+Untyped = Any
 
 
 class Shaped:
@@ -24,14 +26,14 @@ class Shaped:
         precision: "f32" or "bf16".
     """
 
-    def __init__(self, model: Any, precision: str) -> None:
+    def __init__(self, model: Untyped, precision: str) -> None:
         self._model, self._precision, self._flagged = model, precision, bool(model.has_rt_info(FLAG))
         self._sizes: tuple[tuple[int, ...], ...] | None = None
         self._for_sizes: Any = None
         self._for_any: Any = None
         self.compiled: Any = None  # of the first call
 
-    def infer(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+    def infer(self, arrays: Sequence[Array]) -> list[Array]:
         """One call.
 
         Raises:
@@ -52,14 +54,14 @@ class Shaped:
             )
         return outputs
 
-    def _request(self, model: Any) -> Any:
+    def _request(self, model: Untyped) -> Untyped:
         import openvino
 
         compiled = openvino.Core().compile_model(model, "CPU", config(self._precision))
         self.compiled = self.compiled or compiled
         return compiled.create_infer_request()
 
-    def _sized(self, sizes: tuple[tuple[int, ...], ...]) -> Any:
+    def _sized(self, sizes: tuple[tuple[int, ...], ...]) -> Untyped:
         """A copy with fixed sizes, the constants shared; the model itself where it has no others."""
         import openvino
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.core.types import Args
 from effcompile.ir.export import LENIENT
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
@@ -67,7 +68,7 @@ class _Writer:
             arguments.append(f"**{self._text(dict(node.kwargs))}")
         return f"{self._constant(LENIENT.get(node.target, node.target))}({', '.join(arguments)})"
 
-    def _text(self, value: Any) -> str:
+    def _text(self, value: object) -> str:
         if isinstance(value, fx.Node):
             return self.names[value]
         if isinstance(value, tuple):
@@ -82,14 +83,14 @@ class _Writer:
             return repr(value)
         return self._constant(value)
 
-    def _constant(self, value: Any) -> str:
+    def _constant(self, value: object) -> str:
         if id(value) not in self.known:
             self.known[id(value)] = f"c{len(self.known)}"
             self.globals[self.known[id(value)]] = value
         return self.known[id(value)]
 
 
-def run_graph(graph: fx.Graph, values: list[torch.Tensor]) -> tuple[Any, ...]:
+def run_graph(graph: fx.Graph, values: list[torch.Tensor]) -> Args:
     """Run a graph once, without gradients."""
     with torch.no_grad():
         return boxed(graph)(list(values))

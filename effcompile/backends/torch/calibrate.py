@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
+from effcompile.core.types import Outputs, Value
 from effcompile.ir.program import Program
 
 Range = tuple[float, int]  # scale, zero point
@@ -36,7 +37,7 @@ def activation_ranges(
     return {node: _qparams(observer) for node, observer in observers.items()}
 
 
-def leaves_with(program: Program, inputs: Sequence[torch.Tensor]) -> list[Any]:
+def leaves_with(program: Program, inputs: Sequence[torch.Tensor]) -> list[Value]:
     """The leaves of the example's arguments with its tensors replaced by `inputs`, as the graph's placeholders take them."""
     given = iter(inputs)
     leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
@@ -51,11 +52,11 @@ def _qparams(observer: Any) -> Range:
 class _Observing(fx.Interpreter):
     """Shows every value of some nodes to their observers."""
 
-    def __init__(self, module: fx.GraphModule, observers: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, module: fx.GraphModule, observers: Mapping[fx.Node, Callable[[torch.Tensor], object]]) -> None:
         super().__init__(module)
         self._observers = observers
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Outputs:
         result = super().run_node(n)
         if n in self._observers:
             self._observers[n](result.float())

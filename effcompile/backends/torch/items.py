@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch.boxed import run_graph
+from effcompile.core.types import Args, Kwargs
 
 #: The keyword of HuggingFace's models: how many labels count in all batches of an update.
 ITEMS = "num_items_in_batch"
 
 
-def with_items_as_tensor(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def with_items_as_tensor(kwargs: Kwargs) -> dict[str, Any]:
     """The keyword arguments with `num_items_in_batch`, which changes at every call, as a tensor of one number."""
     items = kwargs.get(ITEMS)
     number = isinstance(items, (int, float)) or (isinstance(items, torch.Tensor) and items.numel() == 1)
@@ -34,7 +35,7 @@ class Items:
     leaves: Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any]]
     counted: fx.Graph | None
 
-    def share(self, loss: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], items: torch.Tensor) -> torch.Tensor:
+    def share(self, loss: torch.Tensor, args: Args, kwargs: Kwargs, items: torch.Tensor) -> torch.Tensor:
         """The loss as a share of all batches' labels; zero where this batch has none, as a sum over none is."""
         if self.counted is None:
             return loss

@@ -20,6 +20,7 @@ from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.pack import flatten, pack
 from effcompile.core import torch_compat
 from effcompile.core.errors import FormatError, LoweringError, UsageError
+from effcompile.core.types import Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
@@ -114,7 +115,7 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any
     assert isinstance(module, fx.GraphModule)
     run = _compile(fx.GraphModule(module, module.graph), None) if inductor else pack(module)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         with torch.no_grad():
             return run(*args, **kwargs)
 
@@ -164,12 +165,12 @@ class _Shaped:
     So a new sequence length costs a slower call, not half a minute of compiling.
     """
 
-    def __init__(self, program: Program, compiled: Callable[..., Any]) -> None:
+    def __init__(self, program: Program, compiled: Callable[..., object]) -> None:
         self._program, self._compiled = program, compiled
         self._shapes = [(t.shape, t.dtype, t.device) for t in program.flat_inputs()]
         self._eager: fx.GraphModule | None = None
 
-    def __call__(self, *inputs: torch.Tensor) -> Any:
+    def __call__(self, *inputs: torch.Tensor) -> Outputs:
         if [(t.shape, t.dtype, t.device) for t in inputs] == self._shapes:
             return self._compiled(*inputs)
         if self._eager is None:
@@ -186,14 +187,14 @@ def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> C
         )
     compiled = torch.compile(module, dynamic=False, fullgraph=True, options=options)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         with torch_compat.freezing():  # Dynamo reads it whenever it compiles; as an option it would reach Inductor only
             return compiled(*args, **kwargs)
 
     return call
 
 
-def _try(run: Callable[..., Any], program: Program) -> None:
+def _try(run: Callable[..., object], program: Program) -> None:
     try:
         with torch.no_grad():
             run(*program.flat_inputs())

@@ -146,16 +146,16 @@ def _static_at_unit_range(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _engine(function: Callable[..., Any], engine: str) -> Callable[..., Any]:
+def _engine(function: Callable[..., object], engine: str) -> Callable[..., Any]:
     """The function as the engine runs it. One compilation serves all shapes, 1-3 s each, kept for the process."""
     return _compiled(function) if engine == "inductor" else function
 
 
-def _on_random(function: Callable[..., Any], shapes: Callable[[Dims], list[tuple[int, ...]]]) -> Callable[[Dims, str], Body]:
+def _on_random(function: Callable[..., object], shapes: Callable[[Dims], list[tuple[int, ...]]]) -> Callable[[Dims, str], Body]:
     def make(dims: Dims, engine: str) -> Body:
         inputs = [torch.randn(shape) for shape in shapes(dims)]
         run = _engine(function, engine)

@@ -6,8 +6,7 @@ parts have one loss scale: the sums are divided by it once, and an overflow in a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import times, unscaled_factor
 from effcompile.backends.torch.training import StepRunner, first_order, held
 from effcompile.core.errors import InputsError
+from effcompile.core.types import Args, AutogradContext, Kwargs, Value
 from effcompile.ir.step import DividedStep, Step
 from effcompile.schedule.emit import Emitted
 
@@ -34,13 +34,13 @@ class MicrobatchRunner(StepRunner):
         """No parameter's gradient goes to the optimizer before the step is over."""
         return ()
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def _run(self, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, ...]:
         self._check_model()
         parameters = [held(self.model, name) for name in self.step.consumed]
         loss: torch.Tensor = _Accumulated.apply(self, self.parts(args, kwargs), *parameters)
         return (loss,)
 
-    def parts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Any]]:
+    def parts(self, args: Args, kwargs: Kwargs) -> list[list[Value]]:
         """The tensors of every micro-batch, in the order of the step's inputs; those without a batch in each of them.
 
         Raises:
@@ -52,7 +52,7 @@ class MicrobatchRunner(StepRunner):
         assert all(n in (0, size) for n in rows), rows
         return [[leaf.narrow(0, i * size, size) if yes else leaf for leaf, yes in which] for i in range(self.divided.count)]
 
-    def weights(self, parts: list[list[Any]]) -> list[float]:
+    def weights(self, parts: list[list[Value]]) -> list[float]:
         """What each micro-batch counts in the loss. Where no label counts at all, the loss is not a number, as the model's own."""
         if self._counts is None:
             return [self.divided.factor] * len(parts)
@@ -61,7 +61,7 @@ class MicrobatchRunner(StepRunner):
         whole = sum(numbers)
         return [n / whole if whole else 1.0 / len(parts) for n in numbers]
 
-    def _counted(self, leaves: list[Any], counts: Callable[[list[Any]], tuple[Any, ...]]) -> torch.Tensor:
+    def _counted(self, leaves: list[Value], counts: Callable[[list[Value]], Args]) -> torch.Tensor:
         """What the mean of one micro-batch is over; twice that where its examples have to be given twice, which no ratio sees."""
         pair = self.divided.pair
         if pair is None:
@@ -71,7 +71,7 @@ class MicrobatchRunner(StepRunner):
         values = self._values(twice, pair)
         return counts([values[node] for node in pair.graph.nodes if node in values])[0]
 
-    def accumulate(self, parts: list[list[Any]]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    def accumulate(self, parts: list[list[Value]]) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """(loss, gradients in the order of `step.consumed`) of the whole batch. A micro-batch without weight is not run.
 
         The gradients are None where one of them overflowed in fp16.
@@ -96,7 +96,7 @@ class MicrobatchRunner(StepRunner):
         gradients: list[torch.Tensor | None] = list(sums.values())
         return total, gradients if self.loss_scale is None else self.loss_scale.unscaled(gradients)
 
-    def _one(self, leaves: list[Any], weight: float) -> torch.Tensor:
+    def _one(self, leaves: list[Value], weight: float) -> torch.Tensor:
         """Forward and backward of one micro-batch; its weighted loss."""
         values = self._values(leaves)
         results, saved = self.run_forward(values)
@@ -108,13 +108,13 @@ class MicrobatchRunner(StepRunner):
 
 class _Accumulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: MicrobatchRunner, parts: list[list[Any]], *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: AutogradContext, runner: MicrobatchRunner, parts: list[list[Value]], *parameters: torch.Tensor) -> torch.Tensor:
         ctx.runner = runner
         loss, ctx.sums = runner.accumulate(parts)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, tangent: torch.Tensor) -> Args:
         if ctx.sums is None:
             raise InputsError(
                 "The backward of this loss has run already, and its gradients were handed out (retain_graph has no effect). "

@@ -37,7 +37,7 @@ class PlannedOptimizer(OneByOne):
         self._consumes = consumes
         self._consumed: set[str] = set()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Update all parameters that have a gradient; those that the backward has updated have none."""
         loss = super().step(closure)
         self._consumed.clear()

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from effcompile.core.errors import InputsError
+from effcompile.core.types import Args, AutogradContext, Value
 
 #: What makes autograd take the values for differentiable; no gradient ever arrives at it.
 _ANCHOR = torch.zeros((), requires_grad=True)
 
 
-def refusing(values: Sequence[Any], said: str) -> tuple[Any, ...]:
+def refusing(values: Sequence[object], said: str) -> Args:
     """The same values, whose backward raises InputsError with what is `said`. What is no floating-point tensor stays as it is."""
     with torch.enable_grad():
         made: tuple[Any, ...] = _Refusing.apply(_ANCHOR, values, said)
@@ -22,7 +23,7 @@ def refusing(values: Sequence[Any], said: str) -> tuple[Any, ...]:
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, values: Sequence[Any], said: str) -> tuple[Any, ...]:
+    def forward(ctx: AutogradContext, anchor: torch.Tensor, values: Sequence[object], said: str) -> Args:
         ctx.said = said
         made = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)  # never a caller's own object
         tensors = [value for value in made if isinstance(value, torch.Tensor)]
@@ -30,5 +31,5 @@ class _Refusing(torch.autograd.Function):
         return made
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: AutogradContext, *_: object) -> Value:
         raise InputsError(ctx.said)

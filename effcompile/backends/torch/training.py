@@ -20,6 +20,7 @@ from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_fact
 from effcompile.backends.torch.refusing import refusing
 from effcompile.core import torch_compat
 from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.types import Args, AutogradContext, Kwargs, Outputs, Value
 from effcompile.ir.step import Step
 from effcompile.ops.consume import Sink, consuming
 from effcompile.schedule.emit import Emitted
@@ -68,7 +69,7 @@ class StepRunner:
         """Parameters whose gradients go to the optimizer within the backward."""
         return self.step.consumed
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Outputs:
         """Loss and shown outputs, as the model returns them.
 
         Raises:
@@ -77,11 +78,11 @@ class StepRunner:
         loss, *shown = self._results(args, kwargs)
         return self.step.rebuild(loss, shown)
 
-    def loss(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, args: Args, kwargs: Kwargs) -> torch.Tensor:
         """The loss alone."""
         return self._results(args, kwargs)[0]
 
-    def _results(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def _results(self, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, ...]:
         """(loss, *shown), the loss as a share of `num_items_in_batch` where that is given and the step was captured without."""
         kwargs = with_items_as_tensor(kwargs) if ITEMS in kwargs else kwargs
         if self.items is None or ITEMS not in kwargs:
@@ -91,7 +92,7 @@ class StepRunner:
         share = loss if kwargs[ITEMS] is None else self.items.share(loss, args, own, kwargs[ITEMS])
         return (share, *shown)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def _run(self, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, ...]:
         self._check_model()
         values = self._values(self.step.leaves(args, kwargs))
         parameters = [held(self.model, name) for name in self._differentiated]
@@ -126,7 +127,7 @@ class StepRunner:
                 place="torch.is_autocast_enabled()",
             )
 
-    def _values(self, leaves: list[Any], step: Step | None = None) -> dict[fx.Node, Any]:
+    def _values(self, leaves: list[Value], step: Step | None = None) -> dict[fx.Node, Value]:
         """Placeholder of the step (or another capture of it) → its value now."""
         step = step or self.step
         values: dict[fx.Node, Any] = {node: _laid_out(node, leaf) for node, leaf in zip(step.inputs, leaves, strict=True)}
@@ -137,7 +138,7 @@ class StepRunner:
         values.update(step.constants)
         return values
 
-    def run_forward(self, values: Mapping[fx.Node, Any]) -> tuple[list[Any], list[Any]]:
+    def run_forward(self, values: Mapping[fx.Node, Value]) -> tuple[list[Value], list[Value]]:
         """(loss and shown outputs, what is handed to the backward). New values of buffers are written."""
         results = list(self._without_autocast(self.forward_graph, [values[node] for node in self._forward_inputs]))
         first, last = 1 + self.step.shown, 1 + self.step.shown + len(self.step.updated)
@@ -146,7 +147,7 @@ class StepRunner:
             held(self.model, name).copy_(value)
         return results[:first], [*results[last:], *old]
 
-    def run_backward(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
+    def run_backward(self, saved: list[Value], values: Mapping[fx.Node, object], tangent: torch.Tensor) -> Args:
         """The gradients, in the order of `Step.all_gradients`, then None for those that were handed to `sink`. Empties `saved`.
 
         Where the loss is scaled they are None if one of them overflowed.
@@ -158,7 +159,7 @@ class StepRunner:
         gradients = scale.unscaled(self.differentiate(saved, values, scale.scaled(torch.ones_like(tangent))))
         return (*times(gradients, factor), *[None] * len(self.step.consumed))
 
-    def differentiate(self, saved: list[Any], values: Mapping[fx.Node, Any], tangent: torch.Tensor) -> tuple[Any, ...]:
+    def differentiate(self, saved: list[Value], values: Mapping[fx.Node, object], tangent: torch.Tensor) -> Args:
         """What the backward graph makes of a gradient at the loss; what it consumes goes to `sink`. Empties `saved`."""
         inputs = [
             saved[source] if isinstance(source, int) else tangent if source is None or source is self.step.tangent else values[source]
@@ -168,12 +169,12 @@ class StepRunner:
         with consuming(self.sink):
             return self._without_autocast(self.backward_graph, inputs)
 
-    def versions(self, values: Mapping[fx.Node, Any]) -> list[tuple[str, int]]:
+    def versions(self, values: Mapping[fx.Node, Value]) -> list[tuple[str, int]]:
         """(placeholder, autograd's count of changes in place) of what the backward reads again."""
         read = ((node.name, values[node]) for node in self._read_again)
         return [(name, value._version) for name, value in read if not value.is_inference()]
 
-    def _without_autocast(self, graph: Any, values: list[Any]) -> tuple[Any, ...]:
+    def _without_autocast(self, graph: Any, values: list[Value]) -> Args:
         """Run a graph, in which every cast is an operator of its own: with autocast off, also where the step has it on."""
         with contextlib.ExitStack() as stack:
             for device in filter(torch.is_autocast_enabled, self._devices):
@@ -224,7 +225,7 @@ def _cut_off(name: str) -> str:
     )
 
 
-def first_order(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+def first_order(gradients: tuple[object, ...]) -> Args:
     """The gradients; with create_graph=True ones that refuse to be differentiated again, for a penalty on them would be lost."""
     if not torch.is_grad_enabled():
         return gradients
@@ -237,7 +238,7 @@ def first_order(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: StepRunner, values: dict[fx.Node, Any], *parameters: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: AutogradContext, runner: StepRunner, values: dict[fx.Node, Value], *parameters: torch.Tensor) -> Args:
         results, saved = runner.run_forward(values)
         ctx.runner, ctx.values, ctx.saved, ctx.versions = runner, values, saved, runner.versions(values)
         ctx.mark_non_differentiable(*(value for i, value in enumerate(results[1:]) if i not in runner.step.cut_off))
@@ -245,7 +246,7 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, tangent: torch.Tensor | None, *shown: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: AutogradContext, tangent: torch.Tensor | None, *shown: torch.Tensor | None) -> Args:
         for i, gradient in enumerate(shown):
             if gradient is not None:
                 raise InputsError(_cut_off(ctx.runner.step.cut_off[i]))

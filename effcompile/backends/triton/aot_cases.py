@@ -36,7 +36,7 @@ def attention_launches(
             attention.forward(q, k, v, given)
         else:
             out, lse = torch.empty_like(q), torch.empty((b, h, s), device="meta")
-            attention.backward(grad, q, k, v, out, lse, given)
+            attention.backward(attention._Call.of(q, k, v, given, ()), grad, out, lse)
 
 
 def loss_head_launches(*, softcap: bool = False) -> None:

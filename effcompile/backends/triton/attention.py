@@ -19,10 +19,11 @@ from effcompile.backends.triton import tune
 from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, shared_memory, using
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
 from effcompile.backends.triton.layout import WIDEST, by_rows
+from effcompile.core.types import Arguments
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention, attention_backward
-from effcompile.ops.attention_terms import Terms, check, sink_rows
-from effcompile.ops.mask import TILES
+from effcompile.ops.attention_terms import ALL_WANTED, Terms, Wanted, check, sink_rows
+from effcompile.ops.mask import OPERANDS, TILES
 from effcompile.ops.tiles import TileList
 from effcompile.ops.visibility import Visibility
 
@@ -102,7 +103,7 @@ class _Call:
         strides = (h * rows if b > 1 else 0, rows if h > 1 else 0)
         return _Lists(tuple(t.contiguous() for t in found), strides, block_m, block_n)
 
-    def arguments(self, config: Config, lists: _Lists) -> dict[str, Any]:
+    def arguments(self, config: Config, lists: _Lists) -> Arguments:
         """What all kernels but delta take, by name."""
         t, (b, h, sq, sk) = self.terms, self.full
         ids = [None if x is None else _per_batch(x, b) for x in (t.q_ids, t.k_ids, t.valid)]
@@ -176,7 +177,7 @@ def register(device: str) -> None:
     attention_backward.register_kernel(device)(_attention_backward)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: object, **form: object) -> tuple[Tensor, Tensor]:
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
     if declines(q, k, v, terms) is not None:
@@ -185,20 +186,20 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **form: Any) -> tupl
 
 
 def _attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any,
-    bias_gradient: bool = True, sink_gradient: bool = True, **form: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **form: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wanted, form = Wanted.taken_from(form)
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
-    wanted = {"bias_gradient": bias_gradient, "sink_gradient": sink_gradient}
     if declines(q, k, v, terms, backward=True) is not None:
-        return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, **wanted)
-    return backward(grad_out, q, k, v, out, lse, terms, _tiles(rest), **wanted)
+        return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, wanted)
+    return backward(_Call.of(q, k, v, terms, _tiles(rest)), grad_out, out, lse, wanted)
 
 
-def _tiles(rest: Sequence[Any]) -> Sequence[Tensor]:
+def _tiles(rest: Sequence[object]) -> Sequence[Tensor]:
     """The lists among the operators' optional arguments."""
-    return (rest[6] or ()) if len(rest) > 6 else ()
+    given = rest[len(OPERANDS)] if len(rest) > len(OPERANDS) else None
+    return given if isinstance(given, (list, tuple)) else ()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
@@ -220,19 +221,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tenso
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, tiles: Sequence[Tensor] = (), *,
-    bias_gradient: bool = True, sink_gradient: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor, wanted: Wanted = ALL_WANTED
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) as `effcompile::attention_backward`; the last two of size (0) where not wanted or not there."""
-    call, grad_out = _Call.of(q, k, v, terms, tiles), by_rows(grad_out)
+    grad_out, terms = by_rows(grad_out), call.terms
     delta = _delta(call, out.contiguous(), grad_out)
     given = {"grad": grad_out, "grad_strides": grad_out.stride()[:3], "lse": lse.contiguous(), "delta": delta}
-    dq, dbias = _dq(call, given, wanted=bias_gradient)
+    dq, dbias = _dq(call, given, wanted=wanted.bias_gradient)
     dk, dv = _dkdv(call, given)
     if terms.uniform_empty and terms.sink is None:
         _add_uniform(call, grad_out, lse, delta, dq, dk, dv)
-    dsink = q.new_empty(0)
-    if terms.sink is not None and sink_gradient:
+    dsink = call.q.new_empty(0)
+    if terms.sink is not None and wanted.sink_gradient:
         rows = sink_rows(terms.sink)
         share = -(rows.float() - lse).exp() * delta
         dsink = share.sum_to_size(rows.shape).reshape(terms.sink.shape).to(terms.sink.dtype)
@@ -250,7 +250,7 @@ def _delta(call: _Call, out: Tensor, grad: Tensor) -> Tensor:
     return delta
 
 
-def _dq(call: _Call, given: dict[str, Any], *, wanted: bool) -> tuple[Tensor, Tensor]:
+def _dq(call: _Call, given: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]:
     b, h, sq, _ = call.full
     config = call.config("dq")
     dq, bias, buffer = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device), call.terms.bias, None
@@ -271,7 +271,7 @@ def _dq(call: _Call, given: dict[str, Any], *, wanted: bool) -> tuple[Tensor, Te
     return dq, dbias
 
 
-def _dkdv(call: _Call, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _dkdv(call: _Call, given: Arguments) -> tuple[Tensor, Tensor]:
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (call.k, call.v))
     config = call.config("dkdv")
     programs = triton.cdiv(call.k.shape[2], config.block_n) * call.k.shape[1] * call.k.shape[0]

@@ -22,10 +22,12 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as stock
 
+from effcompile.core.arrays import Array
+
 __all__ = ["patch_interpreter"]
 
-Array = np.ndarray[Any, Any]
-
+#: What the stock interpreter hands around: tensors, types and builders of its own, for which it has no annotations.
+Handle = Any
 #: Floats that the interpreter stores as unsigned integers.
 _NARROW: dict[str, Any] = {
     "bf16": ml_dtypes.bfloat16,
@@ -57,23 +59,23 @@ def patch_interpreter() -> None:
     executor._restore_args_dev = _method(_restore, executor._restore_args_dev)
 
 
-def _method(mended: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _method(mended: Callable[..., object], original: Callable[..., object]) -> Callable[..., Handle]:
     """A method that hands the one it replaces to the mend."""
     return lambda self, *args, **kwargs: mended(self, original, *args, **kwargs)
 
 
-def _narrow(handle: Any) -> Any | None:
+def _narrow(handle: Handle) -> Handle | None:
     """The ml_dtypes type of a handle that is stored as integers, else None."""
     return _NARROW.get(handle.dtype.scalar.name)
 
 
-def _decode(handle: Any) -> Array:
+def _decode(handle: Handle) -> Array:
     """The numbers in a handle."""
     narrow = _narrow(handle)
     return np.asarray(handle.data).view(narrow).astype(np.float32) if narrow is not None else handle.data
 
 
-def _encode(values: Array, dtype: Any) -> Any:
+def _encode(values: Array, dtype: Handle) -> Handle:
     """A handle of triton type `dtype` with these numbers, rounded to nearest even."""
     narrow = _NARROW.get(dtype.scalar.name)
     if narrow is None:
@@ -84,42 +86,42 @@ def _encode(values: Array, dtype: Any) -> Any:
         return stock.TensorHandle(np.ascontiguousarray(wide).astype(narrow).view(stock._get_np_dtype(dtype)), dtype.scalar)
 
 
-def _binary_op(self: Any, original: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+def _binary_op(self: Handle, original: Handle, lhs: Handle, rhs: Handle, op: Handle) -> Handle:
     if _narrow(lhs) is None and _narrow(rhs) is None:
         return original(self, lhs, rhs, op)
     result = op(_decode(lhs), _decode(rhs))
     return stock.TensorHandle(result, tl.int1) if result.dtype == np.bool_ else _encode(result, lhs.dtype)
 
 
-def _unary_op(self: Any, original: Any, arg: Any, op: Any) -> Any:
+def _unary_op(self: Handle, original: Handle, arg: Handle, op: Handle) -> Handle:
     return original(self, arg, op) if _narrow(arg) is None else _encode(op(_decode(arg)), arg.dtype)
 
 
-def _ternary_op(self: Any, original: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
+def _ternary_op(self: Handle, original: Handle, lhs: Handle, rhs: Handle, other: Handle, op: Handle) -> Handle:
     if _narrow(other) is None:
         return original(self, lhs, rhs, other, op)
     return _encode(op(_decode(lhs), _decode(rhs), _decode(other)), other.dtype)
 
 
-def _fma(self: Any, original: Any, x: Any, y: Any, z: Any) -> Any:
+def _fma(self: Handle, original: Handle, x: Handle, y: Handle, z: Handle) -> Handle:
     if _narrow(z) is None:
         return original(self, x, y, z)
     return _encode(_decode(x).astype(np.float64) * _decode(y) + _decode(z), z.dtype)
 
 
-def _dot(self: Any, original: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+def _dot(self: Handle, original: Handle, a: Handle, b: Handle, d: Handle, *rest: Handle) -> Handle:
     if _narrow(a) is None and _narrow(b) is None and _narrow(d) is None:
         return original(self, a, b, d, *rest)
     return _encode(np.matmul(_decode(a), _decode(b), dtype=np.float32) + _decode(d), d.dtype)
 
 
-def _cast(self: Any, original: Any, src: Any, dst_type: Any) -> Any:
+def _cast(self: Handle, original: Handle, src: Handle, dst_type: Handle) -> Handle:
     if _narrow(src) is None and dst_type.scalar.name not in _NARROW:
         return original(self, src, dst_type)
     return _encode(_decode(src), dst_type)
 
 
-def _fp_to_fp(self: Any, original: Any, src: Any, dst_type: Any, rounding_mode: Any = None) -> Any:
+def _fp_to_fp(self: Handle, original: Handle, src: Handle, dst_type: Handle, rounding_mode: Handle = None) -> Handle:
     truncates = rounding_mode is not None and rounding_mode == stock._ir.ROUNDING_MODE.RTZ
     known = {src.dtype.scalar.name, dst_type.scalar.name} <= {*_NARROW, "fp16", "fp32", "fp64"}
     if truncates or not known:
@@ -127,7 +129,7 @@ def _fp_to_fp(self: Any, original: Any, src: Any, dst_type: Any, rounding_mode: 
     return _encode(_decode(src), dst_type)
 
 
-def _reduction(self: Any, original: Any, arg: Any, *rest: Any, **kwargs: Any) -> Any:
+def _reduction(self: Handle, original: Handle, arg: Handle, *rest: Handle, **kwargs: Handle) -> Handle:
     """A reduction or scan of narrow floats: in float32, and rounded once."""
     first = arg[0] if isinstance(arg, tuple) else arg
     if _narrow(first.handle) is None:
@@ -139,12 +141,12 @@ def _reduction(self: Any, original: Any, arg: Any, *rest: Any, **kwargs: Any) ->
     return type(result)(back) if isinstance(result, (tuple, list)) else back[0]
 
 
-def _rounded(value: Any, dtype: Any) -> Any:
+def _rounded(value: Handle, dtype: Handle) -> Handle:
     kind = tl.block_type(dtype.scalar, list(value.shape)) if value.shape else dtype.scalar
     return tl.core.tensor(_encode(value.handle.data, dtype), kind)
 
 
-def _patch_tensor(original: Callable[..., None], tensor: Any, *rest: Any) -> None:
+def _patch_tensor(original: Callable[..., None], tensor: Handle, *rest: Handle) -> None:
     """Triton 3.6 cannot use a loaded scalar as a bound of `range` with numpy ≥ 2.4."""
     original(tensor, *rest)
     tensor.__index__ = lambda self: int(self.handle.data.item())
@@ -153,7 +155,7 @@ def _patch_tensor(original: Callable[..., None], tensor: Any, *rest: Any) -> Non
 _launch = SimpleNamespace(running=False)
 
 
-def _patch_once(original: Callable[..., Any], _fn: Any) -> Any:
+def _patch_once(original: Callable[..., Handle], _fn: Handle) -> Handle:
     """Patch the language once per launch. The stock interpreter does so at each call of a device function: most of its time."""
     if _launch.running:
         return stock._LangPatchScope()
@@ -168,7 +170,7 @@ def _patch_once(original: Callable[..., Any], _fn: Any) -> Any:
     return scope
 
 
-def _restore(self: Any, original: Any, args_dev: Any, args_hst: Any, kwargs: Any, kwargs_hst: Any) -> None:
+def _restore(self: Handle, original: Handle, args_dev: Handle, args_hst: Handle, kwargs: Handle, kwargs_hst: Handle) -> None:
     """Tensors of the CPU were written in place: copying storages onto themselves would touch every page of them."""
     tensors = [arg for arg in (*args_dev, *kwargs.values()) if hasattr(arg, "device")]
     if any(arg.device.type != "cpu" for arg in tensors):

@@ -8,6 +8,7 @@ three to it, and turns a chunk's logits into slopes in place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from effcompile.backends.triton.configs import interpreting
 from effcompile.backends.triton.kernels.loss_head import loss_head_gradients_kernel, loss_head_rows, loss_head_slopes
 from effcompile.backends.triton.layout import by_rows
 from effcompile.ops import loss_head as op
-from effcompile.ops.loss_head import MEAN, chunk_rows
+from effcompile.ops.loss_head import MEAN, chunk_rows, row_slices
 
 __all__ = ["backward", "forward", "gradients", "register"]
 
@@ -35,17 +36,14 @@ def register(device: str) -> None:
     op.loss_head_gradients.register_kernel(device)(gradients)
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
-    inner: float, outer: float, capped: bool, chunks: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any) -> tuple[Tensor, Tensor]:
     """(loss, lse (N, 1)), see `effcompile.ops.loss_head.loss_head_forward`."""
-    op.check(x, weight, bias, target, reduction, chunks)
+    head = op.Head(x, weight, bias, target, *plain).checked()
     if x.dtype == torch.float64 or not x.numel():
-        return op.forward_by_chunks(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks)
-    x, weight = by_rows(x), by_rows(weight)
+        return op.forward_by_chunks(head)
+    head = replace(head, x=by_rows(x), weight=by_rows(weight))
     rows, words = x.shape[0], weight.shape[0]
-    arguments, launch = _arguments(x, weight, bias, inner, outer, capped)
+    arguments, launch = _arguments(head)
     block_m, block_n = arguments["BLOCK_M"], arguments["BLOCK_N"]
     tiles = triton.cdiv(words, block_n)
     part = triton.cdiv(tiles, max(1, min(tiles, _PROGRAMS // triton.cdiv(rows, block_m)))) * block_n
@@ -56,65 +54,63 @@ def forward(
             target=target.contiguous(), tops=tops, totals=totals, picks=picks, rows=rows, part=part, **arguments, **launch
         )
     lse = torch.logsumexp(tops + totals.log(), 0)
-    ignored = target == ignore_index
-    loss = (lse - picks.sum(0)).masked_fill(ignored, 0.0).sum()
-    return loss / (~ignored).sum() if reduction == MEAN else loss, lse.unsqueeze(1)
+    return _outcome(head, lse - picks.sum(0)), lse.unsqueeze(1)
 
 
 def backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, reduction: int, ignore_index: int,
-    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, lse: Tensor, *plain: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dW, dbias), see `effcompile.ops.loss_head.loss_head_backward`."""
-    op.check(x, weight, bias, target, reduction, chunks)
+    *form, needs = plain
+    head = op.Head(x, weight, bias, target, *form).checked()
     if x.dtype == torch.float64 or not x.numel():
-        return op.backward_by_chunks(grad, x, weight, bias, target, lse, reduction, ignore_index, inner, outer, capped, chunks, needs)
-    factor = _factor(grad, target, reduction, ignore_index)
+        return op.backward_by_chunks(head, grad, lse, needs)
+    factor = _factor(head, grad)
     dx, dw, db = _sums(x, weight, bias, needs)  # dW in the weight's own strides
     x, weight = by_rows(x), by_rows(weight)
-    arguments, launch = _arguments(x, weight, bias, inner, outer, capped)
-    step = chunk_rows(x.shape[0], chunks)
-    slopes = x.new_empty((step, weight.shape[0]))
-    for start in range(0, x.shape[0], step):
-        span = slice(start, min(start + step, x.shape[0]))
+    arguments, launch = _arguments(replace(head, x=x, weight=weight))
+    slopes = x.new_empty((chunk_rows(x.shape[0], head.chunks), weight.shape[0]))
+    for span in row_slices(x.shape[0], head.chunks):
         _slopes(arguments, launch, x[span], target[span], lse[span], factor[span], slopes)
-        _add(slopes[: span.stop - start], x[span], weight, dx, dw, db, span)
+        _add(slopes[: span.stop - span.start], x[span], weight, dx, dw, db, span)
     return _results(x, bias, dx, dw, db)
 
 
-def gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, reduction: int, ignore_index: int,
-    inner: float, outer: float, capped: bool, chunks: int, needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def gradients(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, dx, dW, dbias), see `effcompile.ops.loss_head.loss_head_gradients`."""
-    op.check(x, weight, bias, target, reduction, chunks)
-    if x.dtype == torch.float64 or not x.numel():
-        return op.gradients_by_chunks(x, weight, bias, target, reduction, ignore_index, inner, outer, capped, chunks, needs)
+    *form, needs = plain
     target = target.contiguous()
-    factor, losses = _factor(x.new_ones((), dtype=torch.float32), target, reduction, ignore_index), x.new_empty(len(x), dtype=torch.float32)
+    head = op.Head(x, weight, bias, target, *form).checked()
+    if x.dtype == torch.float64 or not x.numel():
+        return op.gradients_by_chunks(head, needs)
+    factor, losses = _factor(head, x.new_ones((), dtype=torch.float32)), x.new_empty(len(x), dtype=torch.float32)
     dx, dw, db = _sums(x, weight, bias, needs)
-    step, words = chunk_rows(x.shape[0], chunks), weight.shape[0]
-    slopes = x.new_empty((step, words))
-    exact, block = x.dtype == torch.float32, min(_SPAN, triton.next_power_of_2(words))
-    for start in range(0, x.shape[0], step):
-        span = slice(start, min(start + step, x.shape[0]))
-        z = slopes[: span.stop - start]
+    words = weight.shape[0]
+    slopes = x.new_empty((chunk_rows(x.shape[0], head.chunks), words))
+    exact, block, outer = x.dtype == torch.float32, min(_SPAN, triton.next_power_of_2(words)), head.outer if head.capped else None
+    for span in row_slices(x.shape[0], head.chunks):
+        z = slopes[: span.stop - span.start]
         torch.mm(x[span], weight.t(), out=z) if bias is None else torch.addmm(bias, x[span], weight.t(), out=z)
         with torch.cuda.device_of(x):
             loss_head_gradients_kernel[(len(z),)](
-                z, target[span], factor[span], losses[span], words, inner, outer if capped else None, exact, block, num_warps=8
+                z, target[span], factor[span], losses[span], words, head.inner, outer, exact, block, num_warps=8
             )  # fmt: skip
         _add(z, x[span], weight, dx, dw, db, span)
-    ignored = target == ignore_index
+    return _outcome(head, losses), *_results(x, bias, dx, dw, db)
+
+
+def _outcome(head: op.Head, losses: Tensor) -> Tensor:
+    """Sum or mean of the rows' losses, (N), over those that are not ignored."""
+    ignored = head.target == head.ignore_index
     loss = losses.masked_fill(ignored, 0.0).sum()
-    return loss / (~ignored).sum() if reduction == MEAN else loss, *_results(x, bias, dx, dw, db)
+    return loss / (~ignored).sum() if head.reduction == MEAN else loss
 
 
-def _factor(grad: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
+def _factor(head: op.Head, grad: Tensor) -> Tensor:
     """d (the outcome's) loss / d a row's loss, (N) in fp32."""
-    ignored = target == ignore_index
-    scale = grad / (~ignored).sum().clamp(min=1) if reduction == MEAN else grad
-    return scale.float().expand(target.shape).masked_fill(ignored, 0.0).contiguous()
+    ignored = head.target == head.ignore_index
+    scale = grad / (~ignored).sum().clamp(min=1) if head.reduction == MEAN else grad
+    return scale.float().expand(head.target.shape).masked_fill(ignored, 0.0).contiguous()
 
 
 def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -157,16 +153,15 @@ def _add(slopes: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dw: Tenso
         db += slopes.sum(0, dtype=torch.float32)
 
 
-def _arguments(
-    x: Tensor, weight: Tensor, bias: Tensor | None, inner: float, outer: float, capped: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _arguments(head: op.Head) -> tuple[dict[str, Any], dict[str, Any]]:
     """(arguments of both kernels, options of a launch). x and weight are as `by_rows` leaves them."""
+    x, weight = head.x, head.weight
     wide = x.dtype == torch.float32
     block = (32, 32, 32) if interpreting() else (64, 64, 32) if wide else (128, 128, 64)
     precision = None if not wide else "ieee" if interpreting() or torch.version.hip else "tf32x3"
     arguments = {
-        "x": x, "weight": weight, "bias": bias, "words": weight.shape[0], "width": x.shape[1], "x_stride": x.stride(0),
-        "w_stride": weight.stride(0), "inner": inner, "outer": outer if capped else None,
+        "x": x, "weight": weight, "bias": head.bias, "words": weight.shape[0], "width": x.shape[1], "x_stride": x.stride(0),
+        "w_stride": weight.stride(0), "inner": head.inner, "outer": head.outer if head.capped else None,
         "BLOCK_M": block[0], "BLOCK_N": block[1], "BLOCK_K": block[2], "PRECISION": precision,
     }  # fmt: skip
     return arguments, {"num_warps": 8, "num_stages": 2 if torch.version.hip else 3, "enable_fp_fusion": True}

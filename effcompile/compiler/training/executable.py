@@ -16,14 +16,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from effcompile.backends.torch.training import StepRunner
-from effcompile.core.errors import Fallback, GuardError, UsageError
+from effcompile.compiler.planned import PlannedModel
+from effcompile.core.errors import GuardError, UsageError
 from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 
-class TrainingExecutable(nn.Module):
+class TrainingExecutable(PlannedModel):
     """A model whose training step runs as planned. Made by `planned`, as a subclass of the model's class too.
 
     It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's Trainer and
@@ -32,14 +33,8 @@ class TrainingExecutable(nn.Module):
     what the plan took for granted is refused; `fallback` is what runs instead, where one was asked for (`on_change`).
     """
 
-    plan: Plan
     runner: StepRunner
     optimizer: Optimizer | None
-    fallback: Fallback | None
-
-    def unplanned(self) -> nn.Module:
-        """The same model, with all that it holds, in its own class: its forward is the model's own."""
-        raise NotImplementedError
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -63,10 +58,6 @@ class TrainingExecutable(nn.Module):
             f"A planned {type(self).__name__} cannot be pickled, for its step is bound to this process. Save its state_dict() and its "
             "plan (save(folder)); effcompile.optimize(model, plan=...) applies it again without solving."
         )
-
-    def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
-        """Print the plan."""
-        self.plan.report(console, verbose=verbose)
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write plan.json, whole or not at all; `effcompile.optimize(model, plan=...)` applies it again.
@@ -94,11 +85,10 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
         try:
             return self.runner(args, kwargs)
         except GuardError as error:
-            if self.fallback is None:
-                raise
-            return self.fallback(error, args, kwargs)
+            return self._refuse(error, args, kwargs)
 
     def unplanned(self: nn.Module) -> nn.Module:
+        """The same model, with all that it holds, in its own class: its forward is the model's own."""
         twin = object.__new__(kind)
         twin.__dict__ = self.__dict__
         return twin

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from effcompile.core.errors import LoweringError
+from effcompile.core.types import Arguments
 from effcompile.ir.program import Program
 from effcompile.ops.mask import BAND, IDS
 from effcompile.sites.attention.find.fx_queries import aten
@@ -26,7 +26,7 @@ def ours(program: Program) -> list[fx.Node]:
     return list(program.calls(torch.ops.effcompile.attention.default))
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
+def arguments(node: fx.Node) -> Arguments:
     """The arguments of a call of `effcompile::attention` by name, defaults included."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = dict(zip((a.name for a in schema), node.args, strict=False)) | node.kwargs
@@ -63,7 +63,7 @@ def expand(graph: fx.Graph, nodes: Collection[fx.Node]) -> None:
         graph.erase_node(node)
 
 
-def _written_out(emit: Emitter, given: dict[str, Any]) -> fx.Node:
+def _written_out(emit: Emitter, given: Arguments) -> fx.Node:
     q, k, v = given["q"], given["k"], given["v"]
     times = int(tensor_of(q).shape[1]) // int(tensor_of(k).shape[1])
     if times > 1:

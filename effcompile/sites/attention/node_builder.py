@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
+from effcompile.core.types import Args, Arguments, Value
 from effcompile.ir.program import shape_of
 from effcompile.sites.attention.find.fx_queries import ASSERTS, RESHAPES, VIEWS, aten
 from effcompile.sites.attention.find.normal_form import Fill, NotThisFormError, Operand, SizeOf, Target, Term, faking, tensor_of
@@ -34,7 +35,7 @@ class Emitter:
         self._place = place
         return self
 
-    def call(self, target: Target, args: Sequence[Any], kwargs: dict[str, Any] | None = None, name: str | None = None) -> fx.Node:
+    def call(self, target: Target, args: Sequence[Value], kwargs: Arguments | None = None, name: str | None = None) -> fx.Node:
         """A call with its shape; one made before with the same arguments, if there is one."""
         assert self._place is not None, "say where first: before(place)"
         args, kwargs = tuple(self._resolved(arg) for arg in args), kwargs or {}
@@ -49,7 +50,7 @@ class Emitter:
         self._made[key] = node
         return node
 
-    def inline(self, function: Callable[..., Any], *nodes: fx.Node) -> fx.Node:
+    def inline(self, function: Callable[..., object], *nodes: fx.Node) -> fx.Node:
         """What a function made of aten operators and numbers computes of these values."""
         traced = fx.symbolic_trace(function).graph
         made: dict[fx.Node, Any] = dict(zip(traced.find_nodes(op="placeholder"), nodes, strict=True))
@@ -127,7 +128,7 @@ class Emitter:
     def _as(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
         return node if tensor_of(node).dtype == dtype else self.call(aten.to.dtype, (node, dtype))
 
-    def _resolved(self, arg: Any) -> Any:
+    def _resolved(self, arg: object) -> Value:
         if isinstance(arg, Operand):
             return self.put(arg)
         if isinstance(arg, fx.Node):
@@ -140,7 +141,7 @@ class Emitter:
         return type(arg)(self._resolved(a) for a in arg) if isinstance(arg, (list, tuple)) else arg
 
 
-def _strides(val: Any) -> list[tuple[Any, ...]]:
+def _strides(val: object) -> list[Args]:
     return [leaf.stride() for leaf in pytree.tree_leaves(val) if isinstance(leaf, Tensor)]
 
 
@@ -149,7 +150,7 @@ def _is_symbolic(node: fx.Node) -> bool:
     return node.op == "placeholder" and isinstance(val, Tensor) and any(isinstance(size, torch.SymInt) for size in val.shape)
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> Value:
     if isinstance(value, dict):
         return tuple((key, _hashable(item)) for key, item in value.items())
     return tuple(_hashable(item) for item in value) if isinstance(value, (list, tuple)) else (type(value), value)
@@ -161,7 +162,7 @@ def _copy_origin(place: fx.Node, node: fx.Node) -> None:
             node.meta[key] = place.meta[key]
 
 
-def _value(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _value(target: Target, args: Args, kwargs: Arguments) -> Value:
     """The fake result."""
     nodes: list[fx.Node] = []
     fx.map_arg((args, kwargs), nodes.append)
@@ -173,7 +174,7 @@ def _value(target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return target(*given, **named)
 
 
-def _at_example(node: fx.Node) -> Any:
+def _at_example(node: fx.Node) -> Value:
     """A fake of its own for a value: after data-dependent operators a Program's values are symbolic, before them they are not."""
     val = node.meta["val"]
     return torch.empty(shape_of(node), dtype=val.dtype, device=val.device) if isinstance(val, Tensor) else val

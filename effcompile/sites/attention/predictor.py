@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
+from effcompile.core.types import Arguments, Shape
 from effcompile.ir.formats import Form
 from effcompile.ops.attention import attention
 from effcompile.ops.mask import BAND, OPERANDS, declared
@@ -67,13 +68,13 @@ def _(q, k, valid=None, factors=None, *, block=64, **_):  # type: ignore[no-unty
 
 
 @register_flop_formula(torch.ops.effcompile.predicted_tiles)
-def _flops(q: Any, k: Any, *_: Any, method: str, pool: int = 8, block: int = 64, **__: Any) -> int:
+def _flops(q: Shape, k: Shape, *_: object, method: str, pool: int = 8, block: int = 64, **__: object) -> int:
     """One product of the pooled queries with the keys, as if all of them were visible: an upper bound."""
     keys = -(-k[2] // block) if method == "pooled" else k[2]
     return int(2 * q[0] * q[1] * -(-q[2] // pool) * keys * q[3])
 
 
-def exact_mass(given: dict[str, Any], block: int) -> Tensor:
+def exact_mass(given: Arguments, block: int) -> Tensor:
     """The true share of the softmax in each tile, [B, H, nq, nk], of an attention's arguments by name. Sinks and biases are left out."""
     q, k = given["q"], given["k"]
     sizes: dict[str, int] = {"q_len": q.shape[2], "k_len": k.shape[2], "block_q": block, "block_k": block}
@@ -135,7 +136,7 @@ class Predictor:
         """The settings as arguments of `predicted_tiles`."""
         return {"method": self.method, "mass": self.mass, "detail": self.detail, "pool": self.pool, "block": self.block}
 
-    def fixed(self, mass: Tensor, given: dict[str, Any]) -> tuple[Tensor, ...]:
+    def fixed(self, mass: Tensor, given: Arguments) -> tuple[Tensor, ...]:
         """The tiles of "vitcod" from the mean true mass [1, H, nq, nk]. With padding none is full, for that differs from call to call."""
         q, k = given["q"], given["k"]
         see = Visibility(lo=given["lo"], hi=given["hi"], chunk=given["chunk"])
@@ -145,7 +146,7 @@ class Predictor:
             tiles = TileList.from_grids(tiles.partial | tiles.full, torch.zeros_like(tiles.full), **everything)
         return _tensors(tiles)
 
-    def tiles(self, given: dict[str, Any], constants: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def tiles(self, given: Arguments, constants: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The lists for an attention's arguments by name."""
         if self.static:
             return tuple(constants)
@@ -153,7 +154,7 @@ class Predictor:
         result: tuple[Tensor, ...] = predicted_tiles(given["q"], given["k"], given["valid"], list(constants) or None, **self.form, **seen)
         return result
 
-    def run(self, given: dict[str, Any], constants: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def run(self, given: Arguments, constants: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """(out, lse) of the attention on the predicted tiles, and the tiles."""
         tiles = self.tiles(given, constants)
         out, lse = attention(**{**given, "tiles": list(tiles), "block_q": self.block, "block_k": self.block})
@@ -173,7 +174,7 @@ class Predictor:
         node.kwargs = {**node.kwargs, "block_q": self.block, "block_k": self.block}
 
 
-def visible_tiles(given: dict[str, Any], block: int) -> int:
+def visible_tiles(given: Arguments, block: int) -> int:
     """Tiles that the exact attention visits, over all batch entries and heads."""
     q, k = given["q"], given["k"]
     tiles = _seen_by(given).tiles(block, block, q_len=q.shape[2], k_len=k.shape[2])
@@ -181,7 +182,7 @@ def visible_tiles(given: dict[str, Any], block: int) -> int:
     return lead * tiles.visited
 
 
-def _seen_by(given: dict[str, Any]) -> Visibility:
+def _seen_by(given: Arguments) -> Visibility:
     return Visibility(lo=given["lo"], hi=given["hi"], chunk=given["chunk"], valid=given["valid"])
 
 
@@ -189,7 +190,7 @@ def _tensors(tiles: TileList) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tiles.partial_count, tiles.partial_index, tiles.full_count, tiles.full_index
 
 
-def _shaped(q: Tensor, k: Tensor, block: int, make: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _shaped(q: Tensor, k: Tensor, block: int, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     counts = (q.shape[0], q.shape[1], -(-q.shape[2] // block))
     shapes = (counts, (*counts, -(-k.shape[2] // block))) * 2
     first, second, third, fourth = (make(shape, dtype=torch.int32, device=q.device) for shape in shapes)

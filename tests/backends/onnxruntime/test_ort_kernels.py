@@ -3,7 +3,7 @@
 import pytest
 
 from effcompile.backends.onnxruntime import OnnxRuntime
-from effcompile.machine.calibration import grid
+from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}

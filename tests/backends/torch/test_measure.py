@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effcompile.backends.torch import TorchEager
-from effcompile.machine.calibration import grid
+from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 
 DIMS = {call.kernel: call.dims for call in grid(quick=True)}

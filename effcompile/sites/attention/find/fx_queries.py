@@ -46,7 +46,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
     return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
 
 
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+def argument(node: fx.Node, position: int, name: str, default: object = None) -> Any:
     """An argument given by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
@@ -98,7 +98,7 @@ def tensor_behind(node: fx.Node) -> Tensor | None:
     return value if node.op == "get_attr" and isinstance(value, Tensor) else None
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """The value of a number, or of a one-element tensor made of numbers and buffers only; None where it is not known."""
     if isinstance(value, (int, float)):
         return float(value)

@@ -224,7 +224,7 @@ def _times(node: fx.Node) -> float | None:
     return None
 
 
-def _ungrouped(node: fx.Node, heads: Any) -> Operand | None:
+def _ungrouped(node: fx.Node, heads: object) -> Operand | None:
     """[B, K, T, D], if the node repeats it K → H, each head H/K times in a row."""
     val = tensor_of(node)
     source = source_of(node)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.core import torch_compat
+from effcompile.core.types import Args, Value
 
 Target = Callable[..., Any]
 
@@ -27,7 +28,7 @@ class SizeOf:
     divisor: int = 1
 
     @property
-    def now(self) -> Any:
+    def now(self) -> Value:
         """At the example."""
         return tensor_of(self.node).shape[self.axis] // self.divisor
 
@@ -58,14 +59,14 @@ class Operand:
     def of(cls, node: fx.Node) -> Operand:
         return cls(node=node, val=tensor_of(node))
 
-    def then(self, target: Target, *args: Any) -> Operand:
+    def then(self, target: Target, *args: object) -> Operand:
         """The operand after one more operator."""
         with faking(self.val):
             val = target(self.val, *fx.map_arg(_plain(args), lambda node: node.meta["val"]))
         return replace(self, val=val, steps=(*self.steps, Step(target, args)))
 
     @property
-    def shape(self) -> tuple[Any, ...]:
+    def shape(self) -> Args:
         return tuple(self.val.shape)
 
 
@@ -183,17 +184,17 @@ def tensor_of(node: fx.Node) -> Tensor:
     return val
 
 
-def same(a: Any, b: Any) -> bool:
+def same(a: object, b: object) -> bool:
     """Whether two sizes are equal by what is known, without a new guard."""
     return bool(torch_compat.expression(a) == torch_compat.expression(b))
 
 
-def same_shape(a: tuple[Any, ...] | torch.Size, b: tuple[Any, ...] | torch.Size) -> bool:
+def same_shape(a: Args | torch.Size, b: Args | torch.Size) -> bool:
     """Whether all sizes of two shapes are."""
     return len(a) == len(b) and all(map(same, a, b))
 
 
-def _plain(args: Any) -> Any:
+def _plain(args: object) -> Value:
     """Arguments with sizes and operands as what they stand for now."""
     if isinstance(args, SizeOf):
         return args.now

@@ -121,7 +121,7 @@ class Scores:
                 return apply(self, before, node)
         raise AssertionError(f"{node.target} is on the way and has no rule")
 
-    def added(self, value: Any, factor: float) -> list[Term | Fill]:
+    def added(self, value: object, factor: float) -> list[Term | Fill]:
         """What is added: as a fill where it is one, `where(seen, 0, finfo.min)` as HF writes masks; else as it is."""
         assert isinstance(value, fx.Node)
         if factor > 0 and (mask := added_mask(value)) is not None:
@@ -196,7 +196,7 @@ class Scores:
         self.sink_first = parts[0] is not before
         self.sink = self._per_head(sink)
 
-    def _filled(self, mask: Any, hidden: bool, value: Any, before: fx.Node, node: fx.Node) -> None:
+    def _filled(self, mask: object, hidden: bool, value: object, before: fx.Node, node: fx.Node) -> None:
         self._before_sink(node)
         fill = number(value)
         if fill is None or fill > HIDING or (self.after is not None and self.after <= 0):
@@ -238,7 +238,7 @@ class Scores:
         if self.sink is not None:
             raise NotThisFormError(f"{node.name} changes the scores with their sink")
 
-    def _is_maximum(self, other: Any, scores: fx.Node) -> bool:
+    def _is_maximum(self, other: object, scores: fx.Node) -> bool:
         """max(scores, −1, keepdim=True), which no softmax feels; its nodes are noted as read by nobody else."""
         if not isinstance(other, fx.Node):
             return False
@@ -265,7 +265,7 @@ class Scores:
                 return Operand.of(value)
         return self.heads.split(Operand.of(sink), self.frame).then(aten.squeeze.dim, -1)
 
-    def _spread_over_heads(self, chain: list[fx.Node], heads: Any) -> bool:
+    def _spread_over_heads(self, chain: list[fx.Node], heads: object) -> bool:
         """Whether these views of [H] put it on the axis of the heads, and on no other."""
         shapes = [tensor_of(n).shape for n in chain if n.target in RESHAPES]
         return all(len(shape) == 4 and same(shape[1], heads) and same(shape[2], 1) for shape in shapes) and len(self.heads.lead) == 2

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.program import Program
 
 aten = torch.ops.aten
@@ -48,7 +49,7 @@ def reads(*nodes: fx.Node, given: Collection[fx.Node] = ()) -> list[fx.Node]:
     return [n for n in ancestors(*nodes, of_values=True, given=given) if n.op == "placeholder" and n not in given]
 
 
-def evaluate(program: Program, nodes: Iterable[fx.Node], values: Values) -> dict[fx.Node, Any]:
+def evaluate(program: Program, nodes: Iterable[fx.Node], values: Values) -> dict[fx.Node, Value]:
     """The values of the nodes, and of all they are computed from, where some (all placeholders that are needed) have given values."""
     found: dict[fx.Node, Any] = {}
     with torch.no_grad():
@@ -63,7 +64,7 @@ def evaluate(program: Program, nodes: Iterable[fx.Node], values: Values) -> dict
     return found
 
 
-def placeholders(program: Program, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> dict[fx.Node, Any]:
+def placeholders(program: Program, args: Args | None = None, kwargs: Kwargs | None = None) -> dict[fx.Node, Value]:
     """The value of each placeholder at the given (default: example) inputs."""
     leaves = pytree.tree_leaves((program.args if args is None else args, dict(program.kwargs if kwargs is None else kwargs)))
     return dict(zip(program.graph.find_nodes(op="placeholder"), leaves, strict=True))
@@ -104,7 +105,7 @@ def _other_sizes(here: Values, dims: Mapping[fx.Node, Sequence[int | str]], leas
         yield name, {dim: size + 1 if dim == "batch" else step(size) for dim, size in sizes.items()}
 
 
-def _resized(here: Values, dims: Mapping[fx.Node, Sequence[int | str]], sizes: Mapping[str, int]) -> dict[fx.Node, Any]:
+def _resized(here: Values, dims: Mapping[fx.Node, Sequence[int | str]], sizes: Mapping[str, int]) -> dict[fx.Node, Value]:
     """Cut or tiled along the named axes."""
     resized = dict(here)
     for node, shape in dims.items():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 
+from effcompile.core.types import Value
 from effcompile.ops.mask import Mask
 from effcompile.ops.visibility import Visibility
 from effcompile.sites.attention.mask.fit_bands import Edge
@@ -72,7 +72,7 @@ class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
         terms = (*(self.valid or ()), *(self.mask or ()), *(e for e in (self.q_ids, self.k_ids) if e is not None))
         return tuple(dict.fromkeys(term.node for term in terms))
 
-    def visibility(self, values: Mapping[fx.Node, Any], q_len: int, k_len: int) -> Visibility:
+    def visibility(self, values: Mapping[fx.Node, Value], q_len: int, k_len: int) -> Visibility:
         """The mask at these sizes, and at these values of `sources`."""
         return self.told(
             Visibility,

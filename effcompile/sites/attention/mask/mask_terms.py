@@ -195,7 +195,7 @@ def is_fill(value: float) -> bool:
     return value <= NEVER
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """The number that every element is; None where they are not known to be one."""
     if isinstance(value, (bool, int, float)):
         return float(value)
@@ -215,7 +215,7 @@ def number(value: Any) -> float | None:
     return None
 
 
-def _constant(value: Any) -> float | None:
+def _constant(value: object) -> float | None:
     """A tensor of one element that the model holds and does not train."""
     if not isinstance(value, fx.Node) or value.op != "get_attr" or value.graph.owning_module is None:
         return None

@@ -25,7 +25,7 @@ class Expression:
     node: fx.Node
     steps: tuple[tuple[Callable[..., Any], tuple[Any, ...]], ...] = ()
 
-    def then(self, target: Callable[..., Any], *args: Any) -> Expression:
+    def then(self, target: Callable[..., object], *args: object) -> Expression:
         return Expression(node=self.node, steps=(*self.steps, (target, args)))
 
     def of(self, value: Tensor) -> Tensor:

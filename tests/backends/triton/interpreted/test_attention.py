@@ -85,7 +85,7 @@ def check(terms: dict[str, Any], dtype: torch.dtype, tiles: bool, dv: int = D, d
         given = Terms(scale=d**-0.5, **{n: getattr(given, n) for n in terms}, block_q=64, block_k=32)
     assert attention.declines(q, k, v, given, backward=True) is None
     out, lse = attention.forward(q, k, v, given, lists)
-    found = attention.backward(grad, q, k, v, out, lse, given, lists)
+    found = attention.backward(attention._Call.of(q, k, v, given, lists), grad, out, lse)
 
     wide = {n: t.double() for n, t in (("q", q), ("k", k), ("v", v), ("bias", given.bias), ("sink", given.sink)) if t is not None}
     if "bias" in wide:

@@ -1,0 +1,331 @@
+"""What a captured graph took for granted of its model, as facts, and the lists by which a call checks them in microseconds.
+
+A graph has as constants what the forward read: attributes, globals, class attributes, variables of enclosing functions
+(reads.py says which are named), the modules' tree, hooks, and in inference the weights. `Snapshot` walks a model and notes
+each as a fact. For the check at each call it also keeps flat lists of where they stand, so that one pass in C compares
+all objects by identity.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import singledispatchmethod
+from itertools import chain
+from operator import attrgetter, call, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile.capture import reads as code
+from effcompile.capture.tensors import Watched, state_of
+from effcompile.core import torch_compat
+from effcompile.ir.guards import Kind, described, same
+
+_OWN = frozenset(vars(nn.Module()))  # what every module has
+_TABLES = ("_modules", "_parameters", "_buffers")
+_FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
+_LONGEST, _DEEPEST = 1000, 4  # of containers that are looked into
+_training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
+
+Source = Any  # a mapping, a sequence or a cell: what a getter reads
+Getter = Callable[[Source], Collection[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """What stood at a place. `state`: of a tensor, what tells whether it was changed."""
+
+    kind: Kind
+    value: object
+    state: tuple[object, ...] = ()
+
+    def equals(self, other: Fact) -> bool:
+        if self.state != other.state:
+            return False
+        return self.value is other.value or (_is_plain(self.value) and same(self.value, other.value))
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.value, torch.Tensor):
+            shape = "×".join(map(str, self.value.shape)) or "scalar"
+            return f"{str(self.value.dtype).removeprefix('torch.')} {shape}, unchanged"
+        return type(self.value).__name__ if isinstance(self.value, nn.Module) else described(self.value)
+
+
+_PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | enum.Enum
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+class Snapshot:
+    """The facts of a model, and the lists by which they are checked.
+
+    Args:
+        roots: the model, and other objects that stand for it, by name.
+        reads: what its code names.
+        training: a step that reads the parameters at each call; otherwise they are constants of the graph.
+        without: places that are left out.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], reads: code.Reads, *, training: bool, without: Collection[str] = ()) -> None:
+        self.facts: dict[str, Fact] = {}
+        self._reads, self._train, self._without = reads, training, without
+        self._getters: list[Getter] = []
+        self._sources: list[Source] = []
+        self._values: list[object] = []
+        self._sized: list[Any] = []
+        self._empty: list[Any] = []
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._modules: list[nn.Module] = []
+        self._frozen: list[torch.Tensor] = []
+        self._evaluating: list[dict[str, Any]] = []
+        self._first_names: dict[int, str] = {}
+        self._seen: set[int] = set()
+        self._roots = tuple(roots.values())
+        for number, (name, root) in enumerate(roots.items()):
+            if number == 0:
+                self._module(root, name)
+            else:
+                self._watch_attributes(root, name)
+        self._classes()
+        self._variables()
+        self._settings()
+        self._sizes = list(map(len, self._sized))
+        self._types = list(map(type, self._modules))
+        self._watched = Watched(list(self._tensors.values()))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those whose values are constants of the graph."""
+        return list(self._tensors.values())
+
+    def unchanged(self) -> bool:
+        """Whether every object is the one that it was, and no tensor was changed."""
+        try:
+            return (
+                all(map(is_, chain.from_iterable(map(call, self._getters, self._sources)), self._values))
+                and list(map(len, self._sized)) == self._sizes
+                and not any(self._empty)
+                and all(map(is_, map(type, self._modules), self._types))
+                and not any(map(_requires_grad, self._frozen))
+                and (self._roots[0].training or not any(map(_training, self._evaluating)))
+                and self._watched.unchanged()
+            )
+        except (KeyError, ValueError, AttributeError, RuntimeError):  # something is gone
+            return False
+
+    # ------------------------------------------------------------------ modules
+
+    def _module(self, module: nn.Module, place: str) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        self._modules.append(module)
+        self.facts[f"{place}.__class__"] = Fact("class", type(module))
+        root = module in self._roots
+        self._watch_attributes(module, place)
+        if not root:
+            self._mode(module, place)
+        self._hooks(module, place, outermost=root)
+        for table in (module._parameters, module._buffers):
+            self._table(table)
+            for name, tensor in table.items():
+                self._weight(tensor, f"{place}.{name}", trained=table is module._parameters)
+        self._table(module._modules)
+        for name, child in module._modules.items():
+            self.facts[f"{place}.{name}"] = Fact("module", child)
+            if child is not None:
+                self._module(child, f"{place}.{name}")
+
+    def _watch_attributes(self, module: nn.Module, place: str) -> None:
+        held = vars(module)
+        known_as = "model" if module in self._roots else place  # what is left out of a model is left out of its planned form
+        read = [key for key in held if key not in _OWN and self._reads_attribute(module, key)]
+        keys = [key for key in read if f"{known_as}.{key}" not in self._without]
+        mode = ["training"] if self._train and module not in self._roots else []
+        self._watch(_getter((*_TABLES, *_FORWARD_HOOKS, *mode, *keys)), held)
+        self._sized.append(held)
+        for key in keys:
+            self._value(held[key], f"{place}.{key}", "attribute", 0)
+
+    def _mode(self, module: nn.Module, place: str) -> None:
+        """In training the module's own flag; in inference that it is not in training mode where the model is in evaluation mode."""
+        outermost = self._roots[0].training
+        if self._train:
+            self.facts[f"{place}.training"] = Fact("mode", module.training)
+            return
+        self.facts[f"{place}.training"] = Fact("mode", module.training and not outermost)
+        if module.training == outermost:
+            self._evaluating.append(vars(module))
+
+    def _reads_attribute(self, module: nn.Module, key: str) -> bool:
+        """Whether code names it, or might make its name. What holds other things is looked into only where it is named."""
+        if key in self._reads.names:
+            return True
+        return self._reads.by_name and not code.is_of_torch(type(module)) and isinstance(vars(module)[key], _PLAIN | torch.Tensor)
+
+    def _hooks(self, module: nn.Module, place: str, *, outermost: bool) -> None:
+        """Hooks inside the graph. Those of a planned step's outermost module run around it, at its own call."""
+        if outermost and self._train:
+            return
+        for name in (*_FORWARD_HOOKS, *(_BACKWARD_HOOKS if self._train else ())):
+            self._hook_table(vars(module)[name], f"{place}.{name.strip('_')}")
+
+    def _hook_table(self, table: Mapping[int, Any], place: str) -> None:
+        self._table(table)
+        for number, hook in table.items():
+            self.facts[f"{place}[{number}]"] = Fact("hook", hook)
+
+    def _weight(self, tensor: torch.Tensor | None, place: str, *, trained: bool) -> None:
+        if tensor is None or place in self._without:
+            self.facts[place] = Fact("weight", None)
+            return
+        first = self._first_names.setdefault(id(tensor), place)
+        if not self._train:
+            self._tensor(tensor, place, "weight")
+            return
+        self.facts[place] = Fact("weight", "its own" if first == place else f"tied to {first}")
+        if trained:
+            self.facts[f"{place}.requires_grad"] = Fact("weight", tensor.requires_grad)
+            if not tensor.requires_grad:
+                self._frozen.append(tensor)
+
+    # ------------------------------------------------------------------ values
+
+    @singledispatchmethod
+    def _value(self, value: object, place: str, kind: Kind, depth: int) -> None:
+        """Any other object: itself, and of what it holds that which code names."""
+        self.facts[place] = Fact(kind, value)
+        known = callable(value) or code.is_plain_code(type(value)) or code.is_of_torch(type(value))
+        if known or not hasattr(value, "__dict__") or depth >= _DEEPEST or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        held = vars(value)
+        keys = tuple(key for key in held if key in self._reads.names and f"{place}.{key}" not in self._without)
+        self._watch(_getter(keys), held)
+        self._sized.append(held)
+        for key in keys:
+            self._value(held[key], f"{place}.{key}", kind, depth + 1)
+
+    @_value.register
+    def _(self, value: _PLAIN, place: str, kind: Kind, depth: int) -> None:
+        self.facts[place] = Fact(kind, value)
+
+    @_value.register
+    def _(self, value: torch.Tensor, place: str, kind: Kind, depth: int) -> None:
+        self._tensor(value, place, "tensor" if kind == "attribute" else kind)
+
+    @_value.register
+    def _(self, value: nn.Module, place: str, kind: Kind, depth: int) -> None:
+        self.facts[place] = Fact(kind, value)
+        self._module(value, place)
+
+    @_value.register
+    def _(self, value: Mapping, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # dispatches on it
+        self._contents(value, [(f"{place}[{key!r}]", item) for key, item in value.items()], place, kind, depth)
+
+    @_value.register
+    def _(self, value: list | tuple | set | frozenset, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # as above
+        self._contents(value, [(f"{place}[{i}]", item) for i, item in enumerate(value)], place, kind, depth)
+
+    def _contents(self, value: object, items: Sequence[tuple[str, object]], place: str, kind: Kind, depth: int) -> None:
+        """A container may be another object with equal contents; of a very large one only the length is looked at."""
+        self.facts[f"len({place})"] = Fact(kind, len(items))
+        self._sized.append(value)
+        if len(items) > _LONGEST or depth >= _DEEPEST or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._watch(_mapped if isinstance(value, Mapping) else tuple, value)
+        for where, item in items:
+            self._value(item, where, kind, depth + 1)
+
+    def _tensor(self, tensor: torch.Tensor, place: str, kind: Kind) -> None:
+        self._tensors[id(tensor)] = tensor
+        self.facts[place] = Fact(kind, tensor, state_of(tensor))
+
+    # ------------------------------------------------------------------ what stands outside of the model
+
+    def _classes(self) -> None:
+        """Of classes whatever code names: methods, and attributes that an instance may hide."""
+        for kind in self._reads.kinds:
+            held = vars(kind)
+            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=code.is_installed(_file_of(kind)))
+
+    def _variables(self) -> None:
+        for name, (space, names) in self._reads.variables.items():
+            self._named(space, names, f"{name}.", "global", installed=code.is_installed(str(space.get("__file__", ""))))
+        for (function, name), cell in self._reads.cells.items():
+            place = f"{name} in {function}"
+            if place not in self._without:
+                self._watch(_cell, cell)
+                self._value(cell.cell_contents, place, "global", 0)
+
+    def _named(self, space: Mapping[str, object], names: Collection[str], prefix: str, kind: Kind, *, installed: bool) -> None:
+        """Values of a namespace. In installed packages what is not a value, a tensor or a function is taken as it is."""
+        allowed: Any = _PLAIN | torch.Tensor | type(_getter) if installed else object
+        there = [n for n in space if n in names and f"{prefix}{n}" not in self._without and isinstance(space[n], allowed)]
+        there = [n for n in there if not isinstance(space[n], type(enum) | type | nn.Module) or isinstance(space[n], nn.Module)]
+        if there:
+            self._watch(_getter(tuple(there)), space)
+        for name in there:
+            self._value(space[name], f"{prefix}{name}", kind, 1)
+
+    def _settings(self) -> None:
+        """torch's own switches that change what operators are run, and hooks on all modules."""
+        for table in torch_compat.global_module_hooks():
+            self._hook_table(table, "torch.nn.modules.module hooks")
+        read = _settings if self._train else _settings_and_autocast
+        self._watch(read, None)
+        for name, value in zip(_SETTINGS, read(None), strict=False):
+            self.facts[name] = Fact("setting", value)
+
+    # ------------------------------------------------------------------ lists
+
+    def _watch(self, getter: Getter, source: Source) -> None:
+        self._getters.append(getter)
+        self._sources.append(source)
+        self._values.extend(getter(source))
+
+    def _table(self, table: Mapping[Any, object]) -> None:
+        """A dict whose entries are all watched; most are empty."""
+        if not table:
+            self._empty.append(table)
+            return
+        self._sized.append(table)
+        self._watch(_mapped, table)
+
+
+def _getter(keys: tuple[str, ...]) -> Getter:
+    """The values at these keys, as a tuple also where there are fewer than two."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return (lambda held: (held[keys[0]],)) if keys else (lambda _: ())
+
+
+def _mapped(table: Mapping[Any, object]) -> Collection[object]:
+    return table.values()
+
+
+def _cell(cell: Any) -> tuple[object]:
+    return (cell.cell_contents,)
+
+
+_SETTINGS = ("torch.get_default_dtype()", "torch.is_autocast_enabled('cpu')", "torch.is_autocast_enabled('cuda')")
+
+
+def _settings(_: object) -> tuple[object, ...]:
+    return (torch.get_default_dtype(),)
+
+
+def _settings_and_autocast(_: object) -> tuple[object, ...]:
+    return torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _file_of(kind: type) -> str:
+    return str(getattr(sys.modules.get(kind.__module__), "__file__", ""))

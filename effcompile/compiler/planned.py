@@ -1,0 +1,39 @@
+"""What every planned model has: its plan, and what it answers a call that the plan does not hold for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from effcompile.core.errors import Fallback, GuardError
+from effcompile.core.types import Args, Kwargs, Outputs
+from effcompile.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class PlannedModel(nn.Module):
+    """A model that runs as its plan says. A call that the plan does not hold for is refused, or answered by `fallback` (`on_change`)."""
+
+    plan: Plan
+    fallback: Fallback | None
+
+    def unplanned(self) -> nn.Module:
+        """The model as it was given, with all that it holds."""
+        raise NotImplementedError
+
+    def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
+        """Print the plan."""
+        self.plan.report(console, verbose=verbose)
+
+    def _refuse(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
+        """What stands for a refused call.
+
+        Raises:
+            GuardError: nothing does.
+        """
+        if self.fallback is None:
+            raise error
+        return self.fallback(error, args, kwargs)
