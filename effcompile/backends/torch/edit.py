@@ -96,7 +96,8 @@ class _Editor:
         if refusal is not None:
             raise LoweringError(f"Cannot run {site.site} as {held.name}: {refusal}. Plan again with another backend.")
         weight = (stored.t() if site.transposed else stored).detach()  # (N, K)
-        wide = dtype_of(site.node) == torch.float64 and held != FP32 and not held.block  # rounded products make fp32
+        dtype = dtype_of(site.node)
+        wide = dtype == torch.float64 and held != FP32 and not held.block
         cores = held.family == TWO_OF_FOUR.family and two_of_four.no_cores(stored.device) is None
         with self.graph.inserting_before(site.node):
             if wide and site.bias is not None:
@@ -105,7 +106,9 @@ class _Editor:
                 result = _two_of_four(self, site, weight)
             else:
                 result = _sparse(self, site, weight, held) if held.block else _EMITTERS[held.family](self, site, weight, held)
-            result = self.call(None, aten.to.dtype, result, torch.float64) if wide else result
+            rounded = result is not site.node and held != FP32 and not held.block  # such products make fp32
+            if rounded and dtype is not None and dtype != torch.float32:
+                result = self.call(None, aten.to.dtype, result, dtype)
         if result is not site.node:
             result.meta = {**site.node.meta, **result.meta}
             site.node.replace_all_uses_with(result)

@@ -62,19 +62,20 @@ def test_every_option_runs_at_any_shape_and_is_read_back(model: nn.Module, progr
         assert option == "fp32" or found > 1e-5  # reduced precision must show
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option not in ("fp32", "int8_static")])
-def test_a_model_in_float64_stays_in_float64(option: str) -> None:
-    """Rounded products take a bias and make results in fp32, which its other operators do not."""
+def test_a_model_stays_in_its_dtype(option: str, dtype: torch.dtype) -> None:
+    """Rounded products take a bias and make results in fp32, which its other operators do not, nor whoever reads the last one."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False)).double().eval()
-    x = torch.randn(8, 64).double()
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False)).to(dtype).eval()
+    x = torch.randn(8, 64).to(dtype)
     program = capture(model, (x,), {})
     planned = {site.site: option for site in linears(program)}
     lowered = TorchEager().lower(program.tagged(forms(planned), "test"), None, [[x]])
     with torch.no_grad():
         (found,), wanted = lowered(x), model(x)
-    assert found.dtype == torch.float64 and len(planned) == 2
-    assert float((found - wanted).norm() / wanted.norm()) <= LIMITS[option]
+    assert found.dtype == dtype and len(planned) == 2
+    assert float((found - wanted).norm() / wanted.norm()) <= LIMITS[option] + torch.finfo(dtype).eps
     assert {site: lowered.applied[site].name for site in planned} == planned
 
 
