@@ -96,8 +96,9 @@ def check(case: Case, model: nn.Module, levers: Levers, tally: Counter[str]) -> 
         wanted = step(twin, given_inputs, theirs, case.seed + number, twin, levers, measured=number == 1)
         loss, gradients, state = wanted.loss, wanted.gradients, wanted.state
         if least and wanted.nbytes is not None:
-            assert least <= wanted.nbytes, f"the least budget is {least}, {least - wanted.nbytes} more than eager's step takes"
-            tally["training: least budgets compared with eager's peak"] += 1
+            over = least - wanted.nbytes
+            assert over <= beside(case), f"the least budget is {least}, {over} more than eager's step takes"
+            tally[f"training: least budgets {'within' if over <= 0 else 'up to a generator state above'} eager's peak"] += 1
         if exact:
             rough = "bf16" in case.kinds  # from the second step on parameters differ by a rounding of theirs
             same(peak.loss, loss, "loss", 3e-2 if rough else 3e-5)
@@ -115,6 +116,18 @@ def check(case: Case, model: nn.Module, levers: Levers, tally: Counter[str]) -> 
             predicted = planned.plan.predicted.peak_bytes
             assert predicted is not None and peak.nbytes <= predicted, f"predicted {predicted}, {peak.nbytes - predicted} too low"
             tally["training: peaks measured"] += 1
+
+
+#: Bytes of the CPU generator's state, and how many a part may hold: what draws again in the backward holds what the first draw began with.
+STATE, DRAWS = 5056, {"noise": 3, "dropout": 1, "alpha dropout": 1, "attention, dropout": 1, "fused attention, dropout": 1}
+#: New values of a part's buffers stand beside the old ones until the forward has ended, where eager writes over these; and scalars.
+BESIDE = 256
+
+
+def beside(case: Case) -> int:
+    """Bytes by which the least budget may be above eager's peak: what is kept for exactness, and is nothing beside a real model's step."""
+    kinds = [*case.kinds, *([case.kinds[case.again]] if 0 <= case.again < len(case.kinds) else [])]
+    return BESIDE * len(kinds) + STATE * sum(DRAWS.get(kind, 0) for kind in kinds)
 
 
 def runs(case: Case) -> bool:
