@@ -52,6 +52,7 @@ def planning() -> Iterator[None]:
         ) from error
     finally:
         _BEFORE.reset(before)
+        memory.give_back()  # what planning took and freed is no more resident when the user goes on
 
 
 def device_of(model: nn.Module) -> str:

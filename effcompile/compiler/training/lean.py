@@ -18,6 +18,9 @@ from effcompile.compiler.room import Room
 from effcompile.compiler.training.spool import Spool
 from effcompile.compiler.training.verify import Leaves, differentiated
 
+#: Bytes put aside or read back between two returns of freed pages.
+_TIDY_AFTER = 64 << 20
+
 
 @contextlib.contextmanager
 def lean(model: nn.Module, inputs: Leaves, gradients: Spool, room: Room) -> Iterator[None]:
@@ -53,7 +56,7 @@ class _Saved:
     """What autograd saves: in a file, but for what is alive anyway."""
 
     def __init__(self, model: nn.Module, room: Room) -> None:
-        self.room, self.spool, self.count = room, Spool(), 0
+        self.room, self.spool, self.count, self.moved = room, Spool(), 0, 0
         self.resident = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers()) if type(t) in (Tensor, nn.Parameter)}
 
     def put_aside(self, value: Tensor) -> Any:
@@ -64,12 +67,21 @@ class _Saved:
             return value.detach()
         self.count += 1
         self.spool.put(str(self.count), value)
+        self._tidied(value)
         return str(self.count)
 
     def read_back(self, held: Any) -> Tensor:
         if isinstance(held, str):
             value = self.spool[held]
             assert value is not None
+            self._tidied(value)
             return value
         assert isinstance(held, Tensor)
         return held
+
+    def _tidied(self, value: Tensor) -> None:
+        """Return freed pages to the system now and then: what comes and goes in pieces of all sizes leaves many behind."""
+        self.moved += value.untyped_storage().nbytes()
+        if self.moved > _TIDY_AFTER:
+            self.moved = 0
+            self.room.tidy()
