@@ -24,6 +24,7 @@ from effcompile.passes.training.base import Case, forms, reapplied, told
 from effcompile.passes.training.pointwise import Pointwise, fuse
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, split
 from effcompile.schedule.emit import emit
+from effcompile.schedule.simulate import simulate
 
 aten = torch.ops.aten
 TOLERANCE = 1e-6
@@ -185,14 +186,14 @@ def test_what_is_not_faster_is_left_out() -> None:
             return [9.0 if "tanh" in str(n.target) and isinstance(n.target, Fused) else 1.0 for n in nodes]
 
     here = replace(context(here=True), prices=Prices(target=context().target, here=True))
-    (form,), _ = forms([Pointwise()], Case(step=step), here)
+    (form,) = forms([Pointwise()], Case(step=step), here).cases
     left = [str(node.target) for node in kernels(form.step)]
     assert left and not any("tanh" in name for name in left)
     decisions = told(form.taken[0], cut(form.step), Cost(), Cost(), "")
     assert [len(d.settings) > 0 for d in decisions if d.option.endswith("one by one")] == [True]
     again = reapplied([Pointwise()], Case(step=step), decisions)
     assert [str(node.target) for node in kernels(again.step)] == left
-    assert forms([Pointwise(enabled=False)], Case(step=step), here)[0] == [Case(step=step)]
+    assert forms([Pointwise(enabled=False)], Case(step=step), here).cases == [Case(step=step)]
 
 
 def _asked(name: str, dropout: float) -> tuple[Any, ...]:
@@ -220,3 +221,32 @@ def _step(graph: fx.Graph, given: fx.Node, calls: Sequence[fx.Node], value: torc
         name="step", module=fx.GraphModule(nn.Module(), graph), parameters={}, buffers={}, constants={}, inputs=(given,), tangent=None,
         shown=0, updated=(), differentiated=(), leaves=lambda args, kwargs: list(args), rebuild=lambda loss, shown: loss, dropped={},
     )  # fmt: skip
+
+
+class Recurrence(nn.Module):
+    """A state carried along a sequence whose tokens are looked up one by one, as state-space models do without their own kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 64 * 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        decay, given = self.inner(x).unflatten(-1, (64, 16)).sigmoid(), x[..., None, :].tanh()
+        state = torch.zeros(x.shape[0], 64, 16)
+        for t in range(x.shape[1]):
+            state = decay[:, t] * state + given[:, t]
+        return state.square().mean()
+
+
+def test_gradients_of_a_sequences_steps_are_added_up_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    step = capture_training(Recurrence(), (), {"x": torch.randn(4, 12, 16)})
+    fused, fusions = fuse(step)
+    sums = [f for f in fusions if all(member.target is aten.add.Tensor for member in f.members)]
+    assert all(len(f.node.all_input_nodes) <= 3 for f in sums)
+
+    def peak(step: Step) -> int:
+        blocks = cut(step)
+        return simulate(blocks, emit(blocks, blocks.decidable)).footprint.peak_bytes
+
+    assert peak(fused) <= 1.2 * peak(step)

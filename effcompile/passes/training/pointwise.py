@@ -29,6 +29,7 @@ from effcompile.passes.training.pointwise_graph import (
     elements,
     is_cheap,
     is_elementwise,
+    is_sum,
     lasting_order,
     link,
     readers,
@@ -41,6 +42,8 @@ from effcompile.schedule.blocks import split
 
 #: Operators of one kernel at the most.
 _LARGEST = 48
+#: Terms of one sum at the most: all are alive when it is taken, where the steps of a sequence add up one after the other.
+_TERMS = 3
 #: Times that groups are formed again after the slow ones were left out.
 _ROUNDS = 4
 
@@ -218,8 +221,10 @@ def _fit(first: _Group, second: _Group, loose: bool) -> bool:
         return False
     if first.block != second.block and not (loose and "" in (first.block, second.block)):
         return False
+    inside = {*first.nodes, *second.nodes}
+    if all(is_sum(node) for node in inside) and len({link(arg) for node in inside for arg in node.all_input_nodes} - inside) > _TERMS:
+        return False
     if first.size == second.size:
         return True
-    inside = {*first.nodes, *second.nodes}
     broadcast = first.size < second.size and all(reader in inside for node in first.nodes for reader in readers(node))
     return broadcast and all(is_cheap(node) for node in first.nodes)

@@ -70,6 +70,11 @@ def is_elementwise(node: fx.Node) -> bool:
     return large and bool(tensors) and all(isinstance(t, torch.Tensor) and (t.device == value.device or t.dim() == 0) for t in tensors)
 
 
+def is_sum(node: fx.Node) -> bool:
+    """True for a + b, which gradients of one value are added up with."""
+    return node.target is aten.add.Tensor and len(node.all_input_nodes) > 1
+
+
 def is_cheap(node: fx.Node) -> bool:
     """True for an operator of a few cycles per element."""
     return str(node.target).split(".")[1] in _CHEAP
