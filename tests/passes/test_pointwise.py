@@ -17,10 +17,11 @@ from effcompile.capture import capture_training
 from effcompile.compiler.training.prepare import Figures
 from effcompile.core.cost import Cost
 from effcompile.estimate.storages import graph_storages
+from effcompile.ir.footprint import Footprint
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.accumulate import accumulate_embeddings
-from effcompile.passes.training.base import Case, forms, reapplied, told
+from effcompile.passes.training.base import Case, Outcome, forms, reapplied, told
 from effcompile.passes.training.pointwise import Pointwise, fuse
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, split
 from effcompile.schedule.emit import emit
@@ -189,7 +190,8 @@ def test_what_is_not_faster_is_left_out() -> None:
     (form,) = forms([Pointwise()], Case(step=step), here).cases
     left = [str(node.target) for node in kernels(form.step)]
     assert left and not any("tanh" in name for name in left)
-    decisions = told(form.taken[0], cut(form.step), Cost(), Cost(), "")
+    outcome = Outcome(case=form, cut=cut(form.step), seconds=1.0, unplanned_seconds=1.0, unplanned=Footprint, captured=Cost())
+    decisions = told(form.taken[0], outcome, Cost(), Cost(), "")
     assert [len(d.settings) > 0 for d in decisions if d.option.endswith("one by one")] == [True]
     again = reapplied([Pointwise()], Case(step=step), decisions)
     assert [str(node.target) for node in kernels(again.step)] == left
