@@ -13,6 +13,7 @@ from train_helpers import Batch, differing, eager, gpt2, measured, skips
 from effcompile import compiler
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler import optimize_training, plan_training
+from effcompile.compiler.training import attempt
 from effcompile.compiler.training import compile as training
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, InfeasibleError, InputsError, UnknownNameError, UsageError, VerificationError
@@ -249,7 +250,8 @@ def saved(made: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.F
 def test_a_saved_plan_is_applied_without_solving(made: Any, saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = made["skips"]
     plan = saved()
-    monkeypatch.setattr(training, "build_plan", lambda *_, **__: pytest.fail("planned again"))
+    for module in (training, attempt):
+        monkeypatch.setattr(module, "build_plan", lambda *_, **__: pytest.fail("planned again"))
     monkeypatch.setattr("effcompile.compiler.training.cases.schedule", lambda *_, **__: pytest.fail("solved again"))
     monkeypatch.setattr("effcompile.passes.training.checkpoint.joint_front", lambda *_, **__: pytest.fail("solved again"))
     executable = optimize_training(model, (), batch, goal=goal(), plan=plan, passes=EXACTLY)

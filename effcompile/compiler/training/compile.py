@@ -8,20 +8,21 @@ from typing import Any, Unpack
 from torch import nn
 
 from effcompile.compiler.progress import entry
+from effcompile.compiler.refine import refine
 from effcompile.compiler.request import Asked, Task
+from effcompile.compiler.training.attempt import ROUNDS, Attempt
 from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.confirm import verified
 from effcompile.compiler.training.executable import TrainingExecutable
-from effcompile.compiler.training.fit import limit, within_machine
+from effcompile.compiler.training.fit import within_machine
 from effcompile.compiler.training.in_parts import runner_of
 from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
-from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.solve import frontier
 from effcompile.compiler.training.work import Work, as_planned, make_work
-from effcompile.core.errors import FormatError, InfeasibleError, UsageError
+from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.types import Args, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
@@ -31,10 +32,6 @@ from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.saved_blocks import chosen, held
 from effcompile.planner.remat import BlockFront
-
-#: Solves at the most: choices that do not hold, times and bytes that were others than foreseen.
-_ROUNDS = 9
-_PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again and the plan was solved again"
 
 
 @entry("plan")
@@ -78,38 +75,13 @@ def optimize_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unp
 
 
 def _refined(work: Work, case: Case) -> TrainingExecutable:
-    """The best plan that holds when it is run: what running shows to be wrong is a constraint of the next solve.
-
-    That is a choice that does not keep what it promises, operators that take other times than they were measured to take (once), and
-    bytes that the allocator takes beyond the simulated peak.
-    """
-    branches, priced_again, refuted = Branches(work=work, case=case), False, None
-    beside = max(variant.case.beside.resident_bytes for variant in branches.whole.variants)
-    budget = limit(work.goal.memory, branches.whole.footprint.peak_bytes + beside, work.figures.target)
-    for _ in range(_ROUNDS):
-        try:
-            joint = branches.solve(budget)
-        except InfeasibleError as error:
-            raise (error if refuted is None else error.with_more(f"Here {refuted.said}: {refuted}.")) from refuted
-        made = build_plan(joint, branches.chosen_from(joint), work.figures, work.goal, work.notes)
-        runner = runner_of(work.model, joint.case, joint.schedule.emitted)
-        try:
-            result, over = verified(work, joint.schedule.prepared, runner, made)
-        except RefutedError as error:
-            work, refuted = work.without(error), error
-            branches = Branches(work=work, case=case)
-            continue
-        if (not over or budget is None) and not priced_again and result.plan.misjudged is not None:
-            work.notes.append(_PRICED_AGAIN.format(f"{result.plan.misjudged:.2f}"))
-            work.forget(branches.whole)
-            branches, priced_again = Branches(work=work, case=case), True
-            continue
-        if not over or budget is None:
-            break
-        work.notes.append(f"the allocator's peak was {format_bytes(over)} above the budget: solved again with so much less")
-        budget -= over
-    result.plan = _with_levers(branches, joint, result.plan)  # once, of the plan that is returned
-    return taking_items(result, work, case.step)
+    """The best plan that holds when it is run: what running shows to be wrong is a constraint of the next solve."""
+    attempt = Attempt(work=work, case=case)
+    ran = refine(attempt.solve, attempt.run, rounds=ROUNDS, start=attempt.start())
+    assert ran is not None, "the last round raises what it refutes"
+    result = ran.executable
+    result.plan = _with_levers(attempt.branches, ran.joint, result.plan)  # once, of the plan that is returned
+    return taking_items(result, attempt.work, case.step)
 
 
 def _with_levers(branches: Branches, joint: Joint, plan: Plan) -> Plan:

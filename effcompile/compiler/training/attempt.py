@@ -1,0 +1,90 @@
+"""A step's plan, run: what running shows to be wrong is a constraint of the next solve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from effcompile.compiler.refine import Constraints
+from effcompile.compiler.training.branches import Branches
+from effcompile.compiler.training.build import build_plan
+from effcompile.compiler.training.cases import Joint
+from effcompile.compiler.training.confirm import verified
+from effcompile.compiler.training.executable import TrainingExecutable
+from effcompile.compiler.training.fit import limit
+from effcompile.compiler.training.in_parts import runner_of
+from effcompile.compiler.training.moved import RefutedError
+from effcompile.compiler.training.work import Work
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.units import format_bytes
+from effcompile.passes.training.base import Case
+
+#: Solves at the most: choices that do not hold, times and bytes that were others than foreseen.
+ROUNDS = 9
+_PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again and the plan was solved again"
+_LESS = "the allocator's peak was {} above the budget: solved again with so much less"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a schedule became."""
+
+    executable: TrainingExecutable
+    joint: Joint
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """The step as it is prepared now: anew where a choice turned out to be out of the question, or prices to be others."""
+
+    work: Work
+    case: Case
+    branches: Branches = field(init=False)
+    refuted: RefutedError | None = None
+
+    def __post_init__(self) -> None:
+        self.branches = Branches(work=self.work, case=self.case)
+
+    def start(self) -> Constraints:
+        """The budget: what the user allows and the machine has, see fit.py."""
+        whole, work = self.branches.whole, self.work
+        beside = max(variant.case.beside.resident_bytes for variant in whole.variants)
+        return Constraints(budget=limit(work.goal.memory, whole.footprint.peak_bytes + beside, work.figures.target))
+
+    def solve(self, constraints: Constraints) -> Joint:
+        """The best schedule within the budget.
+
+        Raises:
+            InfeasibleError: there is none; it says what was refuted on the way.
+        """
+        try:
+            return self.branches.solve(constraints.budget)
+        except InfeasibleError as error:
+            raise (error if self.refuted is None else error.with_more(f"Here {self.refuted.said}: {self.refuted}.")) from self.refuted
+
+    def run(self, joint: Joint, constraints: Constraints) -> tuple[Ran | None, Constraints | None]:
+        """Build, verify and measure.
+
+        What that may teach: a choice does not keep what it promises; operators take other times than they were measured to take (once);
+        the allocator takes bytes beyond the simulated peak.
+        """
+        work, notes = self.work, [*self.work.notes, *constraints.notes]
+        plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, work.goal, notes)
+        try:
+            found, over = verified(work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan)
+        except RefutedError as error:
+            if constraints.round == ROUNDS:
+                raise
+            self._prepare(work.without(error))
+            self.refuted = error
+            return None, constraints.without((error.kind, error.option), str(error))
+        ran, misjudged = Ran(executable=found, joint=joint), found.plan.misjudged
+        if over and constraints.budget is not None:
+            return ran, constraints.with_less(over, _LESS.format(format_bytes(over)))
+        if misjudged is None or constraints.priced_again:
+            return ran, None
+        work.forget(self.branches.whole)
+        self._prepare(work)
+        return ran, constraints.with_new_prices(_PRICED_AGAIN.format(f"{misjudged:.2f}"))
+
+    def _prepare(self, work: Work) -> None:
+        self.work, self.branches = work, Branches(work=work, case=self.case)
