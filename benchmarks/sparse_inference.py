@@ -12,7 +12,6 @@ as fast as dense in the same backend; exit 1 below it.
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
 import warnings
 from functools import partial
@@ -21,6 +20,9 @@ from typing import Any
 
 import _common
 from _common import Call, Row
+
+from effcompile.core.reasons import SparseSpeed
+from effcompile.report.reasons import words
 
 BAR = 2.0
 SPLIT = "onnxruntime between sparse products by torch"
@@ -147,11 +149,12 @@ def _ours(model: Any, inputs: dict[str, Any], reference: Any, backend: str, form
     sparse = [d for d in plan.decisions if d.by == "sparsify" and d.option != d.baseline]
     found = sum(d.applied == d.option for d in sparse)
     if sparse:
-        eps = sorted(float(value) for d in sparse for value in re.findall(r"FLOP = ([\d.]+)", d.note))
-        even = {value for d in sparse for value in re.findall(r"break-even ([\d.]+)", d.note)}
-        row.note = f"{found} of {len(sparse)} linears found {sparse[0].option}; eps {eps[0]}–{eps[-1]}, break-even {'/'.join(sorted(even))}"
+        speeds = [d.note for d in sparse if isinstance(d.note, SparseSpeed)]
+        eps = sorted(speed.epsilon for speed in speeds)
+        even = sorted({f"{speed.break_even:.1f}" for speed in speeds})
+        row.note = f"{found} of {len(sparse)} linears found {sparse[0].option}; eps {eps[0]:.1f}–{eps[-1]:.1f}, break-even {'/'.join(even)}"
     elif form == "sparse":
-        reasons = [d.reason for d in plan.declined if d.by == "sparsify"]
+        reasons = [words(d.reason) for d in plan.declined if d.by == "sparsify"]
         row.note = f"dense: {reasons[0]}" if reasons else "dense: nothing was found"
     return row, made
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from effcompile.core import errors
 from effcompile.ir.plan import Plan
 from effcompile.ir.sparsity import SparsityFigures
 
@@ -112,5 +113,12 @@ def _print_sparsity(figures: SparsityFigures, console: Console | None) -> None:
     print_sparsity(figures, console)
 
 
+def _infeasible_words(error: errors.InfeasibleError) -> str:
+    from effcompile.report.causes import message
+
+    return message(error)
+
+
 Plan.printer = staticmethod(_print)
+errors.InfeasibleError.words = staticmethod(_infeasible_words)
 SparsityFigures.printer = staticmethod(_print_sparsity)

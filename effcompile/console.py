@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from types import FrameType
 from typing import Any
 
@@ -158,7 +159,8 @@ def error_data(error: Exception, status: int) -> dict[str, Any]:
     """An error as data for `--json`."""
     data: dict[str, Any] = {"type": type(error).__name__, "message": str(error), "exit_code": status}
     if isinstance(error, InfeasibleError):
-        data |= {"binding": list(error.binding), "nearest": error.nearest}
+        causes = [{"cause": type(cause).__name__} | asdict(cause) for cause in (*error.why, *error.untried)]  # type: ignore[call-overload]
+        data |= {"binding": list(error.binding), "nearest": error.nearest, "causes": causes}
     return data
 
 

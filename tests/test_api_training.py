@@ -13,6 +13,7 @@ from torch import nn
 
 import effcompile
 from effcompile import api, compiler, deferred, dynamo
+from effcompile.core.causes import Said
 from effcompile.core.errors import InfeasibleError, InputsError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
@@ -341,7 +342,7 @@ def test_torch_compile_says_when_a_step_cannot_be_planned(monkeypatch: pytest.Mo
     torch.compiler.reset()
 
     def refuse(*_: Any) -> None:
-        raise InfeasibleError("900 MiB are too little")
+        raise InfeasibleError(Said("900 MiB are too little"))
 
     monkeypatch.setattr(dynamo.compiler, "training_backend", refuse)
     net = Net()

@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from effcompile import cli, console
+from effcompile.core.causes import Said
 from effcompile.core.cost import Cost
 from effcompile.core.errors import EffcompileError, InfeasibleError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Unsupported
 from effcompile.ir.plan import Certificate, Decision, Declined, Plan, Totals
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny.py"
@@ -54,7 +56,9 @@ def small_plan(option: str = "int8_dynamic") -> Plan:
         target_line="2 cores",
         backend="onnxruntime",
         decisions=(decision, replace(decision, site="layers.1.dense")),
-        declined=(Declined(site="layers.0.dense", kind="linear", option="w4", by="quantize", reason="slower than int8_dynamic"),),
+        declined=(
+            Declined(site="layers.0.dense", kind="linear", option="w4", by="quantize", reason=Unsupported("slower than int8_dynamic")),
+        ),
         certificate=Certificate(
             status="optimal within gap", objective=2e-3, bound=2e-3, gap=0.0, sites=2, alternatives=4, seconds=0.01, solver="z3"
         ),
@@ -106,7 +110,7 @@ def test_targets_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_explain_one_site_as_json(capsys: pytest.CaptureFixture[str], plan_file: Path) -> None:
     found = json.loads(Outcome(capsys, "explain", plan_file, "layers.0", "--json").out)
     assert [d["site"] for d in found["decisions"]] == ["layers.0.dense"]
-    assert found["declined"][0]["reason"] == "slower than int8_dynamic"
+    assert found["declined"][0]["reason"] == {"kind": "unsupported", "text": "slower than int8_dynamic", "figures": []}
 
 
 def test_explain_unknown_site_suggests(capsys: pytest.CaptureFixture[str], plan_file: Path) -> None:
@@ -227,7 +231,7 @@ def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str
 
 
 def test_infeasible_is_explained_with_the_flag_to_type(capsys: pytest.CaptureFixture[str]) -> None:
-    reason = InfeasibleError("the weights alone need 400 MiB", binding=("memory",), nearest={"memory": 2**29})
+    reason = InfeasibleError(Said("the weights alone need 400 MiB"), binding=("memory",), nearest={"memory": 2**29})
     with pytest.raises(cli.typer.Exit) as stopped, console.explaining(Goal(memory=2**28), as_json=False):
         raise reason
     assert stopped.value.exit_code == 1

@@ -12,9 +12,11 @@ import torch
 from test_cli import Outcome
 
 from effcompile import compiler
+from effcompile.core.causes import Said
 from effcompile.core.cost import Cost
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Unsupported
 from effcompile.core.units import parse_bytes
 from effcompile.ir.plan import Certificate, Decision, Declined, MemoryTimeline, Plan, Totals
 
@@ -60,7 +62,12 @@ def training_plan(goal: Goal, seconds: float = 1.1) -> Plan:
         decisions=(decision, replace(decision, site="transformer.h.1")),
         declined=(
             Declined(
-                site="transformer.h.0", kind="checkpoint", option="keep everything", by="checkpoint", reason="above the budget", cost=keep
+                site="transformer.h.0",
+                kind="checkpoint",
+                option="keep everything",
+                by="checkpoint",
+                reason=Unsupported("above the budget"),
+                cost=keep,
             ),
         ),
         certificate=Certificate(
@@ -229,7 +236,7 @@ def test_infeasible_gives_the_command_that_would_do(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
-        raise InfeasibleError("the loss head alone needs 618 MiB", binding=("memory",), nearest={"memory": 700 * MIB})
+        raise InfeasibleError(Said("the loss head alone needs 618 MiB"), binding=("memory",), nearest={"memory": 700 * MIB})
 
     monkeypatch.setattr(compiler, "optimize_training", refuse)
     out = tmp_path / "out"

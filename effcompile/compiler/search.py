@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -11,10 +12,23 @@ from torch import fx
 from effcompile import planner
 from effcompile.backends.base import Backend
 from effcompile.compiler.machine import BASELINE, Machine
+from effcompile.core.causes import Limits, MachineTooSmall
 from effcompile.core.cost import Cost, Provenance, total
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
-from effcompile.core.units import format_bytes, format_error, format_seconds
+from effcompile.core.reasons import (
+    Gains,
+    Kept,
+    Needed,
+    NotFaster,
+    NotSmaller,
+    OverBudget,
+    OverError,
+    Reason,
+    Requires,
+    Unsupported,
+    WithinGap,
+)
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.estimate.timeline import Timeline, timeline
@@ -94,8 +108,9 @@ class Search:
             goal = self._on_the_machine(part)
             problem = part.problem(goal)
             try:
-                solution = planner.solve(problem, gap=GAP, describe=describe_limit)
+                solution = planner.solve(problem, gap=GAP)
             except InfeasibleError as error:
+                error = _with_errors(error)
                 infeasible.append(error if goal is self.goal else too_large(error, self.machine.target))
                 continue
             plans.append(self._plan(part, problem, solution, error_scale, rounds, notes))
@@ -111,6 +126,7 @@ class Search:
         try:
             solutions = planner.frontier(problem, "memory", points)
         except InfeasibleError as error:
+            error = _with_errors(error)
             raise error if goal is self.goal else too_large(error, self.machine.target) from error
         return [self._plan(proposal, problem, solution, 1.0, 1, ()) for solution in solutions]
 
@@ -214,27 +230,29 @@ def describe_inputs(program: Program) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def describe_limit(resource: str, value: float) -> str:
-    """A limit in the user's words."""
-    if resource == "error_squared":
-        return f"error {format_error(value**0.5)}"
-    return f"{'peak memory' if resource == 'memory' else resource} {format_bytes(value)}"
-
-
 def too_large(error: InfeasibleError, target: Target) -> InfeasibleError:
     """The error where the limit on memory is the machine's own: asking for more of it is no remedy."""
     nearest = {limit: value for limit, value in error.nearest.items() if limit != "memory"}
-    leanest = f"the leanest plan needs {format_bytes(int(error.nearest['memory']))}, " if "memory" in error.nearest else ""
-    has = f"{leanest}{target.name} has {format_bytes(target.memory_bytes)} of memory"
-    mend = "" if nearest else " Plan for a larger machine, or allow an error (max_error), so that weights take fewer bytes."
-    return InfeasibleError(f"This does not fit: {has}. {error}{mend}", binding=error.binding, nearest=nearest)
+    machine = MachineTooSmall(target=target.name, memory_bytes=target.memory_bytes, needed=error.needed or None)
+    return InfeasibleError(machine, *error.why, binding=error.binding, nearest=nearest)
 
 
 def explain_infeasible(errors: Mapping[str, InfeasibleError]) -> InfeasibleError:
-    """One error for a goal that no backend meets: the nearest misses, with errors as errors and not as squares."""
-    best = min(errors.values(), key=lambda e: sum(e.nearest.values(), start=0.0))
-    nearest = {("max_error" if k == "error_squared" else k): (v**0.5 if k == "error_squared" else v) for k, v in best.nearest.items()}
-    return InfeasibleError(str(best), binding=best.binding, nearest=nearest)
+    """One error for a goal that no backend meets: the nearest misses."""
+    return min(errors.values(), key=lambda e: sum(e.nearest.values(), start=0.0))
+
+
+def _with_errors(error: InfeasibleError) -> InfeasibleError:
+    """With errors as errors, and not as the squares that add up."""
+    limit, root = {"error_squared": "max_error"}, {"error_squared": math.sqrt}
+    nearest = {limit.get(name, name): root.get(name, float)(value) for name, value in error.nearest.items()}
+    why = tuple(
+        replace(cause, limits=tuple((limit.get(name, name), root.get(name, float)(value)) for name, value in cause.limits))
+        if isinstance(cause, Limits) else cause
+        for cause in error.why
+    )  # fmt: skip
+    binding = tuple(limit.get(name, name) for name in error.binding)
+    return InfeasibleError(*why, binding=binding, nearest=nearest, untried=error.untried)
 
 
 def _alternative(option: Option, goal: Goal) -> planner.Alternative:
@@ -273,7 +291,7 @@ def _without_conflicts(proposal: Proposal, conflicts: Sequence[tuple[str, str]])
 
 def _without(proposal: Proposal, option: str) -> Proposal:
     """The proposal with an option of the linears left out, and what requires it; sites that offer nothing else keep it."""
-    refused = Declined(site="", kind="linear", option=option, by="quantize", reason=f"{proposal.backend} runs all or none so")
+    refused = Declined(site="", kind="linear", option=option, by="quantize", reason=Unsupported(f"{proposal.backend} runs all or none so"))
     choices, gone = [], set()
     for choice in proposal.choices:
         kept = tuple(o for o in choice.options if not (choice.kind == "linear" and o.name == option))
@@ -305,19 +323,13 @@ def _decision(choice: Choice, option: Option) -> Decision:
     )
 
 
-def _why(option: Option, baseline: Option, alternatives: int) -> str:
+def _why(option: Option, baseline: Option, alternatives: int) -> Reason | None:
     if option is baseline:
-        return "nothing else is possible here" if alternatives == 1 else "no alternative is worth its cost here"
-    parts = []
+        return Kept(options=alternatives)
     saved = baseline.cost.seconds - option.cost.seconds
-    if saved:
-        parts.append(f"{format_seconds(abs(saved))} {'faster' if saved > 0 else 'slower'}")
-    if option.cost.weight_bytes < baseline.cost.weight_bytes:
-        parts.append(f"{format_bytes(baseline.cost.weight_bytes - option.cost.weight_bytes)} smaller")
-    if option.cost.error_squared:
-        parts.append(f"adds error {format_error(option.cost.error)}")
-        parts += [option.note] if option.note else []
-    return ", ".join(parts) or option.note
+    smaller = max(0, baseline.cost.weight_bytes - option.cost.weight_bytes)
+    error = option.cost.error if option.cost.error_squared else 0.0
+    return Gains(seconds=saved, bytes=smaller, error=error) if saved or smaller or error else None
 
 
 def _not_taken(
@@ -329,7 +341,7 @@ def _not_taken(
             kind=choice.kind,
             option=option.name,
             by=option.by,
-            reason=_reason(option, chosen[choice.site], problem, solution, goal),
+            reason=_reason(option, choice.site, chosen, problem, solution, goal),
             cost=option.cost,
         )
         for choice in choices
@@ -338,17 +350,21 @@ def _not_taken(
     ]
 
 
-def _reason(option: Option, taken: Option, problem: planner.Problem, solution: planner.Solution, goal: Goal) -> str:
+def _reason(
+    option: Option, site: str, chosen: Mapping[str, Option], problem: planner.Problem, solution: planner.Solution, goal: Goal
+) -> Reason:
     """Why this option lost: needs others that lost, not better, or better but over a limit if taken here with all else unchanged."""
-    for site, allowed in option.requires.items():
-        if solution.choice.get(site) not in allowed:
-            return f"needs {site} to be {' or '.join(allowed)}, which costs more than it gains"
+    taken = chosen[site]
+    for other, allowed in option.requires.items():
+        if solution.choice.get(other) not in allowed:
+            return Requires(site=other, options=tuple(allowed), offered=True)
     if _objective(taken.cost, goal) <= _objective(option.cost, goal):
         if goal.minimize == "memory":
-            return f"not smaller: {format_bytes(option.cost.weight_bytes)} against {format_bytes(taken.cost.weight_bytes)} ({taken.name})"
-        if taken.cost.seconds < 0:
-            return f"not faster: {taken.name} saves {format_seconds(-taken.cost.seconds)}"
-        return f"not faster: {format_seconds(option.cost.seconds)} against {format_seconds(taken.cost.seconds)} ({taken.name})"
+            return NotSmaller(bytes=option.cost.weight_bytes, against=taken.cost.weight_bytes, than=taken.name)
+        return NotFaster(seconds=option.cost.seconds, against=taken.cost.seconds, than=taken.name)
+    for other, needing in chosen.items():
+        if option.name not in needing.requires.get(site, (option.name,)):
+            return Needed(site=other, option=needing.name)
     moved = {
         "error_squared": option.cost.error_squared - taken.cost.error_squared,
         "memory": float(option.cost.weight_bytes - taken.cost.weight_bytes),
@@ -356,8 +372,10 @@ def _reason(option: Option, taken: Option, problem: planner.Problem, solution: p
     for resource, limit in problem.limits.items():
         would_be = solution.resources[resource] + moved[resource]
         if would_be > limit:
-            return f"would bring the whole to {describe_limit(resource, would_be)}, above {describe_limit(resource, limit)}"
-    return f"within the proven gap of {solution.gap:.1%}"
+            if resource == "memory":
+                return OverBudget(needed=round(would_be), budget=round(limit))
+            return OverError(error=would_be**0.5, limit=limit**0.5)
+    return WithinGap(gap=solution.gap)
 
 
 def _certificate(solution: planner.Solution, rounds: int, error_scale: float) -> Certificate:

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
+
+from effcompile.core.causes import Cause
 
 
 def clipped(said: object, most: int = 300) -> str:
@@ -88,39 +90,41 @@ class MissingPackageError(UsageError):
 
 
 class InfeasibleError(EffcompileError):
-    """No plan meets the goal.
+    """No plan meets the goal. Its message is made of its data where it is printed.
 
     Attributes:
-        why: what is not within the limits. smallest: the smallest value that would be. more: what was not tried, and the like. One
-            sentence or several each; the message is all of them.
-        binding: the limits that cannot hold together (the unsat core, in the user's words).
+        why: the causes, that of the whole before that of its part.
+        binding: the limits that cannot hold together (the unsat core, in the user's words), and the instant that binds.
         nearest: limit → the smallest value of it that would be feasible with the others unchanged.
+        untried: what was not tried, and the like.
     """
 
+    #: How an error words itself; `effcompile/__init__.py` puts the report layer's words here, as imports only go down.
+    words: ClassVar[Callable[[InfeasibleError], str] | None] = None
+
     def __init__(
-        self, why: str, *, binding: tuple[str, ...] = (), nearest: Mapping[str, float] | None = None, smallest: str = "",
-        more: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        super().__init__(" ".join(filter(None, (why, smallest, *more))))
-        self.why, self.smallest, self.more, self.binding = why, smallest, more, binding
-        self.nearest = dict(nearest or {})
+        self, *why: Cause, binding: tuple[str, ...] = (), nearest: Mapping[str, float] | None = None, untried: tuple[Cause, ...] = ()
+    ) -> None:
+        super().__init__(*why)
+        self.why, self.binding, self.nearest, self.untried = why, binding, dict(nearest or {}), untried
+
+    def __str__(self) -> str:
+        assert InfeasibleError.words is not None, "effcompile/__init__.py has set it"
+        return InfeasibleError.words(self)
 
     @property
     def needed(self) -> int:
         """The smallest budget in bytes that is known to be feasible; 0 where none is known."""
         return int(self.nearest.get("memory", 0))
 
-    def with_more(self, *more: str) -> InfeasibleError:
-        """The same with further sentences."""
-        return InfeasibleError(
-            self.why, binding=self.binding, nearest=self.nearest, smallest=self.smallest, more=(*self.more, *filter(None, more))
-        )
+    def with_untried(self, *untried: Cause) -> InfeasibleError:
+        """The same with more that was not tried."""
+        return InfeasibleError(*self.why, binding=self.binding, nearest=self.nearest, untried=(*self.untried, *untried))
 
-    def around(self, why: str, needed: int, smallest: str) -> InfeasibleError:
-        """The same for a whole that it is a part of: its own reason after the whole's, and what the whole needs."""
+    def needing(self, needed: int, *around: Cause) -> InfeasibleError:
+        """The same for a whole that it is a part of: the whole's causes before its own, and what the whole needs."""
         nearest = {**self.nearest, "memory": float(needed)}
-        whole = f"{why} {self.why}".strip()
-        return InfeasibleError(whole, binding=self.binding, nearest=nearest, smallest=smallest, more=self.more)
+        return InfeasibleError(*around, *self.why, binding=self.binding, nearest=nearest, untried=self.untried)
 
 
 class OutOfMemoryError(EffcompileError, MemoryError):

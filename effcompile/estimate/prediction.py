@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.reasons import Recall
 from effcompile.core.types import Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, generate_inputs
 from effcompile.estimate.sensitivity import floating, leaves_of
@@ -55,9 +56,9 @@ class Figure:
         return self.visited / max(1, self.visible)
 
     @property
-    def text(self) -> str:
-        """One line for a report."""
-        return f"recall {self.recall:.3f} of softmax mass at {self.density:.0%} of tiles"
+    def reason(self) -> Recall:
+        """The same for a plan."""
+        return Recall(recall=self.recall, share=self.density)
 
 
 def told(program: Program, sites: Iterable[str]) -> tuple[Program, dict[str, fx.Node]]:

@@ -16,6 +16,7 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import KINDS, Because, Reason
 from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
 from effcompile.ir.guards import Guard
@@ -32,6 +33,21 @@ MOST_BYTES = 256 << 20
 
 #: What an option is made of: a number, a word, names.
 Setting = bool | int | str | tuple[str, ...]
+_REASONS = frozenset(KINDS.values())
+
+
+def _check_reasons(place: str, *reasons: Reason | None) -> None:
+    """Refuse what is none of the closed set: a pass of an installed package may give a sentence.
+
+    Raises:
+        UsageError: it is none.
+    """
+    for reason in reasons:
+        if reason is not None and type(reason) not in _REASONS:
+            raise UsageError(
+                f"The reason of {place} is {clipped(repr(reason), 120)}, a {type(reason).__name__}. Give one of effcompile.core.reasons, "
+                "for a sentence Because(text) or Unsupported(text)."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +62,13 @@ class Decision:
         form: what the option means; None where the site is decided by other means (a training step's).
         by: the pass that proposed it.
         cost, baseline_cost: predicted costs of the two.
-        why: one line.
-        note: what is known of the place ("sees causal ∧ window 512 ∧ padding"); "" for nothing.
+        why: what speaks for it; None where it is the cheapest that fits with all others.
+        note: what is known of the place: an attention's mask.
         applied: what the backend found in the lowered artifact at this site ("" before lowering).
         settings: what the option stands for, where its name does not say it: enough to apply the plan again.
 
     Raises:
-        UsageError: an option that is not what its form is printed as.
+        UsageError: an option that is not what its form is printed as; a sentence where a reason is wanted.
     """
 
     site: str
@@ -62,8 +78,8 @@ class Decision:
     by: str
     cost: Cost
     baseline_cost: Cost
-    why: str = ""
-    note: str = ""
+    why: Reason | None = None
+    note: Reason | None = None
     applied: str = ""
     settings: Mapping[str, Setting] = field(default_factory=dict, hash=False)
     form: Form | None = None
@@ -71,6 +87,7 @@ class Decision:
     def __post_init__(self) -> None:
         if self.form is not None and self.form.name != self.option:
             raise UsageError(f"the option {self.option!r} at {self.site!r} has the form of {self.form.name!r}")
+        _check_reasons(f"the option {self.option!r} at {self.site!r}", self.why, self.note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +98,11 @@ class Declined:
     kind: str
     option: str
     by: str
-    reason: str
+    reason: Reason
     cost: Cost | None = None
+
+    def __post_init__(self) -> None:
+        _check_reasons(f"the declined option {self.option!r} at {self.site!r}", self.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +161,24 @@ class Candidate:
     measured_seconds: float | None = None
     error: float | None = None
     note: str = ""
+
+
+def _reason(wanted: type, data: object) -> Reason:
+    """A reason of a saved plan by its kind; a sentence in plans that are older than reasons as data.
+
+    Raises:
+        ValueError: no reason has such a kind.
+    """
+    import msgspec
+
+    if wanted is not Reason:
+        raise NotImplementedError(f"a plan holds no {wanted.__name__}")
+    if isinstance(data, str):
+        return Because(data)
+    kind = data.get("kind") if isinstance(data, dict) else data
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"a reason of the kind {clipped(repr(kind), 120)} is not known; there are {', '.join(KINDS)}")
+    return msgspec.convert(data, KINDS[kind], dec_hook=_reason)
 
 
 #: A memory timeline has no more points than this: enough for a wide terminal, little in a plan.json.
@@ -335,7 +373,7 @@ class Plan:
                 f"{source} has plan version {str(data.get('version'))[:20]}; this effcompile reads version {VERSION}. Plan again."
             )
         try:
-            plan = msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls)
+            plan = msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls, dec_hook=_reason)
             wrong = objection(plan)
         except (msgspec.ValidationError, UsageError, RecursionError) as error:
             raise FormatError(f"{source} is not a valid plan: {clipped(error)}. Plan again, or restore the file.") from error

@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from effcompile.core.cost import Cost, Provenance
+from effcompile.core.reasons import NotMeasured, Reason, Sees, Unsupported
 from effcompile.ir.formats import INT8_STATIC, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
+from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price, unsupported
 from effcompile.sites.attention.closed_masks import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
 from effcompile.sites.attention.expand import expand
 from effcompile.sites.attention.mask.graph_mask import GraphMask
@@ -55,7 +56,7 @@ class Attention(Pass):
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         for module, reason in program.left.items():
-            yield Declined(site=module, kind="attention", option="fused", by=self.name, reason=reason)
+            yield Declined(site=module, kind="attention", option="fused", by=self.name, reason=Unsupported(reason))
         found = attentions(program)
         if found and self.int8 and context.goal.exact:
             yield no_error_allowed("attention", INT8, self.name)
@@ -88,16 +89,17 @@ class Attention(Pass):
         options: list[Option] = []
         for form in dict.fromkeys(_forms(site, mask)):
             cost = _price(form, site, mask, context)
-            reason = _why_not(form, site, mask)
+            reason: Reason | None = _why_not(form, site, mask)
             written = form == "math" and (site.eager or site.ours)
             if cost is None:
                 reason = reason or no_kernel(context, f"attention/{form}")
             elif options and cost.seconds > options[0].cost.seconds and not written:
                 reason = reason or no_gain(cost, options[0].cost, options[0].name)
-            if reason or cost is None:
+            if reason is not None:
                 yield Declined(site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost)
             else:
-                note = _note(mask, site) if mask is not None and form in _SEEING else ""
+                assert cost is not None
+                note = _note(mask, site) if mask is not None and form in _SEEING else None
                 options.append(Option(form=Form(word=form), cost=cost, by=self.name, note=note))
         if self.int8 and not context.goal.exact and options and not site.ours:
             option = self._int8(site, names, context, options[0])
@@ -115,15 +117,16 @@ class Attention(Pass):
         cost, error = price(context, kernel, *site.dims), context.sensitivity.get((site.site, INT8))
         made_by = [names.get(_source(value)) for value in site.node.args[:2]]
         if cost is None or cost.provenance != Provenance.MEASURED:  # no data sheet tells which runtime has it
-            reason = no_kernel(context, kernel)
+            reason: Reason | None = no_kernel(context, kernel)
         elif None in made_by:
-            reason = "q or k is not a linear's result as it stands"
+            reason = Unsupported("q or k is not a linear's result as it stands")
         elif cost.seconds > base.cost.seconds:
             reason = no_gain(cost, base.cost, base.name)
         else:
-            reason = "" if error is not None else "its error at the output was not measured"
-        if reason or cost is None or error is None:
+            reason = None if error is not None else NotMeasured()
+        if reason is not None:
             return Declined(site=site.site, kind="attention", option=INT8, by=self.name, reason=reason, cost=cost)
+        assert cost is not None and error is not None
         requires = {linear: (INT8_STATIC.name,) for linear in made_by if linear is not None}
         return Option(form=Form(word=INT8), cost=replace(cost, error_squared=error), by=self.name, requires=requires)
 
@@ -143,10 +146,10 @@ def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Cont
     return price(context, "attention/tiled_scores" if changed else f"attention/{form}", b, h, sq, sk, d, visible)
 
 
-def _note(mask: GraphMask, site: AttentionSite) -> str:
+def _note(mask: GraphMask, site: AttentionSite) -> Sees:
     """What is seen, how much of the scores that is in whole tiles, and under which guards."""
-    text = f"sees {mask.text}, {visible_keys(mask, site.dims[3]) / max(1, site.dims[3]):.0%} of the scores"
-    return f"{text}; every call checks that {mask.condition}, else the dense mask is read" if mask.guards else text
+    share = visible_keys(mask, site.dims[3]) / max(1, site.dims[3])
+    return Sees(mask=mask.text, share=share, condition=mask.condition if mask.guards else "")
 
 
 def _sum_of_parts(site: AttentionSite, context: Context) -> Cost | None:
@@ -175,20 +178,20 @@ def _forms(site: AttentionSite, mask: GraphMask | None) -> Iterator[str]:
     yield "math"
 
 
-def _why_not(form: str, site: AttentionSite, mask: GraphMask | None) -> str:
-    """Why a form is not possible at a site, whatever it costs; "" if it is."""
+def _why_not(form: str, site: AttentionSite, mask: GraphMask | None) -> Unsupported | None:
+    """Why a form is not possible at a site, whatever it costs; None if it is."""
     if form == "packed":
-        return _why_not_packed(site)
+        return unsupported(_why_not_packed(site))
     if form not in _SEEING or mask is None:
-        return ""
+        return None
     if mask.note:
-        return f"its mask stays dense: {mask.note}"
+        return Unsupported(f"its mask stays dense: {mask.note}")
     if not mask.guards:
-        return ""
+        return None
     where = f"its mask is {mask.text} only where {mask.condition}"
     if not mask.met:
-        return f"{where}, which the example inputs are not"
-    return where if form != "tiled" else ""
+        return Unsupported(f"{where}, which the example inputs are not")
+    return Unsupported(where) if form != "tiled" else None
 
 
 def _source(value: object) -> fx.Node:

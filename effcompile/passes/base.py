@@ -10,6 +10,7 @@ from torch import fx
 
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason
 from effcompile.estimate.perturb import Weights
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Declined, Plan
@@ -29,7 +30,7 @@ class Option:
     form: Form
     cost: Cost
     by: str
-    note: str = ""
+    note: Reason | None = None
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core.cost import Cost
+from effcompile.core.reasons import Reason
 from effcompile.ir.formats import Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, TensorSpec, shape_of
@@ -51,12 +52,14 @@ class Logits(Pass):
         form = Form(word=LAST, weights=held)
         full, last = (price_linear(context, held, (rows, head.k, head.n)) for rows in (head.m, shape_of(head.node)[0]))
         if full is None or last is None:
-            reason, cost = no_linear(context, held, head.dims), None
+            reason: Reason | None = no_linear(context, held, head.dims)
+            cost = None
         else:
-            reason = no_gain(last, full, ALL) if last.seconds > full.seconds else ""
+            reason = no_gain(last, full, ALL) if last.seconds > full.seconds else None
             cost = replace(last, seconds=last.seconds - full.seconds)
-        if reason or cost is None:
+        if reason is not None:
             return Declined(site=rows_site(head), kind="logits", option=form.name, by=self.name, reason=reason, cost=cost)
+        assert cost is not None
         return Option(form=form, cost=cost, by=self.name, requires={head.site: (held.name,)})
 
     def apply(self, program: Program, plan: Plan) -> Program:

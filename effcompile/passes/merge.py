@@ -11,11 +11,12 @@ import torch
 from torch import fx, nn
 
 from effcompile.core.cost import Cost, total
+from effcompile.core.reasons import Reason
 from effcompile.ir.formats import Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_linear, price, price_linear
+from effcompile.passes.pricing import no_linear, price, price_linear, unsupported
 from effcompile.sites.parts import LinearSite, MergeSite, merges
 
 aten = torch.ops.aten
@@ -41,13 +42,14 @@ class Merge(Pass):
             options = [Option(form=Form(word=SEPARATE), cost=Cost(), by=self.name)]
             for held in context.formats:
                 form = Form(word=MERGED, weights=held)
-                reason = _why_not(program, site)
+                reason: Reason | None = unsupported(_why_not(program, site))
                 cost = merge_cost(site, held, context)
                 if cost is None:
                     reason = reason or no_linear(context, held, site.members[0].dims)
-                if reason or cost is None:
+                if reason is not None:
                     yield Declined(site=site.site, kind="merge", option=form.name, by=self.name, reason=reason, cost=cost)
                 else:
+                    assert cost is not None
                     requires = {member.site: (held.name,) for member in site.members}
                     options.append(Option(form=form, cost=cost, by=self.name, requires=requires))
             yield Choice(site=site.site, kind="merge", baseline=SEPARATE, options=tuple(options))

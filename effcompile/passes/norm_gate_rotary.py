@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from effcompile.core.cost import Cost
+from effcompile.core.reasons import Because, NotAllowed, Reason, Unsupported
 from effcompile.estimate.nodes import kernel_calls
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
@@ -46,7 +47,7 @@ class Rows(Pass):
             yield Declined(site=EVERYWHERE, kind=KIND, option=FUSED, by=self.name, reason=reason)
             return
         for place, why in unmatched(program, sites):
-            yield Declined(site=place, kind=KIND, option=FUSED, by=self.name, reason=why)
+            yield Declined(site=place, kind=KIND, option=FUSED, by=self.name, reason=Unsupported(why))
         calls = kernel_calls(program)
         for site in sites:
             yield from self._choose(context, site, [call for node in site.nodes for call in calls[node]])
@@ -76,24 +77,24 @@ class Rows(Pass):
         if fused is None:
             yield self._declined(site, no_kernel(context, str(_kernel(site)[0])), None)
         elif rounding and context.goal.exact:
-            yield self._declined(site, "it rounds once where the model rounds several times, and the goal allows no error", fused)
+            yield self._declined(site, NotAllowed(because="it rounds once where the model rounds several times"), fused)
         elif fused.seconds >= separate.seconds:
             yield self._declined(site, no_gain(fused, separate, SEPARATE), fused)
         else:
-            note = f"one kernel for {len(site.nodes)} operators" + (", the residual sum among them" if site.total else "")
+            note = Because("one kernel for {} operators" + (", the residual sum among them" if site.total else ""), (len(site.nodes),))
             options.append(Option(form=Form(word=FUSED), cost=replace(fused, error_squared=rounding), by=self.name, note=note))
         yield Choice(site=site.site, kind=KIND, baseline=SEPARATE, options=tuple(options), covers=frozenset(site.nodes))
 
-    def _declined(self, site: RowSite, reason: str, cost: Cost | None) -> Declined:
+    def _declined(self, site: RowSite, reason: Reason, cost: Cost | None) -> Declined:
         return Declined(site=site.site, kind=KIND, option=FUSED, by=self.name, reason=reason, cost=cost)
 
 
-def _elsewhere(context: Context, site: RowSite) -> str | None:
+def _elsewhere(context: Context, site: RowSite) -> Reason | None:
     """Why none of them is offered on a backend; None where it has the kernels."""
     if context.backend == "torch-inductor":
-        return "Inductor fuses element-wise work by itself"
+        return Unsupported("Inductor fuses element-wise work by itself")
     if context.backend != "triton":
-        return f"{no_kernel(context, str(_kernel(site)[0]))}: the triton backend has, on a GPU"
+        return no_kernel(context, str(_kernel(site)[0]), because="the triton backend has, on a GPU")
     return None
 
 

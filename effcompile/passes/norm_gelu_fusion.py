@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from effcompile.core.reasons import NotMeasured, Reason
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -66,18 +67,19 @@ class Fuse(Pass):
         options: list[Option] = []
         for name in names:
             cost = price(context, f"{kernel}/{name}", *dims)
-            reason = ""
+            reason: Reason | None = None
             if cost is None:
                 reason = no_kernel(context, f"{kernel}/{name}")
             elif options and cost.seconds > options[0].cost.seconds:
                 reason = no_gain(cost, options[0].cost, options[0].name)
             elif name == "tanh":
                 error = context.sensitivity.get((empty.site, name))
-                reason = "" if error is not None else "its error at the output was not measured"
+                reason = None if error is not None else NotMeasured()
                 cost = replace(cost, error_squared=error or 0.0)
-            if reason or cost is None:
+            if reason is not None:
                 yield Declined(site=empty.site, kind=empty.kind, option=name, by=self.name, reason=reason, cost=cost)
             else:
+                assert cost is not None
                 options.append(Option(form=Form(word=name), cost=cost, by=self.name))
         if options:
             yield replace(empty, baseline=options[0].name, options=tuple(options))

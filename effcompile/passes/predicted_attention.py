@@ -12,14 +12,14 @@ import torch
 from torch import fx
 
 from effcompile.core.cost import Cost, Provenance
-from effcompile.core.units import format_error
+from effcompile.core.reasons import NotMeasured, OverError, Reason, Recall, Unsupported
 from effcompile.estimate.prediction import Figure, Trial, calibrate, told
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
+from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price, unsupported
 from effcompile.sites.attention.closed_masks import mask_of, visible_keys
 from effcompile.sites.attention.find.normal_form import NotThisFormError, faking, tensor_of
 from effcompile.sites.attention.node_builder import Emitter
@@ -85,7 +85,7 @@ class Predict(Pass):
             try:
                 trial = self._trial(program, [site.site for site in open_to])
             except NotThisFormError as error:
-                reasons |= dict.fromkeys((site.site for site in open_to), str(error))
+                reasons |= dict.fromkeys((site.site for site in open_to), Unsupported(str(error)))
         exact = {c.site: c for c in Attention().propose(program, context) if isinstance(c, Choice)} if trial else {}
         for site in found:
             if trial is None or reasons[site.site] or site.site not in exact:
@@ -124,32 +124,34 @@ class Predict(Pass):
         best, options = min(exact.options, key=lambda option: option.cost.seconds), []
         for predictor in self.predictors:
             if predictor.static and _is_dynamic(program, site):
-                yield self._declined(site, predictor.method, "its length is dynamic, and calibrated tiles hold for one length")
+                yield self._declined(site, predictor.method, Unsupported("its length is dynamic, and calibrated tiles hold for one length"))
                 continue
             figure = trial.figures[site.site, predictor.method]
             cost = self._price(program, site, predictor, figure, context)
             error = None
             if cost is None:
-                reason = no_kernel(context, f"predict/{predictor.method}")
+                reason: Reason | None = no_kernel(context, f"predict/{predictor.method}")
             elif cost.seconds >= best.cost.seconds:
-                reason = f"{figure.text}; {no_gain(cost, best.cost, best.name)}"
+                reason = replace(figure.reason, but=no_gain(cost, best.cost, best.name))
             else:
                 error = trial.error_squared(site.site, predictor.method)
                 reason = self._too_wrong(figure, error, context)
-            if reason or cost is None or error is None:
+            if reason is not None:
                 yield self._declined(site, predictor.method, reason, cost)
             else:
-                options.append(Option(form=predictor.as_option(), cost=replace(cost, error_squared=error), by=self.name, note=figure.text))
+                assert cost is not None and error is not None
+                cost = replace(cost, error_squared=error)
+                options.append(Option(form=predictor.as_option(), cost=cost, by=self.name, note=figure.reason))
         if options:
             yield replace(exact, options=(exact.option(exact.baseline), *options))
 
-    def _too_wrong(self, figure: Figure, error: float | None, context: Context) -> str:
-        """Why the error rules it out; "" if it does not."""
+    def _too_wrong(self, figure: Figure, error: float | None, context: Context) -> Recall | None:
+        """Why the error rules it out; None if it does not."""
         if error is None:
-            return f"{figure.text}; its error at the output was not measured within predict.seconds = {self.seconds:g}"
+            return replace(figure.reason, but=NotMeasured(setting="predict.seconds", seconds=self.seconds))
         if not math.sqrt(error) <= (context.goal.max_error or 0.0):
-            return f"{figure.text}, error {format_error(math.sqrt(error))}: above the goal"
-        return ""
+            return replace(figure.reason, but=OverError(error=math.sqrt(error), limit=context.goal.max_error or 0.0))
+        return None
 
     def _price(self, program: Program, site: AttentionSite, predictor: Predictor, figure: Figure, context: Context) -> Cost | None:
         """Seconds of the predictor and of the attention on its tiles; None where the backend has no such kernel."""
@@ -170,17 +172,22 @@ class Predict(Pass):
         cost = price(context, kernel, *dims)
         return cost if cost is not None and cost.provenance == Provenance.MEASURED else None
 
-    def _declined(self, site: AttentionSite, method: str, reason: str, cost: Cost | None = None) -> Declined:
+    def _declined(self, site: AttentionSite, method: str, reason: Reason, cost: Cost | None = None) -> Declined:
         return Declined(site=site.site, kind="attention", option=method, by=self.name, reason=reason, cost=cost)
 
-    def _why_not(self, program: Program, site: AttentionSite) -> str:
-        """Why no predictor can stand at an attention; "" if one can."""
+    def _why_not(self, program: Program, site: AttentionSite) -> Unsupported | None:
+        """Why no predictor can stand at an attention; None if one can."""
         sk = site.dims[3]
         if sk < self.least:
-            return f"its {sk} keys are fewer than predict.least = {self.least}"
+            return Unsupported("its {} keys are fewer than predict.least = {}", (sk, self.least))
         values = shape_of(site.node.args[2])  # type: ignore[arg-type]
         if values[-1] != site.dims[4]:
-            return f"v is {values[-1]} wide and q {site.dims[4]}: the kernel of listed tiles wants them equal"
+            return Unsupported("v is {} wide and q {}: the kernel of listed tiles wants them equal", (values[-1], site.dims[4]))
+        return unsupported(self._unseen(program, site))
+
+    @staticmethod
+    def _unseen(program: Program, site: AttentionSite) -> str:
+        """What of the scores a predictor does not see; "" for nothing."""
         if site.ours and argument(site.node, "softcap"):
             return "its scores are capped, which the kernel of listed tiles does not do"
         mask = mask_of(program, site.node)

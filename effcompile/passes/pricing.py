@@ -1,9 +1,9 @@
-"""What the passes share: the price of a kernel and the sentences for what cannot be or does not pay."""
+"""What the passes share: the price of a kernel and the reasons for what cannot be or does not pay."""
 
 from __future__ import annotations
 
 from effcompile.core.cost import Cost
-from effcompile.core.units import format_seconds
+from effcompile.core.reasons import NoKernel, NotAllowed, NotFaster, Reason, Unsupported
 from effcompile.ir.formats import WeightFormat
 from effcompile.ir.plan import Declined
 from effcompile.machine.target import Dims, KernelCall, linear_call
@@ -34,22 +34,31 @@ def price_call(context: Context, call: KernelCall, backend: str | None = None) -
     return None if found is None else Cost(seconds=found[0], provenance=found[1])
 
 
-def no_kernel(context: Context, kernel: str) -> str:
+def unsupported(text: str | None) -> Unsupported | None:
+    """A reason in a pass's own words; None for no words."""
+    return Unsupported(text) if text else None
+
+
+def no_kernel(context: Context, kernel: str, because: str = "", others: tuple[str, ...] = ()) -> NoKernel:
     """Why an option that the backend cannot run is not offered."""
-    return f"{context.backend} has no {kernel} kernel here"
+    return NoKernel(backend=context.backend, kernel=kernel, because=because, others=others)
 
 
-def no_linear(context: Context, held: WeightFormat, dims: Dims) -> str:
+def no_call(context: Context, call: KernelCall) -> Reason:
+    """Why an option that takes a kernel call is not offered where that has no price."""
+    return unsupported(context.lacks(call)) or no_kernel(context, call.kernel)
+
+
+def no_linear(context: Context, held: WeightFormat, dims: Dims) -> Reason:
     """Why a linear is not offered in a format that the backend cannot run it in."""
-    call = linear_call(held, dims)
-    return context.lacks(call) or no_kernel(context, call.kernel)
+    return no_call(context, linear_call(held, dims))
 
 
-def no_gain(cost: Cost, other: Cost, name: str) -> str:
+def no_gain(cost: Cost, other: Cost, name: str) -> NotFaster:
     """Why an option that is slower than another and saves nothing is not offered."""
-    return f"no gain here: {format_seconds(cost.seconds)} > {format_seconds(other.seconds)} ({name})"
+    return NotFaster(seconds=cost.seconds, against=other.seconds, than=name)
 
 
 def no_error_allowed(kind: str, option: str, by: str) -> Declined:
     """One refusal for a kind of site where the goal is exact."""
-    return Declined(site=EVERYWHERE, kind=kind, option=option, by=by, reason="goal allows no error (max_error = 0)")
+    return Declined(site=EVERYWHERE, kind=kind, option=option, by=by, reason=NotAllowed())

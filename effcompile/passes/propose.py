@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from effcompile.core.reasons import Requires
 from effcompile.core.stages import stage, without
 from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
@@ -54,7 +55,7 @@ def _refusal(choice: Choice, option: Option, offered: Mapping[str, tuple[str, ..
         return None
     for site, allowed in option.requires.items():
         if not set(offered.get(site, _UNPLANNED)) & set(allowed):
-            reason = f"requires {site} to be {' or '.join(allowed)}, which is not offered"
+            reason = Requires(site=site, options=allowed, offered=False)
             return Declined(site=choice.site, kind=choice.kind, option=option.name, by=option.by, reason=reason, cost=option.cost)
     return None
 

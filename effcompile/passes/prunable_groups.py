@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.reasons import Unsupported
 from effcompile.ir.program import Program, shape_of
 from effcompile.passes.channel_dependencies import EXPANDS, SPLITS, VIEWS, Channels, Line, channels
 from effcompile.passes.constants import readers, replace_constant, storage_of
+from effcompile.passes.pricing import unsupported
 from effcompile.sites.parts import LinearSite, argument, common_parent
 
 aten = torch.ops.aten
@@ -27,7 +29,7 @@ class Structure:
         count: U, the units.
         makes: (linear, unit of each of its output rows (N)).
         reads: (linear, unit of each of its input columns (K)).
-        refused: why none of them can be removed; "" if they can.
+        refused: why none of them can be removed; None if they can.
             family: which units of the graph's `channels` they are.
     """
 
@@ -36,7 +38,7 @@ class Structure:
     count: int
     makes: tuple[tuple[LinearSite, Tensor], ...]
     reads: tuple[tuple[LinearSite, Tensor], ...]
-    refused: str
+    refused: Unsupported | None
     family: tuple[int, ...]
     channels: Channels = field(repr=False, compare=False)
 
@@ -67,7 +69,7 @@ def structures(program: Program) -> list[Structure]:
             structure = replace(structure, site=f"{structure.site}#{names[structure.site]}")
         clash = next((taken[member.site] for member in structure.members if member.site in taken), "")
         if not structure.refused and clash:
-            structure = replace(structure, refused=f"a linear of it is cut for {clash} already")
+            structure = replace(structure, refused=Unsupported("a linear of it is cut for {site} already", (clash,)))
         if not structure.refused:
             taken |= dict.fromkeys((member.site for member in structure.members), structure.site)
         result.append(structure)
@@ -107,9 +109,11 @@ def _structure(program: Program, found: Channels, makes: list[str], reads: list[
         for table, sites in ((found.makes, makes), (found.reads, reads))
     )
     kind = "heads" if heads else "neurons"
-    refused = next((found.pinned[unit] for unit in family if unit in found.pinned), "")
-    refused = refused or _uneven([u for _, u in (*made, *read)], len(family)) or _weights(program, [s for s, _ in (*made, *read)], shared)
-    refused = refused or next(filter(None, (_fixed(node, found) for node in program.graph.nodes if _touches(node, found, set(family)))), "")
+    said = next((found.pinned[unit] for unit in family if unit in found.pinned), "")
+    said = said or _uneven([u for _, u in (*made, *read)], len(family))
+    refused = unsupported(said) or _weights(program, [s for s, _ in (*made, *read)], shared)
+    fixed = (_fixed(node, found) for node in program.graph.nodes if _touches(node, found, set(family)))
+    refused = refused or unsupported(next(filter(None, fixed), ""))
     parent = common_parent([site.site for site, _ in (*made, *read)])
     return Structure(
         site=f"{parent}:{kind}" if parent else kind,
@@ -129,16 +133,17 @@ def _uneven(tables: list[Tensor], count: int) -> str:
     return "its units are of different sizes" if uneven else ""
 
 
-def _weights(program: Program, members: list[LinearSite], shared: Mapping[int, int]) -> str:
-    """Why the weights cannot be cut; "" if they can."""
+def _weights(program: Program, members: list[LinearSite], shared: Mapping[int, int]) -> Unsupported | None:
+    """Why the weights cannot be cut; None if they can."""
     for site in members:
         weight = program.tensor(site.weight)
         assert weight is not None
         if shared[storage_of(weight)] > 1:
-            return f"the weight of {site.site} is tied: something else reads it at its full size"
+            return Unsupported("the weight of {site} is tied: something else reads it at its full size", (site.site,))
         if weight.dtype != torch.float32:
-            return f"the weight of {site.site} is {str(weight.dtype).removeprefix('torch.')}; smaller layers are priced in float32"
-    return ""
+            dtype = str(weight.dtype).removeprefix("torch.")
+            return Unsupported(f"the weight of {{site}} is {dtype}; smaller layers are priced in float32", (site.site,))
+    return None
 
 
 # ---------------------------------------------------------------- what lies between

@@ -11,12 +11,13 @@ import torch
 
 from effcompile.core.cost import Cost
 from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.reasons import NotMeasured, Reason, Unsupported
 from effcompile.ir.formats import FP32, GROUPS, LINEAR_FORMATS, TABLE_FORMATS, USUAL_GROUP, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, linear_call
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price_call
+from effcompile.passes.pricing import no_call, no_error_allowed, no_gain, no_kernel, price_call
 from effcompile.sites.parts import EmbeddingSite, LinearSite, embeddings, linears
 
 BASELINE = FP32.name
@@ -95,29 +96,30 @@ class Quantize(Pass):
         options = [base]
         for held in formats:
             cost, reason = self._price(context, tables, site, held, base)
-            if reason or cost is None:
+            if reason is not None:
                 yield Declined(site=site.site, kind=kind, option=held.name, by=self.name, reason=reason, cost=cost)
             else:
+                assert cost is not None
                 options.append(Option(form=Form(weights=held), cost=cost, by=self.name))
         yield Choice(site=site.site, kind=kind, baseline=BASELINE, options=tuple(options), covers=frozenset([site.node]))
 
     def _price(
         self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, held: WeightFormat, base: Option
-    ) -> tuple[Cost | None, str]:
-        """What a format costs, None where there is no kernel; and why it is not offered, "" if it is."""
+    ) -> tuple[Cost | None, Reason | None]:
+        """What a format costs, None where there is no kernel; and why it is not offered, None if it is."""
         if held.group and isinstance(site, LinearSite) and site.k % held.group:
-            return None, f"K = {site.k} is not a multiple of group_size = {held.group}"
+            return None, Unsupported("K = {} is not a multiple of group_size = {}", (site.k, held.group))
         call = _call(site, held)
         seconds = price_call(context, call)
         if seconds is None:
-            return None, context.lacks(call) or no_kernel(context, call.kernel)
+            return None, no_call(context, call)
         error = context.sensitivity.get((site.site, held.name))
         size = stored_bytes(site, held) + tables.kept_bytes(site)
         cost = replace(seconds, weight_bytes=size, error_squared=error or 0.0)
         if error is None:
-            return cost, "its error at the output was not measured"
+            return cost, NotMeasured()
         saves = size < base.cost.weight_bytes or cost.seconds < base.cost.seconds
-        return cost, "" if saves else no_gain(cost, base.cost, BASELINE)
+        return cost, None if saves else no_gain(cost, base.cost, BASELINE)
 
 
 def _call(site: LinearSite | EmbeddingSite, held: WeightFormat) -> KernelCall:

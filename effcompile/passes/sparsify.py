@@ -19,6 +19,7 @@ from torch import Tensor
 from effcompile.core import torch_compat
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.core.reasons import NoKernel, NotMeasured, Reason, SparseSpeed, Unsupported
 from effcompile.ir.formats import FP32, TWO_OF_FOUR, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -26,7 +27,7 @@ from effcompile.machine.target import KernelCall
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.constants import readers, replace_constant, storage_of
-from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
+from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price, unsupported
 from effcompile.passes.sparse_forms import SparseForm, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.passes.two_of_four import offered as offered_on_cores
 from effcompile.passes.two_of_four import on_cores
@@ -88,7 +89,8 @@ class Sparsify(Pass):
             half = weight.element_size() == 2
             base = price(context, "linear/bf16" if half else f"linear/{BASELINE}", *site.dims)
             possible = [form for form in found if form.given or not context.goal.exact]
-            reason = no_kernel(context, f"linear/{BASELINE}") if base is None and not half else _tied(weight, tied)
+            missing = no_kernel(context, f"linear/{BASELINE}") if base is None and not half else None
+            reason = missing or unsupported(_tied(weight, tied))
             items = [self._declined(site.site, form.format.name, reason) if reason else self._item(context, site, weight, form, base)
                      for form in possible]  # fmt: skip
             yield from (item for item in items if isinstance(item, Declined))
@@ -178,7 +180,7 @@ class Sparsify(Pass):
             try:
                 check_block(site.n, site.k, self.block)
             except UsageError as error:
-                yield self._declined(site.site, f"sparse{self.block}", str(error))
+                yield self._declined(site.site, f"sparse{self.block}", Unsupported(str(error)))
 
     # ------------------------------------------------------------------ what it costs
 
@@ -189,7 +191,7 @@ class Sparsify(Pass):
             return found if isinstance(found, Option) else self._declined(site.site, form.format.name, *found)
         reason = _refusal(weight)
         if reason or base is None:
-            return self._declined(site.site, form.format.name, reason or no_kernel(context, f"linear/{BASELINE}"))
+            return self._declined(site.site, form.format.name, unsupported(reason) or no_kernel(context, f"linear/{BASELINE}"))
         return self._option(context, site, form, base)
 
     def _option(self, context: Context, site: LinearSite, form: SparseForm, base: Cost) -> Option | Declined:
@@ -206,28 +208,28 @@ class Sparsify(Pass):
         eps = cost.seconds / (timed / form.blocks) / base.seconds
         stock = price(context, f"linear/{BASELINE}", *site.dims, backend=STOCK)
         loose = eps * base.seconds / stock.seconds if stock is not None else eps
-        over = f" ({loose:.1f} over F.linear)" if f"{loose:.1f}" != f"{eps:.1f}" else ""
-        text = f"eps = time per sparse FLOP / time per dense FLOP = {eps:.1f}{over}, break-even {1 / form.density:.1f}"
+        over = loose if f"{loose:.1f}" != f"{eps:.1f}" else None
+        speed = SparseSpeed(epsilon=eps, over_stock=over, break_even=1 / form.density, gains=True)
         if cost.provenance is not Provenance.MEASURED:
-            reason = "sparse products are not modelled, only measured, and this target has no measurement of them"
+            reason: Reason = Unsupported("sparse products are not modelled, only measured, and this target has no measurement of them")
         elif cost.seconds >= base.seconds and not (wanted and size < 4 * site.n * site.k):
-            reason = f"no gain here: {text}"
+            reason = replace(speed, gains=False)
         elif error is None:
-            reason = "its error at the output was not measured"
+            reason = NotMeasured()
         else:
-            return Option(form=Form(weights=form.format), cost=cost, by=self.name, note=text)
+            return Option(form=Form(weights=form.format), cost=cost, by=self.name, note=speed)
         return self._declined(site.site, form.format.name, reason, cost)
 
-    def _declined(self, site: str, option: str, reason: str, cost: Cost | None = None) -> Declined:
+    def _declined(self, site: str, option: str, reason: Reason, cost: Cost | None = None) -> Declined:
         return Declined(site=site, kind="linear", option=option, by=self.name, reason=reason, cost=cost)
 
 
-def _no_kernel(context: Context, call: KernelCall) -> str:
+def _no_kernel(context: Context, call: KernelCall) -> NoKernel:
     """Why there is no sparse product: what measuring it raised, what hinders every backend's kernels, or that other backends have them."""
     failed = context.target.failure(context.backend, call) if context.target.failure is not None else None
     why = failed or fallback_reason(torch.empty(0), call.dims[-1])
     served = context.backend.startswith(("torch", "onnxruntime"))
-    return no_kernel(context, call.kernel) + (f": {why}" if why else "" if served else "; the torch and onnxruntime backends have")
+    return no_kernel(context, call.kernel, because=why or "", others=() if why or served else ("torch", "onnxruntime"))
 
 
 def _not_there(site: str, option: str) -> LoweringError:

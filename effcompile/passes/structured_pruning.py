@@ -15,6 +15,7 @@ from torch import Tensor
 from effcompile.core import torch_compat
 from effcompile.core.cost import Cost, total
 from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
+from effcompile.core.reasons import Because, NotMeasured, Reason, Unsupported
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -87,7 +88,7 @@ class Shrink(Pass):
             if context.goal.exact:
                 yield no_error_allowed(kind, Form(pruned=share).name, self.name)
             elif not any(structure.kind == kind for structure, _ in found):
-                yield Declined(site=EVERYWHERE, kind=kind, option=Form(pruned=share).name, by=self.name, reason=_NOTHING[kind])
+                yield Declined(site=EVERYWHERE, kind=kind, option=Form(pruned=share).name, by=self.name, reason=Unsupported(_NOTHING[kind]))
         merged = merges(program)
         for structure, cuts in found:
             possible = [each for each in cuts if each.given or not context.goal.exact]
@@ -196,7 +197,7 @@ class Shrink(Pass):
         errors = [0.0 if each.given else context.sensitivity.get((site.site, _measured(structure, each))) for site, _ in structure.reads]
         known = [error for error in errors if error is not None]
         if len(known) < len(errors):
-            yield _declined(structure, each.option, "its error at the output was not measured")
+            yield _declined(structure, each.option, NotMeasured())
             return
         for held in context.formats:
             if held != FP32 and any(context.sensitivity.get((site.site, held.name)) is None for site in structure.members):
@@ -211,12 +212,12 @@ class Shrink(Pass):
                 cost = replace(cost, error_squared=sum(known))
                 wanted = context.goal.minimize == "memory" or context.goal.memory is not None
                 if cost.seconds >= 0 and not wanted:
-                    yield _declined(structure, form.name, "no gain here: the smaller layers are not faster", cost)
+                    yield _declined(structure, form.name, Unsupported("no gain here: the smaller layers are not faster"), cost)
                 else:
                     together = Form(word=MERGED, weights=held) if groups else Form(word=SEPARATE)
                     requires = {site.site: (held.name,) for site in structure.members}
                     requires |= {group.site: (together.name,) for group in merged}
-                    note = f"{each.kept} of {structure.count} stay"
+                    note = Because("{} of {} stay", (each.kept, structure.count))
                     yield Option(form=form, cost=cost, by=self.name, note=note, requires=requires)
 
 
@@ -321,7 +322,7 @@ def _without(program: Program, site: LinearSite, units: Tensor, each: Cut) -> Ca
     return lambda: weight_of(program, site) * each.keep()[units]
 
 
-def _declined(structure: Structure, option: str, reason: str, cost: Cost | None = None) -> Declined:
+def _declined(structure: Structure, option: str, reason: Reason, cost: Cost | None = None) -> Declined:
     return Declined(site=structure.site, kind=structure.kind, option=option, by=Shrink.name, reason=reason, cost=cost)
 
 

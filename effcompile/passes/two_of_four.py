@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from effcompile.core.cost import Cost, Provenance
+from effcompile.core.reasons import NotAllowed, NotMeasured, Reason, SparseSpeed, Unsupported
 from effcompile.ir.formats import BF16, TWO_OF_FOUR, Form
 from effcompile.ops import two_of_four
 from effcompile.passes.base import Context, Option
-from effcompile.passes.pricing import no_error_allowed, no_kernel, price
+from effcompile.passes.pricing import no_kernel, price, unsupported
 from effcompile.passes.sparse_forms import SparseForm
 from effcompile.sites.parts import LinearSite
 
@@ -26,7 +27,7 @@ def on_cores(context: Context, weight: Tensor) -> bool:
     return weight.device.type == "cuda" or (context.target.device == "cuda" and weight.device.type in ("cpu", "meta"))
 
 
-def offered(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, by: str) -> Option | tuple[str, Cost | None]:
+def offered(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, by: str) -> Option | tuple[Reason, Cost | None]:
     """2:4 as an option of a linear, or why it is none, with what it would cost.
 
     It is priced by the target's law, which gives it the published gain where arithmetic binds and nothing where bytes do, or as measured
@@ -35,31 +36,31 @@ def offered(context: Context, site: LinearSite, weight: Tensor, form: SparseForm
     half = weight.dtype in two_of_four.DTYPES
     cost, dense = (price(context, f"linear/{held.family}", *site.dims) for held in (TWO_OF_FOUR, BF16))
     error = _error(context, site, form, half)
-    if reason := _refusal(context, site, weight, form, half):
+    if (reason := _refusal(context, site, weight, form, half)) is not None:
         return reason, cost
     if cost is None or dense is None:
         return _no_cores(context, TWO_OF_FOUR.name if cost is None else BF16.name), cost
     cost = replace(cost, weight_bytes=two_of_four.stored_bytes(site.n, site.k), error_squared=error or 0.0)
     eps = cost.seconds / form.density / dense.seconds
-    text = f"eps = time per sparse FLOP / time per dense FLOP in 16 bits = {eps:.1f}, break-even {1 / form.density:.1f}"
+    speed = SparseSpeed(epsilon=eps, break_even=1 / form.density, bits=16, gains=True)
     wanted = context.goal.minimize == "memory" or context.goal.memory is not None
     if cost.seconds >= dense.seconds and not wanted:
-        return f"no gain here: {text}", cost
+        return replace(speed, gains=False), cost
     if error is None:
-        return f"its error at the output was not measured{'' if half else ', or that of bf16, in which it multiplies'}", cost
+        return NotMeasured(also="" if half else "bf16, in which it multiplies"), cost
     if cost.provenance is Provenance.PUBLISHED:
         source = context.target.sources.get("gains", "its source is not given")
-        text += f"; ×{context.target.gains[TWO_OF_FOUR.family]:.2f} where arithmetic binds: {source}"
-    return Option(form=Form(weights=replace(TWO_OF_FOUR, bits=16)), cost=cost, by=by, note=text)
+        speed = replace(speed, published=context.target.gains[TWO_OF_FOUR.family], source=source)
+    return Option(form=Form(weights=replace(TWO_OF_FOUR, bits=16)), cost=cost, by=by, note=speed)
 
 
-def _refusal(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, half: bool) -> str:
-    """Why a linear has no such form, whatever it would cost; "" if it has."""
+def _refusal(context: Context, site: LinearSite, weight: Tensor, form: SparseForm, half: bool) -> Reason | None:
+    """Why a linear has no such form, whatever it would cost; None if it has."""
     if context.backend not in BACKENDS:
-        return f"{no_kernel(context, f'linear/{TWO_OF_FOUR.family}')}; {', '.join(BACKENDS)} have"
+        return no_kernel(context, f"linear/{TWO_OF_FOUR.family}", others=tuple(BACKENDS))
     if context.goal.exact and not half:
-        return f"it multiplies in bf16, and the {no_error_allowed('linear', TWO_OF_FOUR.name, '').reason}"
-    return two_of_four.misfit(weight.dtype if half else torch.bfloat16, site.n, site.k) or ""
+        return NotAllowed(because="it multiplies in bf16")
+    return unsupported(two_of_four.misfit(weight.dtype if half else torch.bfloat16, site.n, site.k))
 
 
 def _error(context: Context, site: LinearSite, form: SparseForm, half: bool) -> float | None:
@@ -69,8 +70,8 @@ def _error(context: Context, site: LinearSite, form: SparseForm, half: bool) -> 
     return None if pruned is None or rounded is None else pruned + rounded
 
 
-def _no_cores(context: Context, option: str) -> str:
+def _no_cores(context: Context, option: str) -> Reason:
     """Why the target has no price for it."""
     if context.target.laws or context.target.probe is not None:
         return no_kernel(context, f"linear/{option}")
-    return f"{context.target.name} has no sparse tensor cores on record: its file gives no [gains] for '2:4', or no bf16"
+    return Unsupported(f"{context.target.name} has no sparse tensor cores on record: its file gives no [gains] for '2:4', or no bf16")

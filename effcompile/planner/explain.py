@@ -55,7 +55,7 @@ def why_not(
     if taken == option:
         return WhyNot(site=site, option=option, feasible=True, difference=0.0, binding=(), text=f"{site} = {option} is what was chosen.")
     try:
-        other = solve_checked(replace(problem, sites={**problem.sites, site: (forced,)}), gap=gap, timeout=timeout, describe=words)
+        other = solve_checked(replace(problem, sites={**problem.sites, site: (forced,)}), gap=gap, timeout=timeout)
     except InfeasibleError as error:
         text = f"{site} = {option} is not possible. {error}"
         return WhyNot(site=site, option=option, feasible=False, difference=None, binding=error.binding, text=text)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
+from effcompile.core.causes import Contradiction, Limits
 from effcompile.core.errors import InfeasibleError
 from effcompile.planner.optimise import Impossible, Undecided, optimise
 from effcompile.planner.problem import Alternative, Problem
@@ -34,7 +35,7 @@ def with_objective(problem: Problem, resource: str) -> Problem:
     return replace(problem, sites=sites, limits=limits, base_objective=problem.base.get(resource, 0.0))
 
 
-def explain(problem: Problem, describe: Describe, timeout: float) -> InfeasibleError:
+def explain(problem: Problem, timeout: float) -> InfeasibleError:
     """The error to raise for a problem proven infeasible.
 
     `binding` is an irreducible unsat core of the limits: proven impossible together, possible without any one of them.
@@ -42,17 +43,16 @@ def explain(problem: Problem, describe: Describe, timeout: float) -> InfeasibleE
     own would mend is left out.
     """
     if not _possible(replace(problem, limits={}), timeout):
-        names = [f"{site} = {a.name}" for site, alternatives in problem.sites.items() for a in alternatives if a.requires]
-        return InfeasibleError(
-            f"No combination of options satisfies what they require of each other, whatever the limits. Look at: {_listed(names)}."
-        )
+        options = tuple((site, a.name) for site, alternatives in problem.sites.items() for a in alternatives if a.requires)
+        return InfeasibleError(Contradiction(options=options))
     core = dict(problem.limits)
     for resource in list(core):
         fewer = {r: limit for r, limit in core.items() if r != resource}
         if not _possible(replace(problem, limits=fewer), timeout):
             core = fewer
     nearest = {r: least for r in problem.limits if (least := smallest(problem, r, timeout)) is not None}
-    return InfeasibleError(_message(problem, tuple(core), nearest, describe), binding=tuple(core), nearest=nearest)
+    clash = Limits(limits=tuple(core.items()), beside=len(problem.limits) - len(core))
+    return InfeasibleError(clash, binding=tuple(core), nearest=nearest)
 
 
 def smallest(problem: Problem, resource: str, timeout: float) -> float | None:
@@ -92,18 +92,3 @@ def _without_objective(problem: Problem) -> Problem:
 
 def _free(alternative: Alternative) -> Alternative:
     return replace(alternative, objective=0.0)
-
-
-def _message(problem: Problem, core: tuple[str, ...], nearest: dict[str, float], describe: Describe) -> str:
-    given = " and ".join(describe(r, problem.limits[r]) for r in core)
-    lines = [f"No plan is within {given}" + (": each can be met, but not together." if len(core) > 1 else ".")]
-    if nearest:
-        others = ", the other limits unchanged" if len(problem.limits) > 1 else ""
-        lines.append(f"The smallest feasible value is {' or '.join(describe(r, v) for r, v in nearest.items())}{others}.")
-    else:
-        lines.append("More than one limit must be loosened.")
-    return " ".join(lines)
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

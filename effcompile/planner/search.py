@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from effcompile.core.errors import InfeasibleError
-from effcompile.ir.reasons import OverBudget, Reason, Slower, Unsupported
+from effcompile.core.reasons import OverBudget, Reason, Slower, Unsupported
 
 Options = Mapping[str, str]
 
@@ -142,7 +142,7 @@ class Record(Generic[C, S]):
         for node in beside or ([] if over else refused):
             assert node.refusal is not None
             return node.refusal
-        return OverBudget(needed=min(over)) if over else Unsupported(text="")
+        return OverBudget(needed=min(over)) if over else Unsupported("")
 
     def _with(self, kind: str, option: str) -> Iterator[Node[S]]:
         return (node for node in self.nodes if node.options.get(kind) == option)

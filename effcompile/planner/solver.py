@@ -12,7 +12,7 @@ from fractions import Fraction
 import z3
 
 from effcompile.core.errors import EffcompileError, UsageError
-from effcompile.planner.infeasible import Describe, explain, plain, with_objective
+from effcompile.planner.infeasible import explain, with_objective
 from effcompile.planner.optimise import Impossible, Outcome, Undecided, optimise
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Problem, Solution, check
 from effcompile.planner.reduce import reduce_problem
@@ -22,7 +22,7 @@ class UndecidedError(EffcompileError):
     """Neither a feasible choice nor a proof that there is none was found in time."""
 
 
-def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0, describe: Describe | None = None) -> Solution:
+def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0) -> Solution:
     """Choose one alternative per site: least objective within all limits, proven to `gap` by z3.
 
     The method and its mathematics stand in reduce.py, dual.py and certify.py. A returned choice meets every limit in
@@ -32,7 +32,6 @@ def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0, describ
         problem: sites, alternatives and limits.
         gap: proof wanted, relative to |objective| (base included). 0 asks for the optimum itself.
         timeout: seconds; then the best choice found is returned, UNPROVEN, with the best bound proven.
-        describe: a resource and a value in the user's words, for errors: `("memory", 6.5e8) → "peak memory 620 MiB"`.
 
     Raises:
         UsageError: the problem, the gap or the timeout is malformed.
@@ -42,10 +41,10 @@ def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0, describ
     check(problem)
     if not (math.isfinite(gap) and gap >= 0) or not (math.isfinite(timeout) and timeout > 0):
         raise UsageError(f"gap = {gap!r}, timeout = {timeout!r}: gap must be ≥ 0 (0.01 is 1 %), timeout a positive number of seconds.")
-    return solve_checked(problem, gap=gap, timeout=timeout, describe=describe or plain)
+    return solve_checked(problem, gap=gap, timeout=timeout)
 
 
-def solve_checked(problem: Problem, *, gap: float, timeout: float, describe: Describe) -> Solution:
+def solve_checked(problem: Problem, *, gap: float, timeout: float) -> Solution:
     """`solve` without the checks of its input."""
     start = time.monotonic()
     reduced = reduce_problem(problem)
@@ -53,7 +52,7 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float, describe: Des
     try:
         outcome = optimise(reduced, base=base, gap=gap, deadline=start + timeout)
     except Impossible:
-        raise explain(problem, describe, timeout) from None
+        raise explain(problem, timeout) from None
     except z3.Z3Exception as error:
         # z3 is given no limit of memory of its own (memory_max_size): in z3 5.4 one ends in a segmentation fault. See ask.py.
         said = str(error).strip()
@@ -108,14 +107,14 @@ def frontier(problem: Problem, resource: str, points: int = 8, *, gap: float = 0
     if points < 2:
         raise UsageError(f"points = {points!r}: a frontier has at least 2.")
     share = timeout / (points + 1)
-    top = solve_checked(problem, gap=gap, timeout=share, describe=plain)
-    lean = solve_checked(with_objective(problem, resource), gap=min(gap, 1e-3), timeout=share, describe=plain)
+    top = solve_checked(problem, gap=gap, timeout=share)
+    lean = solve_checked(with_objective(problem, resource), gap=min(gap, 1e-3), timeout=share)
     low, high = lean.resources.get(resource, 0.0), top.resources.get(resource, 0.0)
     found = [top]
     for limit in _spaced(low, high, points):
         ceiling = replace(problem, limits={**problem.limits, resource: _cover(problem, lean.choice, resource, limit)})
         with suppress(UndecidedError):  # the point exists, but was not found in its share of the time
-            found.append(solve_checked(ceiling, gap=gap, timeout=share, describe=plain))
+            found.append(solve_checked(ceiling, gap=gap, timeout=share))
     return _pareto(found, resource)
 
 

@@ -15,6 +15,7 @@ from effcompile.report.groups import groups
 from effcompile.report.ledger import choice, ledger_of
 from effcompile.report.names import collapse, printed
 from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
+from effcompile.report.reasons import words
 
 _LISTED = 6
 
@@ -105,9 +106,9 @@ def _decision(page: Page, plan: Plan, decision: Decision) -> None:
     page.field(
         "choice", Text(choice(decision.kind, decision.option, decision.baseline), style=STRONG), Text(f"by {decision.by}", style=DIM)
     )
-    page.field("why", decision.why or "the cheapest choice that fits with all others")
-    if decision.note:
-        page.field("known", decision.note)
+    page.field("why", words(decision.why) or "the cheapest choice that fits with all others")
+    if decision.note is not None:
+        page.field("known", words(decision.note))
     page.field("costs", _against_baseline(plan, decision))
     thing = "the step" if plan.goal.mode == "training" else "the artifact"
     if not decision.applied:
@@ -134,7 +135,7 @@ def _alternatives(page: Page, plan: Plan, decision: Decision | None, declined: l
         rows.append(Row(cells=[Text(f"● {decision.option}", style=STRONG), *_costs(plan, decision.cost), "taken"]))
         if decision.option != decision.baseline and decision.baseline not in {d.option for d in declined}:
             rows.append(Row(cells=[f"  {decision.baseline}", *_costs(plan, decision.baseline_cost), "the baseline"]))
-    rows += [Row(cells=[f"  {d.option}", *_costs(plan, d.cost), d.reason]) for d in declined]
+    rows += [Row(cells=[f"  {d.option}", *_costs(plan, d.cost), words(d.reason)]) for d in declined]
     page.table(columns, rows)
 
 

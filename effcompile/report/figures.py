@@ -178,10 +178,11 @@ def proof(certificate: Certificate, objective: str) -> list[str]:
         slack = 1 - certificate.bound / certificate.objective if certificate.objective > 0 else None
         if slack is not None and slack > 0:
             lines.append(f"a plan up to {100 * slack:.1f} % {better} is not ruled out")
-    if certificate.rounds > 1 or certificate.error_scale != 1.0:
-        lines.append(
-            f"solved {certificate.rounds}×, at last with squared errors scaled by the measured {format_ratio(certificate.error_scale)}"
-        )
+    if certificate.error_scale != 1.0:
+        scale = format_ratio(certificate.error_scale)
+        lines.append(f"solved {certificate.rounds}×, at last with squared errors scaled by the measured {scale}")
+    elif certificate.rounds > 1:
+        lines.append(f"solved {certificate.rounds}×, at last with what simulating the plan found above the budget")
     return lines
 
 

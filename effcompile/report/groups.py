@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
+from effcompile.core.reasons import Reason, Requires
 from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.report.names import Template, collapse
-
-_NUMBER = re.compile(r"(?<![A-Za-z_])(?<![A-Za-z_]\d)\d+(?:\.\d+)?(?:e[+-]?\d+)?(?![A-Za-z_])")
+from effcompile.report.reasons import alike, likeness, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +29,7 @@ class Group:
     @property
     def notes(self) -> dict[str, int]:
         """What is known of the places, and of how many; notes that differ in figures only are one, with ranges."""
-        alike: dict[str, list[str]] = {}
-        for d in self.decisions:
-            if d.note:
-                alike.setdefault(_NUMBER.sub("#", d.note), []).append(d.note)
-        return {_spread(notes): len(notes) for notes in alike.values()}
+        return {together(notes): len(notes) for notes in alike(d.note for d in self.decisions if d.note is not None)}
 
     @property
     def error_squared(self) -> float:
@@ -57,8 +52,18 @@ class Refusal:
     kind: str
     option: str
     by: str
-    reason: str
+    reasons: tuple[Reason, ...]
     sites: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """All of them in one phrase."""
+        return together(self.reasons)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it only follows from what was decided at other sites."""
+        return isinstance(self.reasons[0], Requires)
 
 
 def saved_seconds(decision: Decision) -> float:
@@ -104,24 +109,13 @@ def groups(decisions: Iterable[Decision], worth: Callable[[Decision], float] = s
 
 
 def refusals(declined: Iterable[Declined]) -> list[Refusal]:
-    """Declined options with equal reasons (up to their figures), kinds together in order of first appearance."""
-    found: dict[tuple[str, str, str, str], list[Declined]] = {}
+    """Declined options with reasons that are alike, kinds together in order of first appearance."""
+    found: dict[tuple[str, str, str, Hashable], list[Declined]] = {}
     for d in declined:
-        found.setdefault((d.kind, d.option, d.by, _NUMBER.sub("#", d.reason)), []).append(d)
+        found.setdefault((d.kind, d.option, d.by, likeness(d.reason)), []).append(d)
     kinds = list(dict.fromkeys(kind for kind, *_ in found))
     result = [
-        Refusal(kind=kind, option=option, by=by, reason=_spread([d.reason for d in ds]), sites=tuple(d.site for d in ds))
+        Refusal(kind=kind, option=option, by=by, reasons=tuple(d.reason for d in ds), sites=tuple(d.site for d in ds))
         for (kind, option, by, _), ds in found.items()
     ]
     return sorted(result, key=lambda r: kinds.index(r.kind))
-
-
-def _spread(reasons: Sequence[str]) -> str:
-    """One sentence for reasons that differ in figures only: `slower by 1.2–3.4 ms`."""
-    columns = iter(list(zip(*(_NUMBER.findall(reason) for reason in reasons), strict=True)))
-
-    def span(_: re.Match[str]) -> str:
-        values = sorted(set(next(columns)), key=float)
-        return values[0] if len(values) == 1 else f"{values[0]}–{values[-1]}"
-
-    return _NUMBER.sub(span, reasons[0])

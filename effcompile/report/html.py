@@ -15,6 +15,7 @@ from effcompile.report.groups import Group, groups, refusals, share
 from effcompile.report.ledger import Ledger, choice, ledger_of
 from effcompile.report.names import Template, collapse
 from effcompile.report.plots import frontier_plot, memory_plot
+from effcompile.report.reasons import words
 from effcompile.report.style import STYLE
 from effcompile.report.svg import Bar, Part, stacked_bars
 
@@ -223,7 +224,7 @@ def _group(plan: Plan, ledger: Ledger, group: Group) -> str:
     where = f"<b>{escape(group.kind)}</b> <small>{_where(group.sites)}</small>{strayed}"
     option = escape(choice(group.kind, group.option, group.baseline))
     option = f'<span class="dim">{option}</span>' if group.kept else f"<b>{option}</b>"
-    whys = {d.why for d in group.decisions}
+    whys = {words(d.why) for d in group.decisions}
     shared = whys.pop() if len(whys) == 1 else ""
     option += f"<small>{escape(shared)}</small>"
     figures = _figures(plan, ledger, group.decisions)
@@ -233,7 +234,8 @@ def _group(plan: Plan, ledger: Ledger, group: Group) -> str:
 
 def _member(plan: Plan, ledger: Ledger, decision: Decision, shared_why: str) -> str:
     figures = _figures(plan, ledger, [decision])
-    why = f"<small>{escape(decision.why)}</small>" if decision.why != shared_why else ""
+    own = words(decision.why)
+    why = f"<small>{escape(own)}</small>" if own != shared_why else ""
     if decision.applied in ("", decision.option):
         applied = f'<span class="dim">{"✔ applied" if decision.applied else ""}</span>'
     else:

@@ -1,4 +1,4 @@
-"""Print why a goal cannot be met, and what would: the exact flag to type."""
+"""Why a goal cannot be met, in words, and what would be possible: the exact flag to type."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_error
+from effcompile.report.causes import head, parts, remedy, sentence
 from effcompile.report.figures import format_ratio
 from effcompile.report.page import BAD, DIM, STRONG, Column, Page, Row
 
@@ -29,10 +30,14 @@ def print_infeasible(error: InfeasibleError, goal: Goal, console: Console | None
     """
     page = Page(console)
     page.field("goal", Text(goal.describe(), style=STRONG), Text("✘ infeasible", style=BAD))
-    page.field("why", str(error))
-    said = f"{str(error).lower()} {' '.join(goal.__dataclass_fields__)}"  # a limit's bare name tells nothing new either
-    page.fields("", [f"• {reason}" for reason in error.binding if reason.lower() not in said])
+    for number, cause in enumerate(error.why):
+        there = parts(cause)
+        page.field("why" if number == 0 else "", f"{head(cause, number > 0)}{':' * bool(there)}")
+        rows = [Row(cells=[" " * 9, format_bytes(size), name]) for name, size in there]
+        page.table([Column(), Column(right=True, style=STRONG), Column(fit="cut")], rows)
+    page.fields("", map(sentence, error.untried))
     if not error.nearest:
+        page.field("", remedy(error) or "Which limit to loosen is not known.")
         return
     page.blank()
     only = "the smallest budget that is feasible:" if list(error.nearest) == ["memory"] and goal.mode == "training" else ""

@@ -26,6 +26,7 @@ _LABEL_WIDTH = 10
 _ASCII = str.maketrans(
     {"·": "-", "→": "->", "…": "~", "–": "-", "—": "-", "−": "-", "×": "x", "÷": "/", "≤": "<=", "≥": ">=", "✔": "+", "✘": "!"}
     | {"●": "*", "◌": "?", "─": "-", "│": "|", "µ": "u", "²": "2", "•": "*", "⚠": "!", "▸": ">", "±": "+-"}
+    | {"‖": "||", "δ": "d", "§": "sec. "}
     | dict(zip("┄┤└┴▼░▁▂▃▄▅▆▇█", "-|++v:__--==##", strict=True))
     | dict(zip("▏▎▍▌▋▊▉", "--=====", strict=True))
 )
@@ -184,11 +185,12 @@ class Page:
                 widths[next(i for i in range(row.span) if columns[i].fit == "cut" or i == row.span - 1)] += missing
         excess = sum(widths) + _GAP * (len(widths) - 1) + 2 - self.width
         for fit in ("wrap", "cut"):  # give way in this order
-            for place in sorted(range(len(widths)), key=lambda i: -widths[i]):
-                if excess > 0 and columns[place].fit == fit:
-                    give = min(excess, max(widths[place] - _LEAST, 0))
-                    widths[place] -= give
-                    excess -= give
+            giving = [place for place, column in enumerate(columns) if column.fit == fit and widths[place] > _LEAST]
+            while excess > 0 and giving:  # the widest first, so that no column is a thread beside a broad one
+                widest = max(giving, key=widths.__getitem__)
+                widths[widest] -= 1
+                excess -= 1
+                giving = [place for place in giving if widths[place] > _LEAST]
         return widths
 
     def _header(self, columns: Sequence[Column], widths: Sequence[int]) -> Iterator[Text]:

@@ -195,7 +195,7 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
         return
     page.blank()
     shown = found if verbose else _most_telling(found, ledger_of(plan).refusals)
-    columns = [Column(header="declined"), Column(header="option"), Column(header="sites", right=True)]
+    columns = [Column(header="declined"), Column(header="option", fit="wrap"), Column(header="sites", right=True)]
     columns.append(Column(header="reason", fit="wrap"))
     rows = []
     for place, refusal in enumerate(shown):
@@ -209,7 +209,7 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
 
 def _most_telling(found: Sequence[Refusal], most: int) -> list[Refusal]:
     """At most so many, in their order: what was declined everywhere first, what only follows from decisions at other sites last."""
-    chosen = sorted(found, key=lambda refusal: (any(refusal.sites), refusal.reason.startswith("needs ")))[:most]
+    chosen = sorted(found, key=lambda refusal: (any(refusal.sites), refusal.follows))[:most]
     return [refusal for refusal in found if refusal in chosen]
 
 

@@ -13,6 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 import effcompile
 from effcompile.backends.torch import TorchEager
 from effcompile.machine.target import KernelCall
+from effcompile.report.reasons import words
 from effcompile.sites.attention import closed_masks, normalise, rewrite
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -61,7 +62,7 @@ def test_what_it_sees_is_in_the_plan_and_it_composes_with_int8(mistral: Any, mon
     fast("attention/tiled", monkeypatch)
     executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager", max_error=0.2)
     found = [d for d in executable.plan.decisions if d.kind == "attention"]
-    assert all(d.note.startswith("sees causal ∧ window 6 ∧ padding (attention_mask)") for d in found) and len(found) == 2
+    assert all(words(d.note).startswith("sees causal ∧ window 6 ∧ padding (attention_mask)") for d in found) and len(found) == 2
     assert any(d.option.startswith("int8") and d.applied == d.option for d in executable.plan.decisions if d.kind == "linear")
     again = effcompile.optimize(model, inputs=inputs, plan=executable.plan)
     assert attention(again.plan) == {("tiled", "tiled", "math")} and all(check.passed for check in again.plan.checks)

@@ -26,6 +26,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
 from effcompile.passes import PASSES, load_passes
+from effcompile.report.reasons import words
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.parts import linears
 
@@ -154,7 +155,7 @@ def quantize_group_size(make: Make, folder: Path) -> None:
     assert [node.args[2] for node in calls] and {node.args[2] for node in calls} == {64}
     for backend in ("torch-eager", "triton", "openvino"):
         made = make("quantize", "quantize.options=w4", "quantize.group_size=16", backend=backend, lower=False)
-        reasons = {d.reason for d in made.plan.declined if d.option == "w4g16"}
+        reasons = {words(d.reason) for d in made.plan.declined if d.option == "w4g16"}
         assert len(reasons) == 1 and not reasons & {""}
         assert {d.option for d in made.plan.decisions if d.kind == "linear"} == {"fp32"}
 
@@ -210,12 +211,12 @@ def predict_figure(name: str, value: float) -> Check:
 
 def predict_least(make: Make, folder: Path) -> None:
     made = make("predict", "predict.least=65", lower=False, backend="torch-eager")
-    assert any("fewer than predict.least = 65" in d.reason for d in made.plan.declined)
+    assert any("fewer than predict.least = 65" in words(d.reason) for d in made.plan.declined)
 
 
 def predict_seconds(make: Make, folder: Path) -> None:
     made = make("predict", "predict.least=16", "predict.block=16", "predict.seconds=0", lower=False, backend="torch-eager")
-    assert any("within predict.seconds = 0" in d.reason for d in made.plan.declined)
+    assert any("within predict.seconds = 0" in words(d.reason) for d in made.plan.declined)
 
 
 def shrink_neurons(make: Make, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effcompile.compiler.refine import Constraints, refine
+from effcompile.core.causes import Said
 from effcompile.core.errors import InfeasibleError
 
 #: Options by what they promise and what they turn out to take: seconds, bytes promised, bytes taken, error promised, error made.
@@ -24,7 +25,7 @@ def solve(constraints: Constraints) -> str:
         and error * constraints.error_scale <= 0.5
     }
     if not fits:
-        raise InfeasibleError("nothing is left")
+        raise InfeasibleError(Said("nothing is left"))
     return min(fits, key=lambda name: fits[name])
 
 

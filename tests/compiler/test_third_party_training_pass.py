@@ -17,6 +17,7 @@ from effcompile.core.errors import FormatError, InfeasibleError, UnknownNameErro
 from effcompile.core.goal import Goal
 from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.plan import Plan
+from effcompile.report.reasons import words
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PACKAGE = Path(__file__).parent.parent / "third_party"
@@ -78,11 +79,11 @@ def test_it_competes_in_the_solve_and_what_was_not_taken_is_told(made: Any) -> N
     assert (decision.site, decision.option, decision.baseline) == ("step", "left out", "kept")
     assert decision.cost.seconds < decision.baseline_cost.seconds and decision.settings == {"count": 6}
     assert [d.option for d in plan.declined if d.by == "unscale"] == ["kept"]
-    assert "more a step" in next(d.reason for d in plan.declined if d.by == "unscale")
+    assert "more a step" in next(words(d.reason) for d in plan.declined if d.by == "unscale")
     without = plan_of(made, [*EXACT, "no-unscale"])
     assert product(without) == "" and plan.predicted.seconds < without.predicted.seconds
     few = plan_of(made, [*EXACT, "unscale.least=9"])
-    assert [d.reason for d in few.declined if d.by == "unscale"] == ["there are 6"]
+    assert [words(d.reason) for d in few.declined if d.by == "unscale"] == ["there are 6"]
 
 
 @pytest.mark.usefixtures("installed")
@@ -102,7 +103,7 @@ def test_bytes_and_seconds_that_it_puts_beside_the_step_count(made: Any, monkeyp
     assert plan.predicted.seconds == pytest.approx(plain.predicted.seconds + 1e-7)
     without = plan_of(made, memory=10_000_000)
     assert product(without) == ""
-    assert any("at least" in d.reason and "with it" in d.reason for d in without.declined if d.option == "left out")
+    assert any("needs at least" in words(d.reason) for d in without.declined if d.option == "left out")
 
 
 @pytest.mark.usefixtures("installed")
@@ -164,7 +165,7 @@ def test_one_that_proposes_nonsense_is_declined_by_name(
     monkeypatch.setattr(unscale.Unscale, "propose", lambda self, step, context: proposes(unscale, step, context))
     plan = plan_of(made)
     (declined,) = [d for d in plan.declined if d.by == "unscale"]
-    assert said in declined.reason and plan.predicted.seconds
+    assert said in words(declined.reason) and plan.predicted.seconds
 
 
 @pytest.mark.usefixtures("installed")
@@ -179,7 +180,7 @@ def test_one_whose_step_returns_something_else_is_declined(made: Any, monkeypatc
         return changed
 
     monkeypatch.setattr(unscale.Unscale, "apply", cut)
-    assert any("has other results" in d.reason for d in plan_of(made).declined if d.by == "unscale")
+    assert any("has other results" in words(d.reason) for d in plan_of(made).declined if d.by == "unscale")
 
 
 @pytest.mark.usefixtures("installed")

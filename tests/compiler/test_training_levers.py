@@ -22,6 +22,7 @@ from effcompile.compiler.training.moved import RefutedError, too_coarse
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.compiler.training.solve import Schedule
 from effcompile.compiler.training.work import make_work
+from effcompile.core.causes import Said
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
@@ -219,7 +220,7 @@ def test_compression_that_changes_too_much_is_left_out_and_told(made: Any, monke
 
     def only_with_compression(prepared: Any, *args: Any, **kwargs: Any) -> Any:
         if not any(block.problem.forms for block in prepared.cut.blocks):
-            raise InfeasibleError("No plan.", binding=("memory",), nearest={"memory": 5.0})
+            raise InfeasibleError(Said("No plan."), binding=("memory",), nearest={"memory": 5.0})
         return real(prepared, *args, **kwargs)
 
     monkeypatch.setattr(training_cases, "schedule", only_with_compression)

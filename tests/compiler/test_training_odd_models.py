@@ -16,6 +16,7 @@ import effcompile
 from effcompile.compiler.training.exact import rounded_otherwise
 from effcompile.compiler.training.verify import Result, compare
 from effcompile.core.errors import CaptureError, InternalError, UsageError
+from effcompile.report.reasons import words
 
 
 class Small(nn.Module):
@@ -78,7 +79,7 @@ class Writes(nn.Module):
 def test_a_dtype_in_which_no_kernel_writes_is_declined() -> None:
     inputs = (torch.randn(4, 8, 16), torch.tensor([3, 1, 0, 2]))
     planned = effcompile.optimize(Writes(), inputs=inputs, mode="training", max_error=0.05, passes=["precision.always=true"])
-    reasons = {refusal.option: refusal.reason for refusal in planned.plan.declined if refusal.by == "precision"}
+    reasons = {refusal.option: words(refusal.reason) for refusal in planned.plan.declined if refusal.by == "precision"}
     assert any("index_put" in reason and "which PyTorch refuses" in reason for reason in reasons.values()), reasons
     planned(*inputs).backward()
 

@@ -15,6 +15,7 @@ from effcompile.compiler.training.prepare import Figures
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
+from effcompile.report.reasons import words
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 #: What only changes the order of sums left out, so that there is one way to compute what autocast computes.
@@ -95,7 +96,7 @@ def precision(plan: Plan) -> str:
 
 
 def reasons(plan: Plan) -> dict[str, str]:
-    return {d.option: d.reason for d in plan.declined if d.kind == "precision"}
+    return {d.option: words(d.reason) for d in plan.declined if d.kind == "precision"}
 
 
 def whole_error(found: Results, wanted: Results) -> float:
@@ -191,7 +192,7 @@ def test_it_is_taken_only_where_it_is_predicted_to_be_faster(monkeypatch: pytest
         if wanted == "fp32":
             assert "more a step" in reasons(plan)["bf16 autocast"]
         else:
-            assert "less a step" in plan.decision("step").why and "cast once a step" in plan.decision("step").note
+            assert "less a step" in words(plan.decision("step").why) and "cast once a step" in words(plan.decision("step").note)
 
 
 def test_slow_arithmetic_is_declined_as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +271,7 @@ def test_a_loss_scale_that_is_too_large_comes_down_until_gradients_fit() -> None
     model, batch = line(factor=1e4)
     executable = optimize_training(model, (), batch, goal=goal(), passes=FP16)
     assert precision(executable.plan) == "fp16 autocast" and executable.plan.met
-    assert "scaled loss" in executable.plan.decision("step").note
+    assert "scaled loss" in words(executable.plan.decision("step").note)
     assert 0 < executable.scaler.get_scale() < 65536
     found = measured(lambda: executable(**batch), model, 0)[0]
     assert whole_error(found, eager(model, batch)) < 0.01
@@ -311,7 +312,7 @@ def test_gradients_are_not_consumed_before_an_overflow_is_seen() -> None:
     adamw = torch.optim.AdamW(model.parameters())
     plan = plan_training(model, (), batch, goal=goal(), passes=[*FP16, "states.in_backward=true", "states.offload=false"], optimizer=adamw)
     assert not any(d.option == "consumed in the backward" for d in plan.decisions)
-    refused = [d.reason for d in plan.declined if "gradients consumed in the backward" in d.option]
+    refused = [words(d.reason) for d in plan.declined if "gradients consumed in the backward" in d.option]
     assert refused and all("an overflow must be seen" in reason for reason in refused)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import effcompile
 from effcompile.capture.training import capture_training
 from effcompile.passes.training.fused_attention import Attended, FusedAttention
+from effcompile.report.reasons import words
 
 WIDTH, HEADS = 32, 4
 ALWAYS = ["attention.always=true"]
@@ -86,7 +87,9 @@ def test_dropout_on_weights_is_left_and_said() -> None:
     plan = effcompile.plan(Attends(drop=0.5).train(), inputs=inputs(), mode="training")
     assert not [d for d in plan.decisions if d.kind == "attention"]
     (declined,) = (d for d in plan.declined if d.kind == "attention")
-    assert declined.option == "fused" and "drops 0.5 of its weights at random, and no other kernel would draw the same" in declined.reason
+    assert declined.option == "fused" and "drops 0.5 of its weights at random, and no other kernel would draw the same" in words(
+        declined.reason
+    )
     names, attended = fused(Attends(drop=0.5).train())
     assert any("softmax" in name for name in names) and not attended.fused
     assert "drops 0.5 of its weights at random" in next(iter(attended.left.values()))
@@ -111,7 +114,7 @@ def test_dropout_of_sdpa_is_kept_and_said() -> None:
     executable = effcompile.optimize(model, inputs=inputs(), mode="training", passes=ALWAYS)
     assert [(d.site, d.option) for d in executable.plan.decisions if d.kind == "attention"] == [("plain:attention", "fused")]
     (declined,) = (d for d in executable.plan.declined if d.kind == "attention")
-    assert "drops 0.25 of its weights" in declined.reason
+    assert "drops 0.25 of its weights" in words(declined.reason)
     given = inputs()
     torch.manual_seed(3)
     found = executable(**given)
@@ -123,7 +126,7 @@ def test_dropout_of_sdpa_is_kept_and_said() -> None:
 def test_dropout_of_sdpa_stands_in_inference_too() -> None:
     """A model that drops whatever its mode is has no output to compare with; its plan says what became of it."""
     plan = effcompile.plan(Drops().eval(), inputs=inputs())
-    assert any("drops 0.25 of its weights" in d.reason for d in plan.declined if d.kind == "attention")
+    assert any("drops 0.25 of its weights" in words(d.reason) for d in plan.declined if d.kind == "attention")
     assert [d.site for d in plan.decisions if d.kind == "attention"] == ["plain:attention"]
 
 
@@ -139,7 +142,7 @@ def test_a_mask_under_a_guard_is_read_dense_and_said() -> None:
             return torch.nn.functional.scaled_dot_product_attention(h, h, h, mask).square().mean() + Attends()(x, attention_mask) * 0
 
     plan = effcompile.plan(Weak().train(), inputs=inputs(), mode="training")
-    assert any("only where every query sees a key" in d.reason for d in plan.declined if d.kind == "attention")
+    assert any("only where every query sees a key" in words(d.reason) for d in plan.declined if d.kind == "attention")
 
 
 def test_a_saved_plan_is_carried_out_with_its_attention(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from effcompile.core.errors import FormatError
 from effcompile.passes.training.base import Case, StepChoice, StepOption
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.loss_head import find_loss_heads
+from effcompile.report.reasons import words
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_an_option_that_was_refuted_is_declined_with_the_reason(gpt2: tuple) -> 
     refuted = every[-1].taken[0].option.name
     forms, declined = forms_of(gpt2[2], LossHeads(), **{"loss head": refuted})
     assert [form.taken[0].option.name for form in forms] == [form.taken[0].option.name for form in every[:-1]]
-    assert [(d.option, d.reason) for d in declined] == [(refuted, "it was run, and did not hold")]
+    assert [(d.option, words(d.reason)) for d in declined] == [(refuted, "it was run, and did not hold")]
 
 
 @pytest.mark.parametrize("settings", [{"form": "chunked", "chunks": 3}, {"form": ("whole",), "chunks": 2}, {}])

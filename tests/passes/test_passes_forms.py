@@ -16,6 +16,7 @@ from effcompile.machine.target import KernelCall
 from effcompile.passes.attention import Attention
 from effcompile.passes.last_token_logits import Logits
 from effcompile.passes.norm_gelu_fusion import Fuse
+from effcompile.report.reasons import words
 from effcompile.sites.parts import attentions, gelus, linears
 
 LAST = Goal(max_error=0.05, reads="last")
@@ -28,7 +29,7 @@ def test_attention_offers_the_forms_that_exist_and_pay(bert: Program) -> None:
     choices, declined = split(Attention(int8=False).propose(bert, context(price, goal=Goal())))
     assert [s.site for s in attentions(bert)] == list(choices)
     assert all([o.name for o in c.options] == ["sdpa", "packed"] for c in choices.values())
-    assert {d.reason for d in declined} == {f"onnxruntime has no attention/{form} kernel here" for form in ("tiled", "math")}
+    assert {words(d.reason) for d in declined} == {f"onnxruntime has no attention/{form} kernel here" for form in ("tiled", "math")}
     site = next(iter(choices))
     assert Attention().apply(bert, plan_with({site: "packed"})).tags == {site: form("packed")}
 
@@ -40,9 +41,9 @@ def test_int8_attention_needs_error_its_measurement_and_int8_projections(bert: P
     found = attentions(bert)
     exact, refused = split(Attention(int8=True).propose(bert, context(price, goal=Goal())))
     assert all([o.name for o in c.options] == ["sdpa"] for c in exact.values())
-    assert "goal allows no error (max_error = 0)" in {d.reason for d in refused if d.option == "sdpa_int8"}
+    assert "goal allows no error (max_error = 0)" in {words(d.reason) for d in refused if d.option == "sdpa_int8"}
     _, refused = split(Attention(int8=True).propose(bert, context(price, sensitivity={})))
-    assert {d.reason for d in refused if d.option == "sdpa_int8"} == {"its error at the output was not measured"}
+    assert {words(d.reason) for d in refused if d.option == "sdpa_int8"} == {"its error at the output was not measured"}
     errors = {(site.site, "sdpa_int8"): 1e-6 for site in found}
     choices, _ = split(Attention(int8=True).propose(bert, context(price, sensitivity=errors)))
     for site in found:
@@ -66,13 +67,13 @@ def with_turned_query(program: Program) -> Program:
 def test_int8_attention_is_not_offered_where_q_is_no_linears_result(bert: Program) -> None:
     edited = with_turned_query(bert)
     _, declined = split(Attention(int8=True).propose(edited, context(lambda call: 1e-3)))
-    assert "q or k is not a linear's result as it stands" in {d.reason for d in declined if d.option == "sdpa_int8"}
+    assert "q or k is not a linear's result as it stands" in {words(d.reason) for d in declined if d.option == "sdpa_int8"}
 
 
 def test_attention_is_not_packed_where_heads_are_not_split_before_it(bert: Program) -> None:
     edited = with_turned_query(bert)
     _, declined = split(Attention().propose(edited, context(lambda call: 1e-3)))
-    assert [d.reason for d in declined if d.option != "sdpa_int8"] == [
+    assert [words(d.reason) for d in declined if d.option != "sdpa_int8"] == [
         "the heads of q are not split right before it, so packing would add a transpose"
     ]
 
@@ -83,15 +84,15 @@ def test_a_slower_fusion_is_declined_with_both_figures(bert: Program) -> None:
 
     choices, declined = split(Fuse(gelu=False).propose(bert, context(price)))
     assert {tuple(o.name for o in c.options) for c in choices.values()} == {("split",)}
-    assert {d.reason for d in declined} == {"no gain here: 500 µs > 100 µs (split)"}
+    assert {words(d.reason) for d in declined} == {"not faster: 500 µs against 100 µs (split)"}
 
 
 def test_tanh_needs_a_goal_with_error_and_a_measured_one(bert: Program) -> None:
     choices, declined = split(Fuse(norms=False).propose(bert, context(goal=Goal())))
     assert {o.name for c in choices.values() for o in c.options} == {"erf"}
-    assert [d.reason for d in declined] == ["goal allows no error (max_error = 0)"]
+    assert [words(d.reason) for d in declined] == ["goal allows no error (max_error = 0)"]
     _, declined = split(Fuse(norms=False).propose(bert, context(lambda call: 1e-3, sensitivity={})))
-    assert {d.reason for d in declined} == {"its error at the output was not measured"}
+    assert {words(d.reason) for d in declined} == {"its error at the output was not measured"}
 
 
 def test_tanh_rewrites_the_graph_of_a_copy(bert: Program) -> None:

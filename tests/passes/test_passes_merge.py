@@ -15,6 +15,7 @@ from effcompile.ir.export import reexport
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.passes.merge import VIEW_SPLITS, Merge
+from effcompile.report.reasons import words
 from effcompile.sites.parts import linears, merges
 
 
@@ -112,4 +113,4 @@ def test_an_exact_goal_merges_in_fp32_only_and_a_missing_kernel_is_declined(bloc
     assert [o.name for o in exact[":merge"].options] == ["separate", "merged"] and not declined
     choices, declined = split(Merge().propose(block, context(lambda call: None if "bf16" in call.kernel else 1e-3)))
     assert "merged@bf16" not in [o.name for o in choices[":merge"].options]
-    assert [d.reason for d in declined] == ["onnxruntime has no linear/bf16 kernel here"]
+    assert [words(d.reason) for d in declined] == ["onnxruntime has no linear/bf16 kernel here"]

@@ -19,6 +19,7 @@ from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
 from effcompile.passes.attention import Attention
 from effcompile.passes.predicted_attention import Predict
+from effcompile.report.reasons import words
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.parts import attentions
 
@@ -84,7 +85,7 @@ def test_concentrated_attention_is_offered_with_its_recall_and_measured_error(sh
     ((site, choice),) = choices.items()
     option = choice.option(method)
     assert choice.baseline == "causal" and [o.name for o in choice.options] == ["causal", method] and option.by == "predict"
-    recall, density = re.fullmatch(r"recall (\S+) of softmax mass at (\d+)% of tiles", option.note).groups()
+    recall, density = re.fullmatch(r"recall (\S+) of softmax mass at (\d+)% of tiles", words(option.note)).groups()
     assert float(recall) > 0.97 and int(density) < 70
     assert 0 < option.cost.error < 0.05
     assert option.cost.seconds < choice.option("causal").cost.seconds
@@ -114,7 +115,9 @@ def test_spread_out_attention_is_declined_with_its_figures() -> None:
     program = captured(DIFFUSE)
     choices, declined = split(Predict(method=("sanger", "a3"), **FORM).propose(program, context(by_keys)))
     assert not choices and {d.option for d in declined} == {"sanger", "a3"}
-    assert all(re.match(r"recall \S+ of softmax mass at \d+% of tiles; no gain here: .* > .* \(causal\)", d.reason) for d in declined)
+    assert all(
+        re.match(r"recall \S+ of softmax mass at \d+% of tiles; not faster: .* against .* \(causal\)", words(d.reason)) for d in declined
+    )
 
 
 def test_a_predictor_that_loses_what_matters_is_declined_for_its_error() -> None:
@@ -122,7 +125,7 @@ def test_a_predictor_that_loses_what_matters_is_declined_for_its_error() -> None
     ask = context(by_keys, goal=Goal(max_error=1e-3))
     choices, (refused,) = split(Predict(mass=0.2, **FORM).propose(program, ask))
     assert not choices and refused.cost is not None
-    assert re.match(r"recall 0\.\d+ of softmax mass at \d+% of tiles, error .*: above the goal", refused.reason)
+    assert re.match(r"recall 0\.\d+ of softmax mass at \d+% of tiles; would bring the error to .*, above .*", words(refused.reason))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_a_predictor_that_loses_what_matters_is_declined_for_its_error() -> None
 )
 def test_it_says_why_it_does_not_take_part(sharp: Program, settings: dict[str, float], goal: Goal, reason: str) -> None:
     choices, (refused,) = split(Predict(**{**FORM, **settings}).propose(sharp, context(by_keys, goal=goal)))
-    assert not choices and reason in refused.reason
+    assert not choices and reason in words(refused.reason)
 
 
 def test_a_backend_without_the_kernels_is_told() -> None:
@@ -143,13 +146,13 @@ def test_a_backend_without_the_kernels_is_told() -> None:
         return None if call.kernel.startswith(("predict/", "attention/tiles")) else 1.0
 
     choices, (refused,) = split(Predict(**FORM).propose(captured(SHARP), context(price)))
-    assert not choices and refused.reason == "onnxruntime has no attention/tiles kernel here"
+    assert not choices and words(refused.reason) == "onnxruntime has no attention/tiles kernel here"
 
 
 def test_calibrated_tiles_are_for_one_length() -> None:
     program = captured(SHARP, dynamic=True)
     choices, (refused,) = split(Predict(method=("vitcod", "sanger"), **FORM).propose(program, context(by_keys)))
-    assert refused.option == "vitcod" and "its length is dynamic" in refused.reason
+    assert refused.option == "vitcod" and "its length is dynamic" in words(refused.reason)
     (site,) = choices
     edited = Predict(**FORM).apply(program, plan_with({site: choices[site].option("sanger").form}))
     x = tokens(180, batch=3)
@@ -167,7 +170,7 @@ class Biased(Layer):
 def test_scores_that_a_predictor_cannot_know_are_left_exact() -> None:
     program = normalised(capture(Biased(1.0).eval(), (tokens(),)))
     choices, (refused,) = split(Predict(**FORM).propose(program, context(by_keys)))
-    assert not choices and "bias" in refused.reason
+    assert not choices and "bias" in words(refused.reason)
 
 
 class Padded(Layer):
@@ -216,7 +219,7 @@ def test_end_to_end_with_quantized_linears_verified_and_told() -> None:
     )  # fmt: skip
     taken = [d for d in made.plan.decisions if d.kind == "attention"]
     assert len(taken) == 2 and {d.option for d in taken} <= {"sanger", "elsa"} and all(d.applied == d.option for d in taken)
-    assert all("of softmax mass at" in d.why for d in taken)
+    assert all("of softmax mass at" in words(d.note) for d in taken)
     assert any(d.kind == "linear" and d.option != "fp32" for d in made.plan.decisions)
     assert made.plan.checks and all(check.passed for check in made.plan.checks)
     want = model(tokens(seed=9))

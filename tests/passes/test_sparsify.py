@@ -32,6 +32,7 @@ from effcompile.passes.quantize import Quantize
 from effcompile.passes.sparse_forms import given_forms
 from effcompile.passes.sparsify import Sparsify
 from effcompile.passes.weight_saliency import Scores
+from effcompile.report.reasons import words
 from effcompile.sites.parts import linears
 from effcompile.sparse import BlockPattern, BlockSparseLinear
 from effcompile.sparse.forms import pattern_format, stored_bytes
@@ -91,7 +92,7 @@ def by_flops(call: KernelCall) -> float:
 
 def options(program: Program, made: Sparsify, ctx: Context) -> tuple[dict[str, dict[str, Option]], dict[tuple[str, str], str]]:
     choices, declined = split(made.propose(program, ctx))
-    return {site: {o.name: o for o in c.options} for site, c in choices.items()}, {(d.site, d.option): d.reason for d in declined}
+    return {site: {o.name: o for o in c.options} for site, c in choices.items()}, {(d.site, d.option): words(d.reason) for d in declined}
 
 
 # ---------------------------------------------------------------- found zeros
@@ -105,7 +106,7 @@ def test_zeros_are_offered_exactly_with_their_blocks_time_and_bytes(masks: dict[
     assert option.cost.seconds == pytest.approx(by_flops(KernelCall("linear/sparse", (15, 32, 64, 8, 8))))
     assert option.cost.weight_bytes == 8 * 64 * 4 + 4 * (9 + 5 + 3 * 8) == stored_bytes(8, 8, 64, 32)
     assert found[UP]["fp32"].cost.weight_bytes == 4 * 64 * 32
-    assert "eps = time per sparse FLOP / time per dense FLOP = 2.5, break-even 4.0" in option.note
+    assert "eps = time per sparse FLOP / time per dense FLOP = 2.5, break-even 4.0" in words(option.note)
     assert "sparse4@0.75" in found[DOWN] and not {"unstructured@0.75"} & set(found[DOWN])  # the same entries in smaller pieces
 
 
@@ -149,7 +150,7 @@ def test_pruning_competes_in_the_choice_of_a_linear_inside_a_block(dense: Progra
     names = {c.site: [o.name for o in c.options] for c in choices}
     sparse = [f"{head}@0.75" for head in ("unstructured", "sparse4", "sparse8", "sparse16")]
     assert names[UP][0] == "fp32" and set(sparse) < set(names[UP]) and names[HEAD] == ["fp32", "bf16"]
-    assert {d.option: d.reason for d in declined if d.site == UP}["2:4"] == (
+    assert {d.option: words(d.reason) for d in declined if d.site == UP}["2:4"] == (
         "no gain here: eps = time per sparse FLOP / time per dense FLOP = 2.5, break-even 2.0"
     )
 
@@ -286,7 +287,7 @@ def test_eps_is_told_over_this_backends_dense_product_and_over_the_plain_one(mas
 
     target = replace(context().target, probe=price)
     found, _ = options(program_of(model(masks)), Sparsify(), Context(goal=Goal(), target=target, backend="torch-eager"))
-    assert "= 2.5 (1.2 over F.linear), break-even 4.0" in found[UP]["sparse8@0.75"].note
+    assert "= 2.5 (1.2 over F.linear), break-even 4.0" in words(found[UP]["sparse8@0.75"].note)
 
 
 def test_empty_rows_are_served(masks: dict[str, torch.Tensor]) -> None:

@@ -12,10 +12,12 @@ from train_helpers import context, forms_of, skips
 from effcompile.capture import capture_training
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
+from effcompile.core.reasons import Because
 from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, Context, Outcome, RequestError, StepChoice, StepOption, forms, reapplied, told
 from effcompile.passes.training.step_edit import Refusal, copied
+from effcompile.report.reasons import words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Marks:
 
     def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
         for letter in self.letters:
-            option = StepOption(name="on", settings={"letter": letter}, why="why not")
+            option = StepOption(name="on", settings={"letter": letter}, why=Because("why not"))
             if self.early:
                 option = replace(option, made=self.apply(case, StepChoice(site="", kind="", baseline="", options=()), option))
             yield StepChoice(site=letter, kind=f"mark {letter}", baseline="off", options=(option, StepOption(name="off")))
@@ -64,8 +66,8 @@ def test_every_combination_of_two_passes_choices_is_a_form_the_step_as_it_is_fir
 def test_a_plans_decisions_make_the_form_again(step: Step) -> None:
     nothing: Outcome = None  # type: ignore[assignment]  # these options tell nothing more
     for form in forms_of(step, Marks())[0]:
-        decisions = [d for chosen in form.taken for d in told(chosen, nothing, Cost(), Cost(), "")]
-        assert [d.why for d in decisions if d.option == "on"] == ["why not"] * len(marks(form.step))
+        decisions = [d for chosen in form.taken for d in told(chosen, nothing, Cost(), Cost(), None)]
+        assert [d.why for d in decisions if d.option == "on"] == [Because("why not")] * len(marks(form.step))
         again = reapplied([Marks()], Case(step=step), decisions)
         assert marks(again.step) == marks(form.step) and {k: o for k, o in form.options.items() if o == "on"} == again.options
 
@@ -74,7 +76,7 @@ def test_what_was_refuted_is_no_form_and_told(step: Step) -> None:
     made = forms([Marks()], Case(step=step), context(**{"mark a": "on"}))
     found, declined = made.cases, made.declined
     assert [marks(form.step) for form in found] == ["", "b"]
-    assert [(d.site, d.option, d.by, d.reason) for d in declined] == [("a", "on", "marks", "it was run, and did not hold")]
+    assert [(d.site, d.option, d.by, words(d.reason)) for d in declined] == [("a", "on", "marks", "it was run, and did not hold")]
 
 
 def test_a_lone_option_is_taken_without_its_baseline_and_is_no_lever(step: Step) -> None:
@@ -112,7 +114,7 @@ def test_what_the_user_asked_wrongly_is_raised_and_any_other_error_declines_the_
     Wrong.error = FormatError
     made = forms([Wrong()], Case(step=step), context())
     assert [form.step for form in made.cases] == [step]
-    assert [d.reason for d in made.declined] == ["it could not be asked: FormatError: no such mark"]
+    assert [words(d.reason) for d in made.declined] == ["it could not be asked: FormatError: no such mark"]
 
 
 def test_a_baseline_with_settings_is_made_and_one_step_stays_one_with_what_stands_beside_it(step: Step) -> None:

@@ -29,6 +29,7 @@ from effcompile.passes.channel_dependencies import _components
 from effcompile.passes.prunable_groups import Structure, structures
 from effcompile.passes.structured_pruning import Shrink, worth
 from effcompile.passes.weight_saliency import Scores, output_gradients
+from effcompile.report.reasons import words
 from effcompile.sites.parts import linears
 
 NEURONS, HEADS = "layers.0:neurons", "layers.0.attention:heads"
@@ -360,13 +361,13 @@ def _call(precision: str, shape: tuple[int, int, int]) -> Any:
 def test_it_is_offered_only_under_an_error_budget_and_where_it_was_asked_for(program: Program) -> None:
     assert list(Shrink().propose(program, context())) == []
     found = list(Shrink(neurons=(0.5,), heads=(0.5,)).propose(program, context(goal=Goal())))
-    assert {(d.kind, d.reason) for d in found if isinstance(d, Declined)} == {
+    assert {(d.kind, words(d.reason)) for d in found if isinstance(d, Declined)} == {
         ("neurons", "goal allows no error (max_error = 0)"), ("heads", "goal allows no error (max_error = 0)"),
     }  # fmt: skip
     _, declined = split(Shrink(neurons=(0.5,)).propose(program, context(sensitivity={})))
-    assert [d.reason for d in declined] == ["its error at the output was not measured"]
+    assert [words(d.reason) for d in declined] == ["its error at the output was not measured"]
     _, declined = split(Shrink(neurons=(0.5,)).propose(program, context(lambda call: 1.0)))
-    assert declined and all(d.reason.startswith("no gain here") for d in declined)
+    assert declined and all(words(d.reason).startswith("no gain here") for d in declined)
     _, declined = split(Shrink(heads=(0.5,)).propose(program_of(nn.Linear(32, 8), 4, 32), context()))
     assert [(d.site, d.kind) for d in declined] == [("", "heads")]
 

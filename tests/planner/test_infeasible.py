@@ -7,6 +7,7 @@ import pytest
 from brute import feasible_choices, problems
 from hypothesis import assume, given, settings
 
+from effcompile.core.causes import Limits
 from effcompile.core.errors import InfeasibleError, UnknownNameError
 from effcompile.planner import Alternative, Problem, solve, why_not
 
@@ -40,17 +41,19 @@ def test_the_explanation_is_right(problem: Problem) -> None:
 
 def test_limits_that_clash_are_said_to_clash() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        solve(JOINT, describe=lambda r, v: f"{r} of {v:g} units")
+        solve(JOINT)
     assert set(caught.value.binding) == {"memory", "error_squared"}
     assert caught.value.nearest == {"memory": 8.0, "error_squared": 8.0}
-    message = str(caught.value)
-    assert "memory of 3 units and error_squared of 1 units: each can be met, but not together" in message
-    assert "memory of 8 units or error_squared of 8 units" in message
+    assert caught.value.why == (Limits(limits=(("memory", 3.0), ("error_squared", 1.0)), beside=1),)
+    assert str(caught.value) == (
+        "No plan is within peak memory 3 B and error_squared 1: each can be met, but not together. "
+        "The smallest feasible value is peak memory 8 B or error_squared 8, the other limits unchanged."
+    )
 
 
 def test_one_impossible_limit_is_named_alone() -> None:
     with pytest.raises(
-        InfeasibleError, match=r"^No plan is within memory 1\. The smallest feasible value is memory 2, the other"
+        InfeasibleError, match=r"^No plan is within peak memory 1 B\. The smallest feasible value is peak memory 2 B, the other"
     ) as caught:
         solve(replace(JOINT, limits={"memory": 1.0, "error_squared": 100.0}))
     assert caught.value.binding == ("memory",)

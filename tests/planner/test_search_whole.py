@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from effcompile.core.causes import Said
 from effcompile.core.errors import InfeasibleError
-from effcompile.ir.reasons import OverBudget, Slower, Unsupported
+from effcompile.core.reasons import OverBudget, Slower, Unsupported
 from effcompile.planner.search import Record
 
 BUDGET = 50
@@ -46,7 +47,7 @@ CASES = st.lists(
 
 def solve(case: Plain) -> Plain:
     if case.size > BUDGET:
-        raise InfeasibleError("too large", nearest={"memory": float(case.size)})
+        raise InfeasibleError(Said("too large"), nearest={"memory": float(case.size)})
     return case
 
 
@@ -90,9 +91,9 @@ def test_reasons_are_true(cases: list[Plain]) -> None:
 
 def test_what_cannot_be_is_said_beside_what_was_taken() -> None:
     record = searched([Plain({"states": "kept", "batch": "1"}, 1.0, 0.0, 80), Plain({"states": "consumed", "batch": "1"}, 2.0, 0.0, 90)])
-    record.refuse({"states": "consumed", "batch": "2"}, Unsupported(text="summed"))
+    record.refuse({"states": "consumed", "batch": "2"}, Unsupported("summed"))
     record.search([Plain({"states": "kept", "batch": "2"}, 3.0, 0.0, 20)])
-    assert dict(record.declined("states")) == {"consumed": Unsupported(text="summed")}
+    assert dict(record.declined("states")) == {"consumed": Unsupported("summed")}
     assert dict(record.declined("batch")) == {"1": OverBudget(needed=80)}
     assert record.exhausted == {"states": "kept", "batch": "2"}
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from effcompile.core.causes import Limits
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, NotFaster, Unsupported
 from effcompile.ir.plan import Candidate, Certificate, Check, Decision, Declined, Plan, Totals
 from effcompile.machine.target import Target
 
@@ -41,7 +43,7 @@ def linear(layer: int, name: str, option: str) -> Decision:
         by="quantize",
         cost=costs[option],
         baseline_cost=costs["fp32"],
-        why=why,
+        why=Because(why),
         applied=option,
     )
 
@@ -62,7 +64,7 @@ def decisions() -> tuple[Decision, ...]:
                 by="attention",
                 cost=Cost(seconds=0.31e-3),
                 baseline_cost=Cost(seconds=0.62e-3),
-                why="one kernel",
+                why=Because("one kernel"),
                 applied="packed",
             )
         )
@@ -75,7 +77,7 @@ def decisions() -> tuple[Decision, ...]:
                 by="merge",
                 cost=Cost(seconds=-0.21e-3),
                 baseline_cost=Cost(),
-                why="quantises the shared input once",
+                why=Because("quantises the shared input once"),
                 applied="merged",
             )
         )
@@ -88,7 +90,7 @@ def decisions() -> tuple[Decision, ...]:
                 by="fuse",
                 cost=Cost(seconds=0.09e-3),
                 baseline_cost=Cost(seconds=0.09e-3),
-                why="fused is slower here",
+                why=Because("fused is slower here"),
                 applied="split",
             )
             for norm in ("attention.output.LayerNorm", "output.LayerNorm")
@@ -114,7 +116,7 @@ def decisions() -> tuple[Decision, ...]:
             by="quantize",
             cost=Cost(seconds=0.021e-3, weight_bytes=23_440_896, error_squared=2.2e-5),
             baseline_cost=Cost(seconds=0.018e-3, weight_bytes=93_763_584),
-            why="saves weight bytes",
+            why=Because("saves weight bytes"),
             applied="int8",
         )
     )
@@ -127,7 +129,7 @@ def declined() -> tuple[Declined, ...]:
         root = f"encoder.layer.{layer}"
         for name, (elements, seconds) in LINEARS.items():
             bf16 = Cost(seconds=1.9 * seconds, weight_bytes=2 * elements, error_squared=1.1e-7, provenance=Provenance.MODELLED)
-            slower = f"no gain here: {1.9 * seconds * 1e3:.2f} ms against {seconds * 1e3:.2f} ms in fp32"
+            slower = NotFaster(seconds=1.9 * seconds, against=seconds, than="fp32")
             found.append(Declined(site=f"{root}.{name}", kind="linear", option="bf16", by="quantize", reason=slower, cost=bf16))
             if layer not in (0, 11) or name != "output.dense":
                 channel = Cost(seconds=0.31 * seconds, weight_bytes=elements + 3072, error_squared=1.6e-6)
@@ -138,7 +140,7 @@ def declined() -> tuple[Declined, ...]:
                         option="int8_channel",
                         by="quantize",
                         cost=channel,
-                        reason=f"{0.04 * seconds * 1e6:.0f} µs slower; the error it would save is not needed",
+                        reason=Unsupported(f"{0.04 * seconds * 1e6:.0f} µs slower; the error it would save is not needed"),
                     )
                 )
         if layer == 11:
@@ -148,7 +150,7 @@ def declined() -> tuple[Declined, ...]:
                     kind="linear",
                     option="int8_dynamic",
                     by="quantize",
-                    reason="error 9.4e-3 would exceed the budget by 4 %",
+                    reason=Unsupported("error 9.4e-3 would exceed the budget by 4 %"),
                     cost=Cost(seconds=0.97e-3, error_squared=8.8e-5),
                 )
             )
@@ -158,12 +160,12 @@ def declined() -> tuple[Declined, ...]:
                 kind="norm",
                 option="fused",
                 by="fuse",
-                reason="SkipLayerNormalization costs 0.71 ms, 8.1× what it replaces",
+                reason=Unsupported("SkipLayerNormalization costs 0.71 ms, 8.1× what it replaces"),
                 cost=Cost(seconds=0.71e-3),
             )
             for norm in ("attention.output.LayerNorm", "output.LayerNorm")
         )
-    found.append(Declined(site="", kind="sparsity", option="2:4", by="sparsify", reason="no kernel on this CPU"))
+    found.append(Declined(site="", kind="sparsity", option="2:4", by="sparsify", reason=Unsupported("no kernel on this CPU")))
     return tuple(found)
 
 
@@ -308,8 +310,8 @@ def exact() -> Plan:
 def infeasible() -> tuple[InfeasibleError, Goal]:
     """The weights alone exceed the memory limit at the error allowed."""
     error = InfeasibleError(
-        "The weights do not fit: with error ≤ 1.0e-3 at most 31 of 72 linears can be int8.",
-        binding=("peak memory ≤ 0.20 GiB: weights need at least 0.33 GiB", "error ≤ 1.0e-3: int8 everywhere causes 2.3e-2"),
+        Limits(limits=(("memory", 0.2 * 2**30), ("max_error", 1e-3))),
+        binding=("memory", "max_error"),
         nearest={"memory": 0.3312 * 2**30, "max_error": 0.01171},
     )
     return error, Goal(memory=int(0.2 * 2**30), max_error=1e-3)

@@ -1,8 +1,7 @@
-"""The report of a training plan: golden texts, the memory chart, the frontier plot, the figures of the tables."""
+"""The report of a training plan: the memory chart, the frontier plot, the figures of the tables."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,13 +13,14 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 from test_report_html import Checker
-from test_report_text import GOLDEN, render
+from test_report_text import render
 
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import MemoryTimeline, Plan, Totals
 from effcompile.report import diff, explain, find_site, frontier_html, html_report, print_frontier, print_infeasible, print_plan
 from effcompile.report.chart import Line, bar, bytes_like, dots_of, frontier_chart, memory_chart, resample
 from effcompile.report.infeasible import command
+from effcompile.report.reasons import words
 
 MIB = samples.MIB
 
@@ -38,16 +38,6 @@ PAGES: dict[str, Callable[[Console], None]] = {
         *samples.infeasible(), c, arguments=["optimize", "my model.py", "--mode", "training", "--memory", "200MiB"]
     ),
 }
-
-
-@pytest.mark.parametrize("width", [80, 120, 150])
-@pytest.mark.parametrize("name", PAGES)
-def test_golden(name: str, width: int) -> None:
-    text = render(PAGES[name], width)
-    path = GOLDEN / f"report_{name}_{width}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), "the report changed: run with UPDATE_GOLDEN=1 and read the diff"
 
 
 @pytest.mark.parametrize("width", [44, 60, 72, 80, 100, 120, 150, 300])
@@ -221,7 +211,7 @@ def test_explain_tells_every_alternative_and_why_not() -> None:
     text = " ".join(render(PAGES["training_explain"], 120).split())
     declined = [d for d in samples.declined() if d.site == "transformer.h.3"]
     assert len(declined) == 3
-    assert all(d.reason in text and d.option in text for d in declined)
+    assert all(" ".join(words(d.reason).split()) in text and d.option in text for d in declined)
 
 
 def test_infeasible_gives_the_command_to_run() -> None:

@@ -6,9 +6,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from effcompile.core.causes import Instant
 from effcompile.core.cost import Cost
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.plan import Certificate, Check, Decision, Declined, MemoryTimeline, Plan, Totals
 
 MIB = 2**20
@@ -34,7 +36,7 @@ def checkpoint(layer: int, option: str) -> Decision:
         by="checkpoint",
         cost=OPTIONS[option],
         baseline_cost=KEEP,
-        why=why,
+        why=Because(why),
         applied=option,
     )
 
@@ -51,7 +53,7 @@ def decisions() -> tuple[Decision, ...]:
         by="loss_head",
         cost=Cost(seconds=0.041, bytes_transient=74 * MIB),
         baseline_cost=Cost(bytes_transient=589 * MIB),
-        why="three times the logits do not fit",
+        why=Because("three times the logits do not fit"),
         applied="8 chunks",
     )
     tied = Decision(
@@ -62,7 +64,7 @@ def decisions() -> tuple[Decision, ...]:
         by="accumulate",
         cost=Cost(),
         baseline_cost=Cost(bytes_transient=147 * MIB),
-        why="two uses of one weight",
+        why=Because("two uses of one weight"),
         applied="in place",
     )
     return (*blocks, head, tied)
@@ -78,9 +80,20 @@ def declined() -> tuple[Declined, ...]:
                 slower = f"{(cost.seconds - OPTIONS[taken].seconds) * 1e3:.0f} ms slower, and its {-kept // MIB} MiB are not needed"
                 reason = f"keeps {kept // MIB} MiB more, which does not fit" if kept > 0 else slower
                 found.append(
-                    Declined(site=f"transformer.h.{layer}", kind="checkpoint", option=option, by="checkpoint", reason=reason, cost=cost)
+                    Declined(
+                        site=f"transformer.h.{layer}",
+                        kind="checkpoint",
+                        option=option,
+                        by="checkpoint",
+                        reason=Unsupported(reason),
+                        cost=cost,
+                    )
                 )
-    found.append(Declined(site="", kind="offload", option="host memory", by="offload", reason="the device is the host: there is no link"))
+    found.append(
+        Declined(
+            site="", kind="offload", option="host memory", by="offload", reason=Unsupported("the device is the host: there is no link")
+        )
+    )
     return tuple(found)
 
 
@@ -185,8 +198,13 @@ def over_budget() -> Plan:
 
 def infeasible() -> tuple[InfeasibleError, Goal]:
     error = InfeasibleError(
-        "At the loss head of the backward these live together and cannot shrink: parameters 0.46 GiB and gradients 0.46 GiB.",
-        binding=("peak memory ≤ 0.20 GiB",),
+        Instant(
+            budget=200 * MIB,
+            phase="backward",
+            site="lm_head",
+            parts=(("parameters, buffers, inputs", 474 * MIB), ("gradients and other storages", 474 * MIB), ("lm_head itself", 80 * MIB)),
+        ),
+        binding=("memory", "backward lm_head"),
         nearest={"memory": 612_345_678.0},
     )
     return error, Goal(mode="training", memory="200MiB")

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.plan import Declined
 from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
 from effcompile.passes.training.step_edit import copied
@@ -28,9 +29,14 @@ class Unscale:
     def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
         found = [node for node in case.step.graph.nodes if _by_one(node)]
         if len(found) < self.least:
-            yield Declined(site="step", kind="products with one", option=REMOVED, by=self.name, reason=f"there are {len(found)}")
+            yield Declined(
+                site="step", kind="products with one", option=REMOVED, by=self.name, reason=Unsupported("there are {}", (len(found),))
+            )
             return
-        options = StepOption(name=KEPT), StepOption(name=REMOVED, settings={"count": len(found)}, why=f"{len(found)} products less")
+        options = (
+            StepOption(name=KEPT),
+            StepOption(name=REMOVED, settings={"count": len(found)}, why=Because("{} products less", (len(found),))),
+        )
         yield StepChoice(site="step", kind="products with one", baseline=KEPT, options=options)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:

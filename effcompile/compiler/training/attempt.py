@@ -14,6 +14,7 @@ from effcompile.compiler.training.fit import limit
 from effcompile.compiler.training.in_parts import runner_of
 from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.work import Work
+from effcompile.core.causes import Refuted
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.units import format_bytes
 from effcompile.passes.training.base import Case
@@ -59,7 +60,8 @@ class Attempt:
         try:
             return self.branches.solve(constraints.budget)
         except InfeasibleError as error:
-            raise (error if self.refuted is None else error.with_more(f"Here {self.refuted.said}: {self.refuted}.")) from self.refuted
+            refuted = self.refuted
+            raise error if refuted is None else error.with_untried(Refuted(therefore=refuted.said, found=str(refuted))) from refuted
 
     def run(self, joint: Joint, constraints: Constraints) -> tuple[Ran | None, Constraints | None]:
         """Build, verify and measure.

@@ -16,11 +16,12 @@ from itertools import product
 from effcompile.compiler.training.cases import Joint, StepRecord, recorded
 from effcompile.compiler.training.prepare import Preparation
 from effcompile.compiler.training.work import Work
+from effcompile.core.causes import Cause, NotTried, Others, Undivided
 from effcompile.core.errors import InfeasibleError
+from effcompile.core.reasons import Unsupported
 from effcompile.ir.plan import Declined
-from effcompile.ir.reasons import Unsupported
 from effcompile.passes.training.base import Case, StepChoice, StepOption, StepPass, applied, proposed
-from effcompile.passes.training.microbatch import untried
+from effcompile.passes.training.microbatch import undivided
 from effcompile.passes.training.step_edit import Refusal
 
 
@@ -141,25 +142,25 @@ class Branches:
             options = {each.choice.kind: each.option.name for each in branch}
             if record.exhausted is not None and len(late) > 1:
                 fits = ", ".join(record.exhausted[each.choice.kind] for each in branch)
-                record.refuse(options, Unsupported(text=f"not tried: {fits} fits with nothing recomputed"))
+                record.refuse(options, Unsupported(f"not tried: {fits} fits with nothing recomputed"))
             elif isinstance(found := self.prepared(branch), str):
-                record.refuse(options, Unsupported(text=found))
+                record.refuse(options, Unsupported(found))
             else:
                 for refused, reason in found.refused:
-                    record.refuse(refused, Unsupported(text=reason))
+                    record.refuse(refused, Unsupported(reason))
                 record.search(found.variants)
         try:
             return replace(record.best, record=record, bound=record.bound)
         except InfeasibleError as error:
-            raise error.with_more(*self._untried(record)) from error
+            raise error.with_untried(*self._untried(record)) from error
 
-    def _untried(self, record: StepRecord) -> Iterator[str]:
-        """What else there might be, in words."""
+    def _untried(self, record: StepRecord) -> Iterator[Cause]:
+        """What else there might be."""
         beside = {chosen.by for chosen in self.whole.variants[0].case.taken if chosen.choice.tells}
         if refused := [d for d in self.whole.declined if d.by in beside]:
-            yield f"Not tried: {'; '.join(f'{d.option}: {d.reason}' for d in refused)}."
+            yield NotTried(options=tuple((d.option, d.reason) for d in refused))
         for _, choice in self.choices:
-            if told := "; ".join(f"{option}: {reason}" for option, reason in record.declined(choice.kind)):
-                yield f"Other {choice.kind}: {told}."
-        if not self.work.passes.late and self.case.source is not None and (hint := untried(self.case.source)):
-            yield f"Not tried: {hint}."
+            if told := tuple(record.declined(choice.kind)):
+                yield Others(of=choice.kind, options=told)
+        if not self.work.passes.late and self.case.source is not None and (batch := undivided(self.case.source)):
+            yield Undivided(batch=batch)

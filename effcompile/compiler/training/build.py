@@ -14,7 +14,8 @@ from effcompile.compiler.training.fit import fit
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
-from effcompile.core.units import format_bytes, format_seconds
+from effcompile.core.reasons import Because, Faster, Reason
+from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import GIVEN, GRADIENTS
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
@@ -36,6 +37,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
     )  # fmt: skip
     timeline = _timeline(joint)
     solution = best.solution
+    provenance = Provenance.MEASURED if figures.here and not figures.modelled else Provenance.MODELLED
     return Plan(
         model=prepared.step.name,
         fingerprint=fingerprint(found.captured),
@@ -45,8 +47,8 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
         target_line=figures.target.describe(),
         backend="torch",
         decisions=(
-            *blocks.decisions(Provenance.MEASURED if figures.here and not figures.modelled else Provenance.MODELLED),
-            *_whole(joint, found),
+            *blocks.decisions(provenance),
+            *_whole(joint, found, provenance),
         ),
         declined=(
             *blocks.not_taken(),
@@ -122,7 +124,7 @@ def describe_inputs(step: Step) -> tuple[str, ...]:
 # ------------------------------------------------------------------ decisions
 
 
-def _whole(joint: Joint, found: Preparation) -> list[Decision]:
+def _whole(joint: Joint, found: Preparation, provenance: Provenance) -> list[Decision]:
     """What passes have made of the whole step, with its unplanned time and bytes against the same without that one change."""
     best = joint.schedule.prepared
     outcome = Outcome(
@@ -136,7 +138,9 @@ def _whole(joint: Joint, found: Preparation) -> list[Decision]:
             plain = _without(chosen, best, found)
             made += told(
                 chosen, outcome, why=_gain(joint, chosen),
-                cost=Cost(seconds=best.seconds - plain.seconds, bytes_kept=_kept(best), bytes_transient=_end_peak(best)),
+                cost=Cost(
+                    seconds=best.seconds - plain.seconds, bytes_kept=_kept(best), bytes_transient=_end_peak(best), provenance=provenance
+                ),
                 baseline_cost=Cost(bytes_kept=_kept(plain), bytes_transient=_end_peak(plain)),
             )  # fmt: skip
         elif chosen.option.told is not None:
@@ -151,17 +155,15 @@ def _without(chosen: Chosen, prepared: Prepared, found: Preparation) -> Prepared
     return next(same, prepared)
 
 
-def _gain(joint: Joint, chosen: Chosen) -> str:
+def _gain(joint: Joint, chosen: Chosen) -> Reason | None:
     """What an option of the whole step gains by the search's record."""
     kind, baseline = chosen.choice.kind, chosen.choice.baseline
     if joint.record is None or not chosen.changes:
-        return ""
+        return None
     if len(chosen.choice.options) == 1:
-        return "nothing else is asked for"
+        return Because("nothing else is asked for")
     seconds = joint.record.seconds_with(kind, baseline)
-    if seconds is None:
-        return f"no plan in {baseline} is within the budget"
-    return f"{format_seconds(seconds - joint.seconds)} less a step"
+    return Faster(seconds=None if seconds is None else seconds - joint.seconds, than=baseline)
 
 
 def _kept(prepared: Prepared) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.prepare import Preparation, Prepared
 from effcompile.compiler.training.solve import Schedule, leanest, schedule
+from effcompile.core.causes import NoRoom, Update
 from effcompile.core.errors import InfeasibleError
-from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import GIVEN, GRADIENTS, STATES, Footprint, excess
 from effcompile.ir.plan import Declined
 from effcompile.passes.training.base import Case
@@ -61,7 +61,7 @@ class Joint:
     def declined(self) -> tuple[Declined, ...]:
         """The options of the whole step that were not taken."""
         return () if self.record is None else tuple(
-            Declined(site=chosen.choice.site, kind=chosen.choice.kind, option=option, by=chosen.by, reason=str(reason))
+            Declined(site=chosen.choice.site, kind=chosen.choice.kind, option=option, by=chosen.by, reason=reason)
             for chosen in reversed(self.case.taken) if chosen.choice.site
             for option, reason in self.record.declined(chosen.choice.kind)
         )  # fmt: skip
@@ -109,19 +109,15 @@ def best(prepared: Prepared, budget: int | None) -> Joint:
         if not resident:
             raise
         needed = max(error.needed + resident, update.at_update)
-        raise error.around(
-            f"With {' and '.join(case.around)} there is no room left for forward and backward.", needed,
-            f"The smallest feasible budget with this is {format_bytes(needed)} ({needed} bytes).",
-        ) from error  # fmt: skip
+        raise error.needing(needed, NoRoom(beside=case.around)) from error
 
 
 def _update_too_large(prepared: Prepared, update: Footprint) -> InfeasibleError:
     needed = max(update.at_update, prepared.case.beside.resident_bytes + leanest(prepared))
     parts = replace(update, step={}).parts
-    return InfeasibleError(
-        f"With {' and '.join(prepared.case.around)} the optimizer's step needs {format_bytes(update.at_update)}: parameters and gradients "
-        f"{format_bytes(parts.get(GIVEN, 0) + parts.get(GRADIENTS, 0))}, states {format_bytes(parts.get(STATES, 0))}, "
-        f"working memory {format_bytes(update.working)}.",
-        smallest=f"The smallest feasible budget with this is {format_bytes(needed)} ({needed} bytes).",
-        nearest={"memory": float(needed)},
-    )
+    there = (
+        ("parameters and gradients", parts.get(GIVEN, 0) + parts.get(GRADIENTS, 0)), ("states", parts.get(STATES, 0)),
+        ("working memory", update.working),
+    )  # fmt: skip
+    beside = tuple(name for name, _ in prepared.case.around)
+    return InfeasibleError(Update(beside=beside, needed=update.at_update, parts=there), nearest={"memory": float(needed)})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from effcompile.compiler.training.cases import Joint
+from effcompile.core.causes import MachineTooSmall
 from effcompile.core.errors import InfeasibleError
-from effcompile.core.units import format_bytes
 from effcompile.ir.plan import Fit, MemoryTimeline
 from effcompile.machine.target import Target
 
@@ -48,11 +48,10 @@ def within_machine(target: Target, solve: Callable[[int], Joint]) -> Joint:
     except InfeasibleError as error:
         needed = error.needed
         low, high = _interval(needed, target)
-        raise error.around(
-            f"{DOES_NOT if low > target.memory_bytes else MARGINAL}: {target.name} has {format_bytes(target.memory_bytes)}; the leanest "
-            f"plan needs {format_bytes(needed)} ({format_bytes(low)} to {format_bytes(high)} with the model's error).",
-            needed, error.smallest,
-        ) from error  # fmt: skip
+        machine = MachineTooSmall(
+            target=target.name, memory_bytes=target.memory_bytes, needed=needed, between=(low, high), certain=low > target.memory_bytes
+        )
+        raise error.needing(needed, machine) from error
 
 
 def fit(peak_bytes: int, target: Target, timeline: MemoryTimeline, limit: int | None) -> Fit:

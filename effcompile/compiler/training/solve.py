@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from effcompile.compiler.training.prepare import Prepared
+from effcompile.core.causes import NotReached
 from effcompile.core.errors import InfeasibleError
 from effcompile.ir.footprint import excess
 from effcompile.passes.training.checkpoint import carried_out
 from effcompile.planner import UNPROVEN
-from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, smallest_words, solve_chain
+from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
 from effcompile.schedule.emit import Emitted
 from effcompile.schedule.simulate import Trace, per_stage
 
@@ -61,7 +62,7 @@ def schedule(prepared: Prepared, budget: int | None, *, gap: float = 0.01) -> Sc
     except InfeasibleError as error:
         least = leanest(prepared)
         if excess(least, budget):
-            raise error.around("", least, smallest_words(least)) from error
+            raise error.needing(least) from error
         lean = _lean(prepared)
         extra = lean.solution.seconds
         return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
@@ -75,11 +76,9 @@ def _solved(prepared: Prepared, budget: int | None, gap: float) -> Schedule:
         if budget is None or not excess(made.trace.peak_bytes, budget):
             return made
         problem = _corrected(made, budget)
-    raise InfeasibleError(
-        f"No schedule within the budget was found in {MAX_ROUNDS} rounds: the simulated peak stayed above it, lastly by "
-        f"{made.trace.peak_bytes - (budget or 0)} bytes at {made.trace.peak.node}. Allow a little more memory.",
-        nearest={"memory": float(made.trace.peak_bytes)},
-    )
+    peak = made.trace.peak_bytes
+    last = NotReached(rounds=MAX_ROUNDS, over=peak - (budget or 0), node=made.trace.peak.node)
+    raise InfeasibleError(last, nearest={"memory": float(peak)})
 
 
 def leanest(prepared: Prepared) -> int:

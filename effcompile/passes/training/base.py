@@ -17,6 +17,7 @@ from effcompile.capture.source import Source
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.footprint import Footprint
 from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import DividedStep, Step
@@ -46,7 +47,7 @@ class Case:
         last: a change of the graph that comes after those of all passes.
         beside: bytes that stand beside forward and backward. repeats: how often a step runs these two.
         seconds_beside: of a whole step's time, what they do not take.
-        around: what stands beside them, in words. notes: what the user must know of it.
+        around: what stands beside them → bytes. notes: what the user must know of it.
     """
 
     step: Step
@@ -61,7 +62,7 @@ class Case:
     beside: Footprint = field(default_factory=Footprint)
     repeats: float = 1.0
     seconds_beside: float = 0.0
-    around: tuple[str, ...] = ()
+    around: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -148,8 +149,8 @@ class StepOption:
 
     name: str
     settings: Mapping[str, Setting] = field(default_factory=dict, hash=False)
-    why: str = ""
-    note: str = ""
+    why: Reason | None = None
+    note: Reason | None = None
     told: Callable[[Outcome], Iterable[Decision]] | None = field(default=None, compare=False, repr=False)
     made: Case | None = field(default=None, compare=False, repr=False)
     make: Callable[[], Case] | None = field(default=None, compare=False, repr=False)
@@ -270,7 +271,7 @@ class Forms:
             raise
         except Exception as error:
             reason = f"it could not be asked: {type(error).__name__}: {error}"
-            self.declined[Declined(site=each.name, kind="pass", option=each.name, by=each.name, reason=reason)] = None
+            self.declined[Declined(site=each.name, kind="pass", option=each.name, by=each.name, reason=Unsupported(reason))] = None
             return [case]
         return found
 
@@ -320,7 +321,7 @@ def _allowed(item: StepChoice | Declined, each: StepPass, context: Context) -> I
     out = {option.name: context.forbidden.get((choice.kind, option.name)) for option in choice.options}
     for name, reason in out.items():
         if reason is not None:
-            yield Declined(site=choice.site or choice.kind, kind=choice.kind, option=name, by=each.name, reason=reason)
+            yield Declined(site=choice.site or choice.kind, kind=choice.kind, option=name, by=each.name, reason=Unsupported(reason))
     if left := tuple(option for option in choice.options if out[option.name] is None):
         yield replace(choice, options=left)
 
@@ -368,7 +369,7 @@ def applied(each: StepPass, case: Case, choice: StepChoice, option: StepOption) 
     return replace(changed, taken=(*case.taken, chosen))
 
 
-def told(chosen: Chosen, outcome: Outcome, cost: Cost, baseline_cost: Cost, why: str) -> list[Decision]:
+def told(chosen: Chosen, outcome: Outcome, cost: Cost, baseline_cost: Cost, why: Reason | None) -> list[Decision]:
     """What a plan says of an option: one decision at the choice's site, and what the option itself tells."""
     choice, option = chosen.choice, chosen.option
     own = [

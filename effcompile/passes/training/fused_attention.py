@@ -18,7 +18,7 @@ from effcompile.capture.source import Source
 from effcompile.capture.training_graph import WRAPPED
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
-from effcompile.core.units import format_bytes
+from effcompile.core.reasons import Because, Sees, Unsupported
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.step import Step
@@ -134,15 +134,15 @@ def _told(attended: Attended, fused: bool, outcome: Outcome) -> Iterator[Decisio
         size = attended.score_bytes[site]
         yield Decision(
             site=site, kind=KIND, option=FUSED if fused else WRITTEN, baseline=WRITTEN, by=FusedAttention.name, cost=Cost(),
-            baseline_cost=Cost(bytes_kept=size), note=f"sees {text}",
-            why=f"its scores, {format_bytes(size)}, are never whole" if fused else "no faster here",
+            baseline_cost=Cost(bytes_kept=size), note=Sees(mask=text),
+            why=Because("its scores, {bytes}, are never whole", (size,)) if fused else Because("no faster here"),
         )  # fmt: skip
 
 
 def _left(attended: Attended) -> Iterator[Declined]:
     """The attentions that stay as they are."""
     for site, reason in attended.left.items():
-        yield Declined(site=site, kind=KIND, option=FUSED, by=FusedAttention.name, reason=reason)
+        yield Declined(site=site, kind=KIND, option=FUSED, by=FusedAttention.name, reason=Unsupported(reason))
 
 
 class _Names:

@@ -10,7 +10,7 @@ from torch import fx
 
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
-from effcompile.core.units import format_bytes
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
@@ -38,7 +38,7 @@ class LossHeads:
         """The head whole, and what saves more and more memory; without a head gradients in place alone, where there are any to sum."""
         for line in declined_loss_heads(case.step):
             site, _, reason = line.partition(": ")
-            yield Declined(site=line.partition(":")[0], kind=KIND, option="chunks", by=self.name, reason=reason or site)
+            yield Declined(site=line.partition(":")[0], kind=KIND, option="chunks", by=self.name, reason=Unsupported(reason or site))
         found = find_loss_heads(case.step)
         if found:
             options = (self._option(case, found, form, wanted) for form, wanted in self._forms(found[0]))
@@ -71,7 +71,7 @@ class LossHeads:
         return StepOption(
             name=f"{chunks} chunks" + (", recomputed" if form == RECHUNKED else ""),
             settings={"form": form, "chunks": chunks, "in_place": self.in_place},
-            why=f"its logits, {format_bytes(size)}, are never there at once",
+            why=Because("its logits, {bytes}, are never there at once", (size,)),
             told=_gradients if self.in_place else None,
             made=replace(case, step=step),
         )
@@ -119,7 +119,7 @@ def _gradients(outcome: Outcome) -> Iterator[Decision]:
     for site, size in dict(each for each in found if each is not None).items():
         yield Decision(
             site=site, kind=GRADIENT, option=IN_PLACE, baseline=SEPARATE, by=LossHeads.name, cost=Cost(),
-            baseline_cost=Cost(bytes_transient=size), why="the uses of a tied parameter are summed in one tensor",
+            baseline_cost=Cost(bytes_transient=size), why=Because("the uses of a tied parameter are summed in one tensor"),
         )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture.source import Source
 from effcompile.core.cost import Cost
 from effcompile.core.errors import CaptureError, FormatError, InputsError, UsageError
-from effcompile.core.units import format_bytes
+from effcompile.core.reasons import Divided, Unsupported
 from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import DividedStep, Step
@@ -69,7 +69,9 @@ class Microbatch:
         batch = examples(case.source)
         counts = self.counts(batch)
         if batch == 1:
-            yield Declined(site=SITE, kind=KIND, option=KIND, by=self.name, reason="no input has an axis of more than one example")
+            yield Declined(
+                site=SITE, kind=KIND, option=KIND, by=self.name, reason=Unsupported("no input has an axis of more than one example")
+            )
             return
         whole = [StepOption(name=label(1, batch))] * (self.count in (0, 1))
         parts = (
@@ -144,10 +146,10 @@ def examples(source: Source) -> int:
     return batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def untried(source: Source) -> str:
-    """What micro-batches might do where they do not take part."""
+def undivided(source: Source) -> int:
+    """The examples that micro-batches might divide, where they do not take part; 0 for none."""
     batch = examples(source)
-    return f"micro-batches of the batch of {batch}, with summed gradients (--pass microbatch)" if batch > 1 else ""
+    return batch if batch > 1 else 0
 
 
 def _made(case: Case, count: int, batch: int, prices: Prices | None = None) -> Case:
@@ -169,7 +171,7 @@ def _made(case: Case, count: int, batch: int, prices: Prices | None = None) -> C
     made = replace(
         case, step=step, front=front, source=narrow, division=division, last=_accumulating, repeats=count,
         beside=case.beside + Footprint(resident={GIVEN: int(loss.numel() * loss.element_size()), GRADIENTS: summed}),
-        around=(f"{count} micro-batches, whose gradients are summed ({format_bytes(summed)})", *case.around),
+        around=((f"the summed gradients of {count} micro-batches", summed), *case.around),
         notes=(*_notes(division), *case.notes),
     )  # fmt: skip
     return made if prices is None else _priced(made, case.step, division, prices)
@@ -241,8 +243,7 @@ def _told(outcome: Outcome) -> Iterator[Decision]:
             bytes_transient=(outcome.unplanned() + Footprint(resident=resident)).peak_bytes,
         ),
         baseline_cost=outcome.captured,
-        why=f"activations of {division.examples} of {batch} examples at a time, beside {format_bytes(summed)} of summed "
-        f"gradients; the step takes {slower:+.1%} against the unplanned one",
+        why=Divided(examples=division.examples, batch=batch, gradient_bytes=summed, slower=slower),
         settings={"count": division.count},
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from effcompile.core.errors import UsageError
-from effcompile.core.units import format_bytes
+from effcompile.core.reasons import Unsupported
 from effcompile.estimate.optimizer import StateBytes, measured_seconds, modelled_host_seconds, modelled_seconds, state_bytes
 from effcompile.ir.footprint import STATES, Footprint
 from effcompile.ir.plan import Setting
@@ -123,16 +123,16 @@ class GivenOptimizer:
             measured=self.here,
         )
 
-    def no_host(self) -> str | None:
+    def no_host(self) -> Unsupported | None:
         """Why its states cannot lie on the host; None where they can."""
         if (reason := one_by_one(self.optimizer)) is not None:
-            return reason
+            return Unsupported(reason)
         target = self.target
         if target.device != "cpu" and not target.link_bandwidth > 0:
-            return f"the link of the target {target.name!r} has {target.link_bandwidth:g} B/s"
+            return Unsupported(f"the link of the target {target.name!r} has {target.link_bandwidth:g} B/s")
         needed = self.way(self.given.form, on_host=True).host_bytes
         if target.host_memory_bytes is not None and needed > target.host_memory_bytes:
-            return f"needs {format_bytes(needed)} on the host, which has {format_bytes(target.host_memory_bytes)}"
+            return Unsupported("needs {bytes} on the host, which has {bytes}", (needed, target.host_memory_bytes))
         return None
 
     def _working(self, taken: StateBytes, on_host: bool) -> int:

@@ -15,6 +15,7 @@ from typing import ClassVar
 from torch import fx
 
 from effcompile.core.cost import Cost
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.torch_compat_aot import is_random
 from effcompile.ir.plan import Decision, Setting
 from effcompile.ir.step import Step
@@ -108,13 +109,13 @@ def _told(apart: Sequence[tuple[str, ...]], outcome: Outcome) -> Iterator[Decisi
     kernels = [(block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward))) for block in outcome.cut.blocks]
     for site, count in kernels:
         if count:
-            yield _decision(site, f"{count} kernels", "chains measured to be faster as one kernel each", {})
+            yield _decision(site, f"{count} kernels", Because("chains measured to be faster as one kernel each"), {})
     if apart:
         settings = {str(number): names for number, names in enumerate(apart)}
-        yield _decision(KIND, f"{len(apart)} chains one by one", "measured to be no slower apart", settings)
+        yield _decision(KIND, f"{len(apart)} chains one by one", Because("measured to be no slower apart"), settings)
 
 
-def _decision(site: str, option: str, why: str, settings: Mapping[str, Setting]) -> Decision:
+def _decision(site: str, option: str, why: Reason, settings: Mapping[str, Setting]) -> Decision:
     return Decision(
         site=site, kind=KIND, option=option, baseline=ONE_BY_ONE, by=Pointwise.name, cost=Cost(), baseline_cost=Cost(), why=why,
         settings=settings,

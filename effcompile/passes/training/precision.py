@@ -18,8 +18,8 @@ from torch import fx
 from effcompile.capture.float8 import float8_linears, unavailable
 from effcompile.capture.source import Source
 from effcompile.core.errors import EffcompileError, FormatError, UnknownNameError, UsageError
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.core.torch_compat_aot import is_random
-from effcompile.core.units import format_bytes
 from effcompile.estimate.halves import draws_as_fp32, product_ratio
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
@@ -78,7 +78,7 @@ class Precision:
                 options = (self._option(dtype, made), *[StepOption(name=BASELINE)] * (not self.always))
                 yield StepChoice(site=SITE, kind=KIND, baseline=BASELINE, options=options, settled=self.always)
                 return
-            yield Declined(site=SITE, kind=KIND, option=label(dtype), by=self.name, reason=made)
+            yield Declined(site=SITE, kind=KIND, option=label(dtype), by=self.name, reason=Unsupported(made))
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
         """The step captured under autocast."""
@@ -109,8 +109,8 @@ class Precision:
         return _mixed_write(step) or replace(case, step=step, front=front, source=narrow, scaled=dtype in SCALED)
 
     def _option(self, dtype: str, made: Case) -> StepOption:
-        size = _casts(made.step)
-        note = f"fp32 master weights and gradients{', scaled loss' * (dtype in SCALED)}; cast once a step: {format_bytes(size)}"
+        scaled = ", scaled loss" * (dtype in SCALED)
+        note = Because(f"fp32 master weights and gradients{scaled}; cast once a step: {{bytes}}", (_casts(made.step),))
         return StepOption(name=label(dtype), settings={"dtype": dtype}, note=note, made=made)
 
     def refusal(self, dtype: str, step: Step, target: Target, *, here: bool) -> str | None:

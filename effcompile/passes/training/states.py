@@ -15,8 +15,8 @@ from typing import ClassVar
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import EffcompileError, FormatError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Frees, Kept, NotAllowed, Reason, Unsupported
 from effcompile.core.stages import first_line
-from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import Step
 from effcompile.ops.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, declined, one_by_one
@@ -88,36 +88,37 @@ class States:
             states=way,
             beside=case.beside + way.footprint,
             seconds_beside=case.seconds_beside + way.seconds,
-            around=(f"optimizer states {way.label} ({format_bytes(way.resident_bytes)} on the device)", *case.around),
+            around=((f"optimizer states {way.label}", way.resident_bytes), *case.around),
             notes=(*_notes(way), *case.notes),
         )
 
-    def _ways(self, given: GivenOptimizer, goal: Goal) -> tuple[list[StatesOption], dict[str, str]]:
+    def _ways(self, given: GivenOptimizer, goal: Goal) -> tuple[list[StatesOption], dict[str, Reason]]:
         """The ways, and option → why it cannot be."""
         forms, refused = self._forms(given, goal)
         found = [given.way(form) for form in forms]
-        reason = given.no_host() if self.offload else "--pass states.offload=false"
+        reason: Reason | None = given.no_host() if self.offload else Unsupported("switched off by --pass states.offload=false")
         if reason is None:
             found += [given.way(form, on_host=True) for form in forms]
         else:
             refused["on the host"] = reason
-        reason = (
-            one_by_one(given.optimizer)
-            if self.in_backward
-            else "a loop that clips or accumulates gradients would change: allow it with --pass states.in_backward=true"
-        )
+        said = one_by_one(given.optimizer)
+        reason = Unsupported(said) if said else None
+        if not self.in_backward:
+            change = "a loop that clips or accumulates gradients would change"
+            reason = NotAllowed(because=change, allow=("--pass states.in_backward=true",))
         if reason is not None:
             refused[CONSUMED] = reason
         consumed = [given.way(o.form, on_host=o.on_host, consumed=True) for o in found] if reason is None else []
         return [*found, *consumed], refused
 
-    def _forms(self, given: GivenOptimizer, goal: Goal) -> tuple[list[Form], dict[str, str]]:
-        forms, refused = [given.given.form], dict[str, str]()
+    def _forms(self, given: GivenOptimizer, goal: Goal) -> tuple[list[Form], dict[str, Reason]]:
+        forms, refused = [given.given.form], dict[str, Reason]()
         allowed = self.eight_bit or not goal.exact
-        said = "" if allowed else "changes numbers: allow it with max_error or --pass states.eight_bit=true"
-        for name, reason in {EIGHT_BIT: said, **dict.fromkeys(self.change, "")}.items():
-            if reason := reason or declined(name, given.optimizer) or "":
-                refused[name] = reason
+        eight = None if allowed else NotAllowed(because="changes numbers", allow=("max_error", "--pass states.eight_bit=true"))
+        for name, reason in {EIGHT_BIT: eight, **dict.fromkeys(self.change)}.items():
+            said = declined(name, given.optimizer)
+            if reason is not None or said:
+                refused[name] = reason or Unsupported(said or "")
             else:
                 forms.append(_form(name, given))
         return forms, refused
@@ -140,7 +141,9 @@ def _way_of(given: GivenOptimizer, option: StepOption) -> StatesOption:
     form, on_host, consumed = option.setting("form", str), option.setting("on_host", bool), option.setting("consumed", bool)
     known = form in (GIVEN, EIGHT_BIT, *CHANGES)
     reason = (declined(form, given.optimizer) if form != GIVEN else None) if known else f"{form!r} is no form of states"
-    reason = reason or (given.no_host() if on_host else None) or (one_by_one(given.optimizer) if consumed else None)
+    if reason is None and on_host and given.no_host() is not None:
+        reason = "they cannot lie on the host"
+    reason = reason or (one_by_one(given.optimizer) if consumed else None)
     if reason is not None:
         said = f"form {form}, on_host {on_host}, consumed {consumed}"
         raise FormatError(f"The plan's optimizer states ({said}) are not possible with this optimizer: {reason}. Plan again.")
@@ -160,7 +163,7 @@ def _told(taken: StatesOption, given: StatesOption, outcome: Outcome) -> Iterato
         yield Decision(
             site=f"{SITE}.gradients", kind="gradient", option="consumed in the backward", baseline="kept until the step", by=States.name,
             cost=Cost(), baseline_cost=Cost(bytes_transient=_consumed_bytes(outcome.cut.step)),
-            why="each is freed as soon as its parameter is updated",
+            why=Because("each is freed as soon as its parameter is updated"),
         )  # fmt: skip
 
 
@@ -176,14 +179,13 @@ def _cost(option: StatesOption) -> Cost:
     )  # fmt: skip
 
 
-def _why(taken: StatesOption, given: StatesOption) -> str:
+def _why(taken: StatesOption, given: StatesOption) -> Reason:
     if taken.label == given.label:
-        return f"{format_bytes(taken.resident_bytes)} are there at every instant, and fit"
-    moved = f", {format_bytes(taken.link_bytes)} over the link in every step" if taken.link_bytes else ""
-    host = f"; {format_bytes(taken.host_bytes)} on the host{moved}" if taken.on_host else ""
-    extra = taken.seconds - given.seconds
-    more = format_seconds(extra) if extra > 0 else "no more time"
-    return f"frees {format_bytes(given.resident_bytes - taken.resident_bytes)} at every instant for {more}{host}"
+        return Kept(bytes=taken.resident_bytes)
+    return Frees(
+        bytes=given.resident_bytes - taken.resident_bytes, seconds=max(0.0, taken.seconds - given.seconds), throughout=True,
+        host_bytes=taken.host_bytes if taken.on_host else 0, link_bytes=taken.link_bytes,
+    )  # fmt: skip
 
 
 def _notes(states: StatesOption) -> list[str]:

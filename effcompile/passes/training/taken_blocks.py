@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from effcompile.core.cost import Cost, Provenance
-from effcompile.core.units import format_bytes, format_seconds
+from effcompile.core.reasons import Because, Frees, Kept, OverBudget, Reason, WithinGap
+from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Decision, Declined
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
@@ -55,11 +56,9 @@ class TakenBlocks:
 
     def _declined(self, i: int, other: BlockOption) -> Declined:
         peak = carried_out(self.cut, [*self.chosen[:i], other, *self.chosen[i + 1 :]], self.groups)[1].peak_bytes
-        saves = format_seconds(self.chosen[i].seconds - other.seconds)
-        if over := excess(peak, self.budget):
-            reason = f"saves {saves}, but its peak is {format_bytes(over)} above the budget"
-        else:
-            reason = f"would fit and save {saves}: within the proof's gap"
+        saves = self.chosen[i].seconds - other.seconds
+        over = excess(peak, self.budget) > 0
+        reason = OverBudget(needed=peak, budget=self.budget, saves=saves) if over else WithinGap(saves=saves)
         cost = Cost(seconds=other.seconds, bytes_kept=other.kept_bytes, bytes_transient=other.backward_peak)
         by = Checkpoint.name
         return Declined(site=self.cut.blocks[i].name, kind=by, option=other.label, by=by, reason=reason, cost=cost)
@@ -69,10 +68,10 @@ def _cost(option: BlockOption, provenance: Provenance) -> Cost:
     return Cost(seconds=option.seconds, bytes_kept=option.kept_bytes, bytes_transient=option.backward_peak, provenance=provenance)
 
 
-def _why(option: BlockOption, full: BlockOption) -> str:
+def _why(option: BlockOption, full: BlockOption) -> Reason:
     if not option.recomputed and not option.forms:
-        return "all fits"
-    return f"frees {format_bytes(full.kept_bytes - option.kept_bytes)} between forward and backward for {format_seconds(option.seconds)}"
+        return Kept()
+    return Frees(bytes=full.kept_bytes - option.kept_bytes, seconds=option.seconds)
 
 
 def of_values(cut: Blocks, chosen: Sequence[BlockOption]) -> list[Decision]:
@@ -90,7 +89,8 @@ def of_values(cut: Blocks, chosen: Sequence[BlockOption]) -> list[Decision]:
                 Decision(
                     site=block.name, kind=form, option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
                     baseline="kept", by=way.by, cost=cost, baseline_cost=Cost(bytes_kept=size),
-                    why=f"{way.said} between forward and backward{', exact' * way.exact}", settings={"values": tuple(sorted(names))},
+                    why=Because(f"{way.said} between forward and backward{', exact' * way.exact}"),
+                    settings={"values": tuple(sorted(names))},
                 )
             )  # fmt: skip
     return found

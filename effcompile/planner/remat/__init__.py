@@ -6,7 +6,7 @@ every stage of a chain (chain.py; the constraints in links.py, the certificate i
 
 from effcompile.planner.remat.block import BlockFront, block_front, block_options, joint_front, keep_fronts
 from effcompile.planner.remat.chain import chain_frontier, frontier_budgets, solve_chain
-from effcompile.planner.remat.least import smallest_budget, smallest_words
+from effcompile.planner.remat.least import smallest_budget
 from effcompile.planner.remat.problem import (
     BackwardStep,
     BlockOption,
@@ -41,6 +41,5 @@ __all__ = [
     "option",
     "simulate_block",
     "smallest_budget",
-    "smallest_words",
     "solve_chain",
 ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from effcompile.core.causes import HostMemory, Instant
 from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
-from effcompile.core.units import format_bytes
 from effcompile.planner.remat.links import Links, variants
 from effcompile.planner.remat.problem import ChainProblem
 from effcompile.planner.remat.walk import feasible
@@ -48,11 +48,6 @@ def leanest(chains: Sequence[Links]) -> tuple[int, Links, tuple[int, ...]]:
     return best
 
 
-def smallest_words(needed: int) -> str:
-    """The sentence on the smallest budget."""
-    return f"The smallest feasible budget is {format_bytes(needed)} ({needed} bytes)."
-
-
 def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleError:
     """The error for a budget below the smallest one: which instant binds, what is there, what would do."""
     assert problem.budget is not None
@@ -63,24 +58,15 @@ def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleErro
             return _host_too_small(problem, problem.host, chains, roomy)
     least, links, choice = leanest(chains)
     assert least > problem.budget
-    what, i, phase = highest(problem, links, choice)
+    name, i, phase = highest(problem, links, choice)
     stage, way = problem.stages[i], links.links[i].ways[choice[i]]
     kept = sum(link.ways[c].kept for link, c in zip(links.links[:i], choice, strict=False))
     own = way.backward if phase else way.forward
     others = (links.links[i].backward if phase else links.links[i].forward) - problem.base
-    parts = [f"{format_bytes(problem.base)} there throughout (parameters, buffers, inputs)"]
-    if kept:
-        parts.append(f"{format_bytes(kept)} of kept values")
-    if others:
-        parts.append(f"{format_bytes(others)} of gradients and other storages")
-    parts.append(f"{format_bytes(own)} of {stage.name} itself")
-    return InfeasibleError(
-        f"No plan is within {format_bytes(problem.budget)}. {what[0].upper()}{what[1:]} binds: even with the least kept it takes "
-        f"{' + '.join(parts)}.",
-        smallest=smallest_words(least),
-        binding=("memory", what),
-        nearest={"memory": float(least)},
-    )
+    parts = (("parameters, buffers, inputs", problem.base), ("kept values", kept), ("gradients and other storages", others))
+    alive = (*(part for part in parts if part[1]), (f"{stage.name} itself", own))
+    instant = Instant(budget=problem.budget, phase="backward" if phase else "forward", site=stage.name, parts=alive)
+    return InfeasibleError(instant, binding=("memory", name), nearest={"memory": float(least)})
 
 
 def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[Links], roomy: Sequence[Links]) -> InfeasibleError:
@@ -90,16 +76,14 @@ def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[Links], r
     needed = min(links.hosted(choice) for links in counted if (choice := feasible(links, problem.budget)) is not None)
     least = leanest(chains)[0]
     return InfeasibleError(
-        f"No plan is within {format_bytes(problem.budget)} with {format_bytes(host)} of host memory. It takes at least "
-        f"{format_bytes(needed)} ({needed} bytes) of values offloaded to the host. Allow so much of it, or a budget of "
-        f"{format_bytes(least)} ({least} bytes).",
-        binding=("host memory", format_bytes(host)),
+        HostMemory(budget=problem.budget, host=host, needed=needed, instead=least),
+        binding=("host memory",),
         nearest={"memory": float(least), "host": float(needed)},
     )
 
 
 def highest(problem: ChainProblem, links: Links, choice: Sequence[int]) -> tuple[str, int, int]:
-    """The highest instant in words, its stage, and 0 for forward or 1 for backward."""
+    """The name of the highest instant, its stage, and 0 for forward or 1 for backward."""
     loads = [(load, -i, phase) for i, pair in enumerate(links.instants(choice)) for phase, load in enumerate(pair)]
     _, i, phase = max(loads)
     return f"{'backward' if phase else 'forward'} {problem.stages[-i].name}", -i, phase

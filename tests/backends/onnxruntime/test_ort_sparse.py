@@ -31,6 +31,7 @@ from effcompile.ir.program import Program
 from effcompile.machine import native
 from effcompile.machine.target import KernelCall
 from effcompile.passes.sparsify import Sparsify
+from effcompile.report.reasons import words
 from effcompile.sparse import BLOCKS, BlockPattern
 
 UP, DOWN, GATE = "layers.0.up", "layers.0.down", "layers.0.gate"
@@ -302,7 +303,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
 
 def test_without_a_compiler_it_is_declined_with_the_reason(sparse_model: nn.Module, no_compiler: None) -> None:
     made = effcompile.optimize(sparse_model, inputs=(torch.randn(2, 5, 48),), backend="onnxruntime")
-    declined = {d.site: d.reason for d in made.plan.declined if d.by == "sparsify"}
+    declined = {d.site: words(d.reason) for d in made.plan.declined if d.by == "sparsify"}
     assert set(declined) == {UP, DOWN, GATE}
     assert all("onnxruntime has no linear/sparse kernel here: There is no C++ compiler: no-such-compiler" in r for r in declined.values())
     assert "register_custom_ops_library" not in made.plan.settings

@@ -1,0 +1,310 @@
+"""The words of every reason. Reasons of many sites that differ in figures only are one phrase, with ranges.
+
+A phrase is made of texts and of figures. Two reasons are alike when their phrases have the same texts and figures of the same
+nature at the same places; what is printed of many is then the first one's texts, with the least and the most of every figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+from effcompile.core import reasons as r
+from effcompile.core.units import format_bytes, format_error, format_seconds
+from effcompile.report.names import collapse, printed
+
+#: Names of sites that one phrase lists.
+_PLACES = 3
+
+Show = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number in a phrase, and how it is printed."""
+
+    value: float
+    show: Show
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The name of a site in a phrase."""
+
+    name: str
+
+
+Part = str | Figure | Place
+Phrase = tuple[Part, ...]
+
+
+def words(reason: r.Reason | None) -> str:
+    """A reason in words; "" for none."""
+    return "" if reason is None else together([reason])
+
+
+def likeness(reason: r.Reason) -> Hashable:
+    """What two reasons have in common that differ in figures and names of sites only."""
+    return type(reason), tuple(_nature(part) for part in phrase(reason))
+
+
+def together(reasons: Sequence[r.Reason]) -> str:
+    """One phrase for reasons that are alike: `takes 1.2–3.4 ms more a step`."""
+    phrases = [phrase(reason) for reason in reasons]
+    return "".join(_spread(parts) for parts in zip(*phrases, strict=True))
+
+
+def alike(found: Iterable[r.Reason]) -> list[list[r.Reason]]:
+    """Reasons that are alike together, in the order of the first of each."""
+    groups: dict[Hashable, list[r.Reason]] = {}
+    for reason in found:
+        groups.setdefault(likeness(reason), []).append(reason)
+    return list(groups.values())
+
+
+def _nature(part: Part) -> Hashable:
+    return part if isinstance(part, str) else part.show if isinstance(part, Figure) else Place
+
+
+def _spread(parts: Sequence[Part]) -> str:
+    first = parts[0]
+    if isinstance(first, str):
+        return first
+    if isinstance(first, Place):
+        places = printed(collapse(part.name for part in parts if isinstance(part, Place)))
+        return ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
+    values = [part.value for part in parts if isinstance(part, Figure)]
+    return _span(first.show(min(values)), first.show(max(values)))
+
+
+def _span(low: str, high: str) -> str:
+    """`1.2–3.4 ms`, `800 µs–3.4 ms`, `12–34%`."""
+    if low == high:
+        return low
+    number, _, unit = low.rpartition(" ")
+    if number and high.endswith(f" {unit}"):
+        return f"{number}–{high}"
+    return f"{low.removesuffix('%')}–{high}" if high.endswith("%") else f"{low}–{high}"
+
+
+# ------------------------------------------------------------------ figures
+
+
+def _size(value: float) -> Figure:
+    return Figure(value, format_bytes)
+
+
+def _time(value: float) -> Figure:
+    return Figure(value, format_seconds)
+
+
+def _error(value: float) -> Figure:
+    return Figure(value, format_error)
+
+
+def _share(value: float) -> Figure:
+    return Figure(value, _percent)
+
+
+def _number(value: float) -> Figure:
+    return Figure(value, _plain)
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _tenth_percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _change(value: float) -> str:
+    return f"{value:+.1%}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:d}" if isinstance(value, int) else f"{value:g}"
+
+
+def _tenths(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def _thousandths(value: float) -> str:
+    return f"{value:.3f}"
+
+
+_HOLES: dict[str, Callable[[float], Figure]] = {"": _number, "bytes": _size, "seconds": _time, "error": _error, "share": _share}
+
+
+# ------------------------------------------------------------------ the phrases
+
+
+@singledispatch
+def phrase(reason: r.Reason) -> Phrase:
+    """What a reason says, its figures and names of sites apart."""
+    raise AssertionError(f"{type(reason).__name__} has no words")
+
+
+@phrase.register(r.Because)
+@phrase.register(r.Unsupported)
+def _text(reason: r.Because | r.Unsupported) -> Phrase:
+    parts: list[Part] = []
+    for before, hole, figure in reason.parts:
+        parts.append(before)
+        if isinstance(figure, str):
+            parts += [Place(figure)] * (hole is not None)
+        elif hole is not None:
+            parts.append(_HOLES[hole](figure))
+    return tuple(parts)
+
+
+@phrase.register
+def _slower(reason: r.Slower) -> Phrase:
+    return ("takes at least " if reason.at_least else "the fastest plan with it takes ", _time(reason.seconds), " more a step")
+
+
+@phrase.register
+def _not_faster(reason: r.NotFaster) -> Phrase:
+    if reason.against < 0:
+        return (f"not faster: {reason.than} saves ", _time(-reason.against))
+    return ("not faster: ", _time(reason.seconds), " against ", _time(reason.against), f" ({reason.than})")
+
+
+@phrase.register
+def _not_smaller(reason: r.NotSmaller) -> Phrase:
+    return ("not smaller: ", _size(reason.bytes), " against ", _size(reason.against), f" ({reason.than})")
+
+
+@phrase.register
+def _over_budget(reason: r.OverBudget) -> Phrase:
+    if reason.budget is None:
+        return ("needs at least ", _size(reason.needed))
+    if reason.saves is None:
+        return ("would bring the peak memory to ", _size(reason.needed), ", above ", _size(reason.budget))
+    return ("saves ", _time(reason.saves), ", but its peak is ", _size(reason.needed - reason.budget), " above the budget")
+
+
+@phrase.register
+def _over_error(reason: r.OverError) -> Phrase:
+    return ("would bring the error to ", _error(reason.error), ", above ", _error(reason.limit))
+
+
+@phrase.register
+def _within_gap(reason: r.WithinGap) -> Phrase:
+    if reason.saves is not None:
+        return ("would fit and save ", _time(reason.saves), ": within the proof's gap")
+    return ("within the proven gap of ", Figure(reason.gap or 0.0, _tenth_percent))
+
+
+@phrase.register
+def _no_kernel(reason: r.NoKernel) -> Phrase:
+    because = f": {reason.because}" if reason.because else ""
+    *most, last = reason.others or ("",)
+    named = f"{', '.join(most)} and {last} have" if most else f"{last} has"
+    others = f"; {named}" if reason.others else ""
+    return (f"{reason.backend} has no {reason.kernel} kernel here{because}{others}",)
+
+
+@phrase.register
+def _not_allowed(reason: r.NotAllowed) -> Phrase:
+    if reason.allow:
+        return (f"{reason.because}: allow it with {' or '.join(reason.allow)}",)
+    return (f"{reason.because}{', and the ' * bool(reason.because)}goal allows no error (max_error = 0)",)
+
+
+@phrase.register
+def _requires(reason: r.Requires) -> Phrase:
+    but = "which costs more than it gains" if reason.offered else "which is not offered"
+    return ("needs ", Place(reason.site), f" to be {' or '.join(reason.options)}, {but}")
+
+
+@phrase.register
+def _needed(reason: r.Needed) -> Phrase:
+    return ("with it ", Place(reason.site), f" could not be {reason.option}")
+
+
+@phrase.register
+def _not_measured(reason: r.NotMeasured) -> Phrase:
+    also = f", or that of {reason.also}" if reason.also else ""
+    within = (f" within {reason.setting} = ", _number(reason.seconds)) if reason.seconds is not None else ()
+    return (f"its error at the output was not measured{also}", *within)
+
+
+@phrase.register
+def _gains(reason: r.Gains) -> Phrase:
+    said: list[Phrase] = []
+    if reason.seconds:
+        said.append((_time(abs(reason.seconds)), " faster" if reason.seconds > 0 else " slower"))
+    if reason.bytes:
+        said.append((_size(reason.bytes), " smaller"))
+    if reason.error:
+        said.append(("adds error ", _error(reason.error)))
+    return _joined(said)
+
+
+@phrase.register
+def _faster(reason: r.Faster) -> Phrase:
+    if reason.seconds is None:
+        return (f"no plan in {reason.than} is within the budget",)
+    return (_time(reason.seconds), f" less a step than the best in {reason.than}")
+
+
+@phrase.register
+def _kept(reason: r.Kept) -> Phrase:
+    if reason.bytes is not None:
+        return (_size(reason.bytes), " are there at every instant, and fit")
+    if reason.options is None:
+        return ("all fits",)
+    return ("nothing else is possible here" if reason.options == 1 else "no alternative is worth its cost here",)
+
+
+@phrase.register
+def _frees(reason: r.Frees) -> Phrase:
+    when = " at every instant" if reason.throughout else " between forward and backward"
+    cost: Phrase = (_time(reason.seconds),) if reason.seconds > 0 else ("no more time",)
+    host: Phrase = ("; ", _size(reason.host_bytes), " on the host") if reason.host_bytes else ()
+    link: Phrase = (", ", _size(reason.link_bytes), " over the link in every step") if reason.link_bytes else ()
+    return ("frees ", _size(reason.bytes), f"{when} for ", *cost, *host, *link)
+
+
+@phrase.register
+def _divided(reason: r.Divided) -> Phrase:
+    return (
+        "activations of ", _number(reason.examples), " of ", _number(reason.batch), " examples at a time, beside ",
+        _size(reason.gradient_bytes), " of summed gradients; the step takes ", Figure(reason.slower, _change), " against the unplanned one",
+    )  # fmt: skip
+
+
+@phrase.register
+def _sees(reason: r.Sees) -> Phrase:
+    share: Phrase = (", ", _share(reason.share), " of the scores") if reason.share is not None else ()
+    check = (f"; every call checks that {reason.condition}, else the dense mask is read",) if reason.condition else ()
+    return (f"sees {reason.mask}", *share, *check)
+
+
+@phrase.register
+def _sparse_speed(reason: r.SparseSpeed) -> Phrase:
+    bits = f" in {reason.bits} bits" if reason.bits else ""
+    stock: Phrase = (" (", Figure(reason.over_stock, _tenths), " over F.linear)") if reason.over_stock is not None else ()
+    start = "" if reason.gains else "no gain here: "
+    published = f"; ×{reason.published:.2f} where arithmetic binds: {reason.source}" if reason.published is not None else ""
+    return (
+        f"{start}eps = time per sparse FLOP / time per dense FLOP{bits} = ", Figure(reason.epsilon, _tenths), *stock, ", break-even ",
+        Figure(reason.break_even, _tenths), published,
+    )  # fmt: skip
+
+
+@phrase.register
+def _recall(reason: r.Recall) -> Phrase:
+    but = ("; ", *phrase(reason.but)) if reason.but is not None else ()
+    return ("recall ", Figure(reason.recall, _thousandths), " of softmax mass at ", _share(reason.share), " of tiles", *but)
+
+
+def _joined(said: Sequence[Phrase]) -> Phrase:
+    found: list[Part] = []
+    for number, each in enumerate(said):
+        found += [", "] * bool(number)
+        found += each
+    return tuple(found)

@@ -1,0 +1,48 @@
+"""Reasons of every kind with any figures and names, for property tests."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from hypothesis import strategies as st
+
+from effcompile.core.reasons import HOLES, KINDS, Because, Reason, Unsupported
+
+_figures: dict[str, st.SearchStrategy[Any]] = {
+    "float": st.floats(0, 1e6, allow_nan=False),
+    "int": st.integers(0, 2**40),
+    "bool": st.booleans(),
+}
+
+
+def some(kind: type[Reason], texts: st.SearchStrategy[str]) -> st.SearchStrategy[Reason]:
+    """Reasons of one kind, their names drawn from `texts`."""
+    if kind in (Because, Unsupported):
+        return written(kind, texts)
+    hints = get_type_hints(kind)
+    drawn = {field.name: _of(str(hints[field.name]), texts) for field in fields(kind) if field.name != "kind"}  # type: ignore[arg-type]
+    return st.builds(kind, **drawn)
+
+
+def written(kind: type[Reason], texts: st.SearchStrategy[str]) -> st.SearchStrategy[Reason]:
+    """A text as it stands, or one with holes and their figures."""
+
+    def filled(pairs: list[tuple[str, str, int]], name: str) -> Reason:
+        text = "".join(before.replace("{", "{{").replace("}", "}}") + f"{{{hole}}}" for before, hole, _ in pairs)
+        return kind(text, tuple(name if hole == "site" else figure for _, hole, figure in pairs))  # type: ignore[call-arg]
+
+    pair = st.tuples(texts, st.sampled_from(HOLES), st.integers(0, 2**40))
+    return st.builds(kind, texts) | st.builds(filled, st.lists(pair, min_size=1, max_size=3), texts)
+
+
+def _of(hint: str, texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
+    optional = st.none() if "None" in hint else st.nothing()
+    if "tuple" in hint:
+        return st.lists(texts, max_size=3).map(tuple)
+    if "Reason" in hint:
+        return optional | some(KINDS["slower"], texts)
+    for name, strategy in _figures.items():
+        if name in hint:
+            return optional | strategy
+    return optional | texts
