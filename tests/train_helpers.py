@@ -23,7 +23,8 @@ from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.machines import load_target
 from effcompile.ops.workspace import workspace_bytes
-from effcompile.passes.training.base import Case, Context, StepPass, forms
+from effcompile.passes.training.base import Case, Context, StepPass
+from effcompile.passes.training.forms import forms
 from effcompile.planner.remat import Group
 from effcompile.schedule.blocks import Blocks, cut_into_blocks
 from effcompile.schedule.emit import emit

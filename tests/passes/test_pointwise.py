@@ -21,7 +21,8 @@ from effcompile.ir.footprint import Footprint
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.accumulate import accumulate_embeddings
-from effcompile.passes.training.base import Case, Outcome, forms, reapplied, told
+from effcompile.passes.training.base import Case, Outcome
+from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.pointwise import Pointwise, fuse
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, split
 from effcompile.schedule.emit import emit

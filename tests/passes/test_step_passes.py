@@ -15,7 +15,8 @@ from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Because
 from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, Outcome, RequestError, StepChoice, StepOption, forms, reapplied, told
+from effcompile.passes.training.base import Case, Context, Outcome, RequestError, StepChoice, StepOption
+from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.step_edit import Refusal, copied
 from effcompile.report.reasons import words
 

@@ -20,7 +20,8 @@ from effcompile.core.causes import Cause, NotTried, Others, Undivided
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Unsupported
 from effcompile.ir.plan import Declined
-from effcompile.passes.training.base import Case, StepChoice, StepOption, StepPass, applied, proposed
+from effcompile.passes.training.base import Case, StepChoice, StepOption, StepPass
+from effcompile.passes.training.forms import applied, proposed
 from effcompile.passes.training.microbatch import undivided
 from effcompile.passes.training.step_edit import Refusal
 

@@ -19,7 +19,8 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import GIVEN, GRADIENTS
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Chosen, Outcome, told
+from effcompile.passes.training.base import Chosen, Outcome
+from effcompile.passes.training.forms import told
 from effcompile.passes.training.taken_blocks import TakenBlocks, notes_of_fronts
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart

@@ -30,7 +30,8 @@ from effcompile.estimate import operators
 from effcompile.ir.plan import Decision, Plan
 from effcompile.ops.optimizers import check
 from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes
-from effcompile.passes.training.base import Case, Context, Forms, forms, reapplied
+from effcompile.passes.training.base import Case, Context
+from effcompile.passes.training.forms import Forms, forms, reapplied
 from effcompile.passes.training.optimizer_ways import GivenOptimizer
 from effcompile.planner.remat import BlockFront
 from effcompile.sparse.costs import per_row_of
