@@ -10,8 +10,12 @@ from dataclasses import fields, is_dataclass
 _MOST = 1 << 63
 #: Plans nest as deep as their dataclasses do, and a setting is a word or a number.
 _DEEPEST = 12
-#: Figures of a certificate, whose objective may be a difference, and costs of an option that takes away, a fusion or a merge.
-_SIGNED = ("objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept", "cost.bytes_transient", "cost.bytes_link")
+#: Figures of a certificate, whose objective may be a difference; costs of an option that takes away, a fusion or a merge, and what
+#: reasons say of them.
+_SIGNED = (
+    "objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept", "cost.bytes_transient", "cost.bytes_link",
+    "reason.seconds", "reason.against", "why.seconds", "why.against",
+)  # fmt: skip
 
 
 def objection(plan: object) -> str | None:

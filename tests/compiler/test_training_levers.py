@@ -15,7 +15,7 @@ from train_helpers import Batch, differing, eager, gpt2, measured
 
 from effcompile.capture import capture_training
 from effcompile.compiler import optimize_training, plan_training
-from effcompile.compiler.progress import QUIET
+from effcompile.compiler.request import Request, Task
 from effcompile.compiler.training import cases as training_cases
 from effcompile.compiler.training.levers import Subsets
 from effcompile.compiler.training.moved import RefutedError, too_coarse
@@ -34,6 +34,7 @@ from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.levers import Rates
 from effcompile.passes.training.offload import Offload
+from effcompile.report.reasons import words
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 #: A link so fast that offloading is worth it on models this small; no fused chains, to be bit-identical.
@@ -180,7 +181,7 @@ def test_the_error_of_fewer_bits_is_measured_and_limited(made: Any) -> None:
         memory = least(model, batch, passes, max_error=0.9)
         plan = optimize_training(model, (), batch, goal=goal(memory, max_error=0.9), passes=passes).plan
         assert plan.met and {d.kind for d in plan.decisions if d.by == "compress"} == {f"compress{bits}"}
-        assert all(d.why == f"in {bits} bits between forward and backward" for d in plan.decisions if d.by == "compress")
+        assert all(words(d.why) == f"in {bits} bits between forward and backward" for d in plan.decisions if d.by == "compress")
         assert abs(plan.predicted.peak_bytes - plan.measured.peak_bytes) <= 0.02 * plan.measured.peak_bytes
         errors[bits] = plan.checks[0].error
     assert 0.001 < errors[4] < errors[2] < 0.9
@@ -199,9 +200,9 @@ def test_the_fewest_bits_of_a_plan_are_given_up_first(made: Any) -> None:
         changed = plan.with_changes(decisions=(*(replace(first, kind=kind) for kind in kinds), *rest))
         error = too_coarse(case, changed, "said")
         assert refused == (error and error.option) and (error is None or error.kind == "compress")
-    work = make_work(
-        model, (), batch, goal(max_error=0.1), "cpu-generic", ["compress.bits=8,2", "no-precision"], None, QUIET, None
-    ).without(RefutedError("too much", kind="compress", option="compress2", said="nothing is compressed to 2 bits"))  # fmt: skip
+    request = Request(goal=goal(max_error=0.1), target="cpu-generic", passes=["compress.bits=8,2", "no-precision"])
+    work = make_work(Task(model=model, args=(), kwargs=batch, request=request))
+    work = work.without(RefutedError("too much", kind="compress", option="compress2", said="nothing is compressed to 2 bits"))
     assert work.passes.levers.names == ("recompute", "compress") and "nothing is compressed to 2 bits: too much" in work.notes
     gone = work.without(RefutedError("too much", kind="compress", option="compress", said="nothing is compressed"))
     assert gone.passes.levers.names == ("recompute",)

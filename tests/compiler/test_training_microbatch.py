@@ -327,7 +327,7 @@ def test_all_levers_together_are_within_their_budget() -> None:
     assert plan.options()["batch"] == "3 micro-batches of 2"
     assert plan.met and plan.measured.peak_bytes <= low
     assert plan.predicted.peak_bytes == pytest.approx(plan.measured.peak_bytes, rel=0.02)
-    assert {row.levers for row in plan.levers} >= {("micro-batches",), ("recompute",)}
+    assert {row.levers for row in plan.levers} >= {(), ("recompute",), ("compress",)}  # all of them in the micro-batches that are wanted
 
 
 @given(st.integers(1, 400), st.integers(1, 30))

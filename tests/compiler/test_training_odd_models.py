@@ -98,7 +98,7 @@ def test_torch_compile_falls_back_on_errors_that_nobody_foresaw(grad: bool, monk
     def broken(*_: object, **__: object) -> None:
         raise IndexError("boom")
 
-    place = "effcompile.compiler.training_backend" if grad else "effcompile.compiler.compile.capture"
+    place = "effcompile.compiler.training_backend" if grad else "effcompile.compiler.captured.capture"
     monkeypatch.setattr(place, broken)
     torch._dynamo.reset()
     model, x = Small(), torch.randn(4, 16)

@@ -192,7 +192,7 @@ def test_what_is_not_faster_is_left_out() -> None:
     left = [str(node.target) for node in kernels(form.step)]
     assert left and not any("tanh" in name for name in left)
     outcome = Outcome(case=form, cut=cut(form.step), seconds=1.0, unplanned_seconds=1.0, unplanned=Footprint, captured=Cost())
-    decisions = told(form.taken[0], outcome, Cost(), Cost(), "")
+    decisions = told(form.taken[0], outcome, Cost(), Cost(), None)
     assert [len(d.settings) > 0 for d in decisions if d.option.endswith("one by one")] == [True]
     again = reapplied([Pointwise()], Case(step=step), decisions)
     assert [str(node.target) for node in kernels(again.step)] == left
@@ -245,11 +245,10 @@ def test_gradients_of_a_sequences_steps_are_added_up_one_after_the_other() -> No
     torch.manual_seed(0)
     step = capture_training(Recurrence(), (), {"x": torch.randn(4, 12, 16)})
     fused, fusions = fuse(step)
-    sums = [f for f in fusions if all(member.target is aten.add.Tensor for member in f.members)]
-    assert all(len(f.node.all_input_nodes) <= 3 for f in sums)
+    assert not [f for f in fusions if all(member.target is aten.add.Tensor for member in f.members)]
 
     def peak(step: Step) -> int:
         blocks = cut(step)
         return simulate(blocks, emit(blocks, blocks.decidable)).footprint.peak_bytes
 
-    assert peak(fused) <= 1.2 * peak(step)
+    assert peak(fused) <= peak(step)

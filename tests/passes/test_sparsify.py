@@ -269,7 +269,7 @@ def test_without_kernels_it_says_what_is_lacking_or_who_has_them(dense: Program,
     none = lambda call: None if call.kernel == "linear/sparse" else 1.0  # noqa: E731
     monkeypatch.setattr(sparsify, "fallback_reason", lambda x, block: None)
     _, declined = options(dense, half, context(none, backend="openvino"))
-    assert declined[UP, "sparse8@0.50"] == "openvino has no linear/sparse kernel here; the torch and onnxruntime backends have"
+    assert declined[UP, "sparse8@0.50"] == "openvino has no linear/sparse kernel here; torch and onnxruntime have"
     failing = context(none)
     failing = replace(failing, target=replace(failing.target, failure=lambda backend, call: f"{backend} is too old for {call}"))
     _, declined = options(dense, half, failing)

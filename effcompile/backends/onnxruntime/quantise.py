@@ -194,9 +194,16 @@ def _weight_only(model: onnx.ModelProto, nodes: list[str], held: WeightFormat) -
 
 
 def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Mark shapes as inferred (torch.onnx wrote them), or the quantiser saves and reloads the whole model to infer them."""
+    """Mark shapes as inferred (torch.onnx wrote them), or the quantiser saves and reloads the whole model to infer them.
+
+    Those of weights are not said twice: the quantiser transposes the weight of a Gemm that stays in fp32, and not what was said of it.
+    """
     from onnxruntime.quantization.quant_utils import add_infer_metadata
 
+    weights = {tensor.name for tensor in model.graph.initializer}
+    said = [value for value in model.graph.value_info if value.name not in weights]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(said)
     add_infer_metadata(model)
     return model
 

@@ -43,8 +43,6 @@ from effcompile.schedule.blocks import split
 
 #: Operators of one kernel at the most.
 _LARGEST = 48
-#: Terms of one sum at the most: all are alive when it is taken, where the steps of a sequence add up one after the other.
-_TERMS = 3
 #: Times that groups are formed again after the slow ones were left out.
 _ROUNDS = 4
 
@@ -223,7 +221,7 @@ def _fit(first: _Group, second: _Group, loose: bool) -> bool:
     if first.block != second.block and not (loose and "" in (first.block, second.block)):
         return False
     inside = {*first.nodes, *second.nodes}
-    if all(is_sum(node) for node in inside) and len({link(arg) for node in inside for arg in node.all_input_nodes} - inside) > _TERMS:
+    if all(map(is_sum, inside)):  # all terms of one sum would be alive at once, and little is gained
         return False
     if first.size == second.size:
         return True

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.core.errors import EffcompileError
 from effcompile.ir.step import Step
 
 aten = torch.ops.aten
@@ -21,7 +22,7 @@ _WHOLE_VIEWS = (
 )  # fmt: skip
 
 
-class Refusal(Exception):  # noqa: N818  it ends a match, it is no fault
+class Refusal(EffcompileError):  # noqa: N818  it ends a match, it is no fault: no stage is to take it for one
     """Why a step cannot have a form, in the user's words."""
 
 

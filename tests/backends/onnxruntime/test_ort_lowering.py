@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.onnxruntime import OnnxRuntime
 from effcompile.backends.onnxruntime.quantise import found_formats
+from effcompile.capture import capture
 from effcompile.core.errors import LoweringError
 from effcompile.ir.export import resized
 from effcompile.ir.formats import NOT_FOUND
@@ -146,3 +147,13 @@ def test_peak_is_at_least_the_weights(bert):
     lowered = lower(program, {})
     peak = lowered.peak_bytes(program.flat_inputs())
     assert peak is None or peak > lowered.weight_bytes
+
+
+@pytest.mark.parametrize("option", LINEAR_OPTIONS)
+def test_a_linear_of_rows_that_stays_in_fp32_is_a_gemm_which_hinders_no_other(option):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).eval()
+    program = capture(model, (torch.randn(16, 64),), {})
+    lowered = lower(program, {"0": "fp32", "2": option})
+    assert lowered.applied == forms({"0": "fp32", "2": option})
+    with torch.no_grad():
+        assert relative(lowered(*program.flat_inputs())[0], model(*program.args)) < 0.3
