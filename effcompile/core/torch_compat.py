@@ -196,6 +196,12 @@ def has_onednn() -> bool:
     return torch.backends.mkldnn.is_available() and all(hasattr(space, name) for space, name in needed)
 
 
+def has_onednn_bf16() -> bool:
+    """Whether oneDNN's packed linears take bf16 on this processor; without AVX-512 they raise, and plain linears are slow."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return has_onednn() and supported is not None and bool(supported())
+
+
 def has_onednn_int8() -> bool:
     """Whether the int8 linears of Inductor's x86 path are there."""
     needed = ("qlinear_prepack", "qlinear_pointwise")

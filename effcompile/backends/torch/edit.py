@@ -205,7 +205,11 @@ def _bf16(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
         return site.node
     narrow = editor.constant(weight.to(torch.bfloat16).contiguous())
     x = editor.bf16(site.x)
-    y = _packed_float(editor, site, x, narrow, None) if on_cpu else editor.call(site, aten.linear.default, x, narrow)
+    y = (
+        _packed_float(editor, site, x, narrow, None)
+        if on_cpu and torch_compat.has_onednn_bf16()
+        else editor.call(site, aten.linear.default, x, narrow)
+    )
     return _in_fp32(editor, y, site.bias)
 
 
