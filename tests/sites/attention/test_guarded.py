@@ -16,6 +16,7 @@ from effcompile.core.errors import UsageError
 from effcompile.machine.target import KernelCall
 from effcompile.ops import guarded_attention as module
 from effcompile.ops.attention import attention
+from effcompile.report.reasons import words
 
 guarded = torch.ops.effcompile.attention_guarded
 HEADS, WIDTH, LENGTH = 2, 16, 24
@@ -138,7 +139,11 @@ def test_what_is_not_as_guarded_is_as_written(
     model, executable = optimized(how, monkeypatch, given=holding)
     (decision,) = (d for d in executable.plan.decisions if d.kind == "attention")
     assert (decision.option, decision.applied) == ("tiled", "tiled")
-    assert "every call checks that" in decision.note and guard in decision.note and decision.note.endswith("else the dense mask is read")
+    assert (
+        "every call checks that" in words(decision.note)
+        and guard in words(decision.note)
+        and words(decision.note).endswith("else the dense mask is read")
+    )
     dense: list[Any] = []
     original = module._dense
     monkeypatch.setattr(module, "_dense", lambda *args, **form: (dense.append(args), original(*args, **form))[1])
@@ -159,7 +164,7 @@ def test_compiled_too(
 ) -> None:
     model, executable = optimized(how, monkeypatch, TorchInductor, holding)
     (decision,) = (d for d in executable.plan.decisions if d.kind == "attention")
-    assert (decision.option, decision.applied) == ("tiled", "tiled") and guard in decision.note
+    assert (decision.option, decision.applied) == ("tiled", "tiled") and guard in words(decision.note)
     agrees(executable, model, holding)
     agrees(executable, model, failing)
 
@@ -167,7 +172,7 @@ def test_compiled_too(
 def test_an_example_that_fails_the_guard_is_no_closed_form(monkeypatch: pytest.MonkeyPatch) -> None:
     model, executable = optimized("weak", monkeypatch, given=inputs(padded=5))
     (declined,) = (d for d in executable.plan.declined if d.kind == "attention" and d.option == "tiled")
-    assert "only where every query sees a key, which the example inputs are not" in declined.reason
+    assert "only where every query sees a key, which the example inputs are not" in words(declined.reason)
     agrees(executable, model, inputs(padded=5))
     agrees(executable, model, inputs())
 
