@@ -128,12 +128,12 @@ def _machine(cause: c.MachineTooSmall, inner: bool = False) -> str:
 
 @head.register
 def _not_tried(cause: c.NotTried, inner: bool = False) -> str:
-    return f"Not tried: {'; '.join(f'{option} ({words(reason)})' for option, reason in cause.options)}."
+    return f"Not tried: {_with_reasons(cause)}."
 
 
 @head.register
 def _others(cause: c.Others, inner: bool = False) -> str:
-    return f"Other {cause.of}: {'; '.join(f'{option} ({words(reason)})' for option, reason in cause.options)}."
+    return f"Other {cause.of}: {_with_reasons(cause)}."
 
 
 @head.register
@@ -144,6 +144,10 @@ def _undivided(cause: c.Undivided, inner: bool = False) -> str:
 @head.register
 def _refuted(cause: c.Refuted, inner: bool = False) -> str:
     return f"Here {cause.therefore}: {cause.found}."
+
+
+def _with_reasons(cause: c.NotTried | c.Others) -> str:
+    return "; ".join(f"{option} ({words(reason)})" for option, reason in cause.options)
 
 
 def _exactly(size: int) -> str:

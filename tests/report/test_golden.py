@@ -5,10 +5,8 @@ Update the texts with UPDATE_GOLDEN=1 and read the diff.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import real_plans as real
@@ -16,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
-from test_report_text import render
+from test_report_sparsity import PAGES as SPARSE
+from test_report_text import GOLDEN, assert_golden, render
 
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
@@ -24,7 +23,6 @@ from effcompile.machine.machines import load_target
 from effcompile.report import diff, explain, print_frontier, print_infeasible, print_plan, targets_table
 from effcompile.report.reasons import words
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 TYPED = ["plan", "model.py", "--mode", "training", "--memory"]
 
 PAGES: dict[str, Callable[[Console], None]] = {
@@ -61,18 +59,11 @@ COMMANDS = ("effcompile ", "InferenceSession(", "plan.save(", "effcompile.optimi
 
 @pytest.mark.parametrize("name", PAGES)
 def test_golden(name: str) -> None:
-    text = render(PAGES[name], 80)
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), "the report changed: run with UPDATE_GOLDEN=1 and read the diff"
+    assert_golden(name, render(PAGES[name], 80))
 
 
 def test_there_is_no_golden_text_that_nothing_prints() -> None:
     assert {path.stem for path in GOLDEN.glob("*.txt")} == {*PAGES, *SPARSE}
-
-
-SPARSE = ("sparsity_measured", "sparsity_static", "sparsity_no_gain", "sparsity_nothing")
 
 
 @pytest.mark.parametrize("name", PAGES)

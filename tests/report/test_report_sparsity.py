@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from test_report_text import render
+from test_report_text import assert_golden, render
 
 import effcompile
 from effcompile.ir.sparsity import Efficiency, LayerFigures, SparsityFigures, StepFlops
 from effcompile.report import print_sparsity
-
-GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 def layer(index: int, name: str, rows: int, columns: int) -> LayerFigures:
@@ -49,11 +45,7 @@ PAGES: dict[str, Callable[[Console], None]] = {
 
 @pytest.mark.parametrize("name", PAGES)
 def test_golden(name: str) -> None:
-    text = render(PAGES[name], 80)
-    path = GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        path.write_text(text, encoding="utf-8")
-    assert text == path.read_text(encoding="utf-8"), "the report changed: run with UPDATE_GOLDEN=1 and read the diff"
+    assert_golden(name, render(PAGES[name], 80))
 
 
 @pytest.mark.parametrize("width", [44, 60, 72, 80, 100, 120, 150, 300])

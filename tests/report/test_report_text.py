@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import samples
@@ -39,11 +41,22 @@ PAGES: dict[str, Callable[[Console], None]] = {
 }
 
 
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
 def render(page: Callable[[Console], None], width: int, encoding: str = "utf-8", **options: object) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     page(Console(file=stream, width=width, **options))  # type: ignore[arg-type]
     assert isinstance(stream.buffer, io.BytesIO)
     return stream.buffer.getvalue().decode(encoding)
+
+
+def assert_golden(name: str, text: str) -> None:
+    """The text is what tests/golden has under this name; UPDATE_GOLDEN=1 writes it there."""
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), "the report changed: run with UPDATE_GOLDEN=1 and read the diff"
 
 
 def plan_text(plan: Plan, width: int = 80, **options: object) -> str:
