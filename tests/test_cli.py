@@ -208,12 +208,12 @@ def test_output_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_interrupt_is_quiet(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, plan_file: Path) -> None:
-    monkeypatch.setattr(cli.Plan, "load", _raiser(KeyboardInterrupt()))
+    monkeypatch.setattr(Plan, "load", _raiser(KeyboardInterrupt()))
     assert Outcome(capsys, "explain", plan_file).status == 130
 
 
 def test_a_bug_shows_its_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.Plan, "load", _raiser(KeyError("lost")))
+    monkeypatch.setattr(Plan, "load", _raiser(KeyError("lost")))
     with pytest.raises(SystemExit) as stopped:
         cli.main(["explain", "plan.json", "--json"])
     out, err = capsys.readouterr()
@@ -349,7 +349,7 @@ def test_a_signal_ends_a_command_also_where_a_library_swallows_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, plan_file: Path, action: Callable[[], None], status: int
 ) -> None:
     monkeypatch.setattr(console, "_AGAIN", 0.02)
-    monkeypatch.setattr(cli.Plan, "load", lambda path: action())
+    monkeypatch.setattr(Plan, "load", lambda path: action())
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     outcome = Outcome(capsys, "explain", plan_file)
     assert (outcome.status, outcome.out, outcome.err) == (status, "", "Interrupted.\n")

@@ -24,7 +24,6 @@ LAYERS: list[tuple[str, ...]] = [
     ("report",),
     ("deferred", "dynamo", "console"),
     ("api",),
-    ("cli_options",),
     ("cli", "__init__"),
     ("__main__",),
 ]

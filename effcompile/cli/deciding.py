@@ -1,0 +1,171 @@
+"""The commands that decide: `optimize`, `plan` and `frontier`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from effcompile import console, report
+from effcompile.cli.job import Job
+from effcompile.cli.options import (
+    HOW,
+    OUTPUT,
+    AsJson,
+    BackendName,
+    Dynamic,
+    KeepOutputs,
+    MaxError,
+    Memory,
+    Minimize,
+    Mode,
+    ModelFile,
+    Output,
+    PassNames,
+    Reads,
+    Robust,
+    SavedPlan,
+    TargetName,
+    Verbose,
+)  # fmt: skip
+from effcompile.core.files import write_atomically
+from effcompile.core.folders import check_writable
+from effcompile.ir import saved
+from effcompile.ir.plan import Plan
+
+if TYPE_CHECKING:
+    from effcompile.compiler import Executable, TrainingExecutable
+
+
+def optimize(
+    context: typer.Context,
+    model: ModelFile,
+    memory: Memory = None,
+    max_error: MaxError = None,
+    minimize: Minimize = None,
+    mode: Mode = None,
+    reads: Reads = None,
+    robust: Robust = None,
+    keep_outputs: KeepOutputs = False,
+    target: TargetName = "auto",
+    backend: BackendName = None,
+    passes: PassNames = None,
+    dynamic: Dynamic = None,
+    plan: SavedPlan = None,
+    output: Output = None,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan, lower and verify a model; print what was decided and measured."""
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
+    given = None if plan is None else Plan.load(plan)
+    if output is not None:
+        saved.check_folder(output)
+    written: list[Path] = []
+    with console.steps(as_json, verbose) as steps:
+        wanted = job.load(steps, given)
+        with console.explaining(wanted.request.goal, as_json, context.obj):
+            executable = wanted.carried_out()
+        if output is not None:
+            written = _write(executable, output)
+    if as_json:
+        console.emit({**executable.plan.to_dict(), "met": executable.plan.met, "written": [str(path) for path in written]})
+    else:
+        what = "plan.json and report.html" if wanted.request.training else "plan.json, report.html and the artifact"
+        _print_plan(executable.plan, verbose, output, hint=f"Add -o DIR to write {what}.")
+    if not executable.plan.met:
+        raise typer.Exit(1)
+
+
+def plan(
+    context: typer.Context,
+    model: ModelFile,
+    memory: Memory = None,
+    max_error: MaxError = None,
+    minimize: Minimize = None,
+    mode: Mode = None,
+    reads: Reads = None,
+    robust: Robust = None,
+    keep_outputs: KeepOutputs = False,
+    target: TargetName = "auto",
+    backend: BackendName = None,
+    passes: PassNames = None,
+    dynamic: Dynamic = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=OUTPUT)
+    ] = None,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
+    """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
+    if output is not None:
+        saved.check_folder(output)
+    written: list[Path] = []
+    with console.steps(as_json, verbose) as steps:
+        wanted = job.load(steps)
+        with console.explaining(wanted.request.goal, as_json, context.obj):
+            made = wanted.planned()
+        if output is not None:
+            saved.save(made, output, beside={saved.REPORT: report.html_report(made)})
+            written = [output / saved.PLAN, output / saved.REPORT]
+    if as_json:
+        console.emit({**made.to_dict(), "written": [str(path) for path in written]})
+    else:
+        _print_plan(made, verbose, output, hint="Add -o DIR to write plan.json and report.html.")
+
+
+def frontier(
+    context: typer.Context,
+    model: ModelFile,
+    memory: Memory = None,
+    max_error: MaxError = None,
+    minimize: Minimize = None,
+    mode: Mode = None,
+    reads: Reads = None,
+    robust: Robust = None,
+    keep_outputs: KeepOutputs = False,
+    target: TargetName = "auto",
+    backend: BackendName = None,
+    passes: PassNames = None,
+    dynamic: Dynamic = None,
+    points: Annotated[int | None, typer.Option(min=1, help="How many plans at the most: 8, in training 20.", rich_help_panel=HOW)] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the picture there, as report.html.", rich_help_panel=OUTPUT)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each byte of memory buys: predicted plans, none both larger and slower than another."""
+    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
+    if output is not None:
+        check_writable(output)
+    with console.steps(as_json) as steps:
+        wanted = job.load(steps)
+        with console.explaining(wanted.request.goal, as_json, context.obj):
+            plans = wanted.frontier(points)
+    if output is not None:
+        write_atomically(output / saved.REPORT, report.frontier_html(plans).encode())
+    if as_json:
+        console.emit([plan.to_dict() for plan in plans])
+    else:
+        report.print_frontier(plans)
+
+
+def _write(executable: Executable | TrainingExecutable, directory: Path) -> list[Path]:
+    """Plan, report and artifact (there is none of a training step) in place of what is in the folder; returns what was written."""
+    beside = {saved.REPORT: report.html_report(executable.plan)}
+    if executable.plan.goal.mode == "training":
+        saved.save(executable.plan, directory, beside=beside)
+    else:
+        cast("Executable", executable).save(directory, beside=beside)
+    return sorted(directory.iterdir())
+
+
+def _print_plan(plan: Plan, verbose: bool, directory: Path | None, *, hint: str) -> None:
+    report.print_plan(plan, verbose=verbose, directory=None if directory is None else str(directory))
+    if directory is None:
+        typer.echo(f"\n Nothing was written. {hint}")

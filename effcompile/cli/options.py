@@ -1,0 +1,47 @@
+"""The arguments and options of the commands, each said once. torch is not imported here: `--help` is instant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+GOAL, HOW, OUTPUT = "The goal", "How to get there", "Output"
+
+ModelFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL.PY[:NAME]", help="A file that defines `model` (or NAME) and `inputs`: objects, or functions without arguments."
+    ),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON|DIR", help="A saved plan, or the folder that it is in.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes live during the call or step: 6GiB.", rich_help_panel=GOAL)]
+MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=GOAL)]
+Minimize = Annotated[str | None, typer.Option(metavar="time|memory", help="What to make least within the limits.", rich_help_panel=GOAL)]
+Mode = Annotated[
+    str | None, typer.Option(metavar="inference|training", help="A forward call, or a step with its backward.", rich_help_panel=GOAL)
+]
+Reads = Annotated[str | None, typer.Option(metavar="all|last", help="Which rows of the logits are read.", rich_help_panel=GOAL)]
+Robust = Annotated[
+    bool | None,
+    typer.Option("--robust", help="The limit on the error holds for scaled, outlying and zero inputs too.", rich_help_panel=GOAL),
+]
+TargetName = Annotated[str, typer.Option("--target", help="A machine (see `effcompile targets`) or a .toml file.", rich_help_panel=HOW)]
+BackendName = Annotated[str | None, typer.Option("--backend", help="Only this backend; otherwise the fastest.", rich_help_panel=HOW)]
+PassNames = Annotated[
+    list[str] | None, typer.Option("--pass", metavar="NAME", help="Repeatable: NAME, no-NAME or NAME.OPTION=VALUE.", rich_help_panel=HOW)
+]
+Dynamic = Annotated[
+    bool | None, typer.Option("--dynamic/--static", help="Keep batch and sequence free, or fix every shape.", rich_help_panel=HOW)
+]
+KeepOutputs = Annotated[
+    bool, typer.Option("--keep-outputs", help="Training: return logits too, not the loss alone; takes memory.", rich_help_panel=GOAL)
+]
+SavedPlan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Apply this plan; nothing is solved.", rich_help_panel=HOW)]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="DIR", help="Write plan.json, report.html and the artifact there.", rich_help_panel=OUTPUT),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="One row per site, all refusals.", rich_help_panel=OUTPUT)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=OUTPUT)]

@@ -1,0 +1,59 @@
+"""The commands that run things here: `run` an artifact, `calibrate` this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from effcompile import console
+from effcompile.cli.options import AsJson
+from effcompile.core.errors import UsageError
+from effcompile.core.folders import read_steadily
+from effcompile.core.units import format_seconds
+from effcompile.ir import saved
+from effcompile.ir.plan import Plan
+
+
+def run(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `effcompile optimize -o` wrote.")],
+    inputs: Annotated[str | None, typer.Option(metavar="MODEL.PY", help="Take `inputs` from this file; otherwise generated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run and time a saved artifact."""
+    plan = read_steadily(directory, lambda place: Plan.load(place / saved.PLAN))
+    if plan.goal.mode == "training":
+        raise UsageError(
+            f"{str(directory / saved.PLAN)!r} plans a training step: there is no artifact to run. Apply it to the model in your training "
+            f"script: model = effcompile.optimize(model, plan={str(directory / saved.PLAN)!r})"
+        )
+    with console.steps(as_json) as steps:
+        from effcompile import compiler
+        from effcompile.loader import load
+
+        loaded = None if inputs is None else load(inputs)
+        with steps.step("run"):
+            ran = compiler.run_artifact(directory, None if loaded is None else (loaded.args, loaded.kwargs))
+    planned = plan.measured.seconds if plan.measured else None
+    if as_json:
+        console.emit({"backend": plan.backend, "seconds": ran.seconds, "planned_seconds": planned, "outputs": list(ran.outputs)})
+        return
+    then = "" if planned is None else f" ({format_seconds(planned)} when it was made)"
+    typer.echo(f"{plan.model} on {plan.backend}: {format_seconds(ran.seconds)} per call{then}")
+    for output in ran.outputs:
+        typer.echo(f"  {output}")
+
+
+def calibrate(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes: seconds instead of minutes.")] = False, as_json: AsJson = False
+) -> None:
+    """Measure this machine once; `--target auto` reads the result."""
+    with console.steps(as_json) as steps:
+        from effcompile import compiler
+
+        path = compiler.calibrate(quick=quick, progress=steps)
+    if as_json:
+        console.emit({"path": str(path)})
+    else:
+        typer.echo(f"Measured this machine; the figures are in {path}")
