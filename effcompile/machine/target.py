@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from effcompile.core.cost import Provenance
 from effcompile.ir.formats import LINEAR_FORMATS, TABLE_FORMATS, WeightFormat
+from effcompile.machine.cluster import Links
 
 Dims = tuple[int, ...]
 
@@ -228,6 +229,7 @@ class Target:
         launch_seconds: fixed cost of one kernel.
         gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that arithmetic binds.
         host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
+        cluster: what joins several of them; None: nothing that is known.
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
         probe: measures what `laws` lacks, on this machine only. `failure`: what a probe that found no kernel raised.
@@ -246,6 +248,7 @@ class Target:
     gains: Mapping[str, float] = field(default_factory=dict)
     host_bandwidth: float = HOST_BANDWIDTH
     host_memory_bytes: int | None = None
+    cluster: Links | None = None
     calibrated: str | None = None
     laws: Mapping[str, Mapping[str, Law]] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
