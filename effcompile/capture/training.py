@@ -29,6 +29,7 @@ from effcompile.core.errors import CaptureError, EffcompileError, InputsError
 from effcompile.core.stages import first_line
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.resident import resident_bytes
+from effcompile.ir.roles import Entering
 from effcompile.ir.step import Step
 
 Loss = Callable[[Any, Any], Tensor]
@@ -271,19 +272,12 @@ def _devices(model: nn.Module) -> list[int]:
 def _step(subject: _Subject, joint: training_graph.Joint) -> Step:
     layout = subject.layout
     assert layout is not None
+    constants = [entry.value for entry in joint.roles.enters(Entering.CONSTANT).values()]
     return Step(
         name=type(subject.model).__name__,
         module=joint.module,
-        parameters=joint.parameters,
-        buffers=joint.buffers,
-        constants=joint.constants,
-        inputs=joint.inputs,
-        tangent=joint.tangent,
-        shown=len(layout.shown),
+        roles=joint.roles,
         cut_off=layout.cut_off,
-        updated=joint.updated,
-        differentiated=joint.differentiated,
-        wanted=joint.wanted,
         leaves=subject.inputs.leaves,
         fixed=subject.inputs.listed,
         rebuild=layout.rebuild,
@@ -291,5 +285,5 @@ def _step(subject: _Subject, joint: training_graph.Joint) -> Step:
         mends=tuple(subject.mends),
         args=subject.args,
         kwargs=subject.kwargs,
-        resident_bytes=resident_bytes(subject.model, subject.args, subject.kwargs, list(joint.constants.values())),
+        resident_bytes=resident_bytes(subject.model, subject.args, subject.kwargs, constants),
     )

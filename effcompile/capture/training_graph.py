@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -15,6 +14,7 @@ from effcompile.core import torch_compat_aot
 from effcompile.core.errors import CaptureError
 from effcompile.core.types import Value
 from effcompile.ir.program import module_path
+from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 
 aten = torch.ops.aten
 
@@ -28,14 +28,11 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.expand.default, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lifted:
-    """A module without state: `module(*tensors)`, where `names[i]` says what tensor i is.
-
-    A name is ("parameter" | "buffer", qualified name in the user's model), ("constant", "") or ("input", "").
-    """
+    """A module without state: `module(*tensors)`, where `entering[i]` says what tensor i is."""
 
     module: fx.GraphModule
     tensors: Sequence[torch.Tensor]
-    names: Sequence[tuple[str, str]]
+    entering: Sequence[Enters]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,31 +40,24 @@ class Joint:
     """The tidy joint graph and what its placeholders and results are: see `effcompile.ir.step.Step`."""
 
     module: fx.GraphModule
-    parameters: Mapping[fx.Node, str]
-    buffers: Mapping[fx.Node, str]
-    constants: Mapping[fx.Node, Any]
-    inputs: tuple[fx.Node, ...]
-    tangent: fx.Node | None
-    updated: tuple[str, ...]
-    differentiated: tuple[str, ...]
-    wanted: tuple[fx.Node, ...]
+    roles: Roles
 
 
 def lift(front: fx.GraphModule, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Lifted:
     """Parameters, buffers and constants as placeholders, one per distinct tensor: a tied weight stays one weight."""
     separate_draws(front.graph)
     owners = _owners(model)
-    graph, found = fx.Graph(), dict[int, tuple[torch.Tensor, list[fx.Node]]]()
+    graph, found = fx.Graph(), dict[int, tuple[Enters, torch.Tensor, list[fx.Node]]]()
     given = [node for node in front.graph.nodes if node.op == "placeholder"]
     assert len(given) == len(inputs), f"{len(given)} placeholders for {len(inputs)} inputs"
     for node in front.graph.find_nodes(op="get_attr"):
         value = _resolved(front, str(node.target), owners)
         if isinstance(value, torch.Tensor):
-            found.setdefault(id(value), (value, []))[1].append(node)
-    rank = {"parameter": 0, "buffer": 1, "constant": 2}
-    ordered = sorted(found.values(), key=lambda item: rank[owners.names.get(id(item[0]), ("constant", ""))[0]])
+            entry = owners.entering.get(id(value), Enters(Entering.CONSTANT, value=value))
+            found.setdefault(id(value), (entry, value, []))[2].append(node)
+    ordered = sorted(found.values(), key=lambda item: item[0].role.value)
     copies: dict[fx.Node, fx.Node] = {}
-    for index, (_, nodes) in enumerate(ordered):
+    for index, (_, _, nodes) in enumerate(ordered):
         copies.update(dict.fromkeys(nodes, graph.placeholder(f"state_{index}")))
     copies.update({node: graph.placeholder(f"input_{index}") for index, node in enumerate(given)})
     for node in front.graph.nodes:
@@ -78,30 +68,34 @@ def lift(front: fx.GraphModule, model: nn.Module, inputs: Sequence[torch.Tensor]
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             _strip_wrapper(part.graph)
-    names = [owners.names.get(id(value), ("constant", "")) for value, _ in ordered]
-    return Lifted(module=module, tensors=[*(v for v, _ in ordered), *inputs], names=[*names, *(("input", "") for _ in inputs)])
+    users = [Enters(Entering.INPUT, f"input_{index}") for index in range(len(inputs))]
+    return Lifted(
+        module=module,
+        tensors=[*(value for _, value, _ in ordered), *inputs],
+        entering=[*(entry for entry, _, _ in ordered), *users],
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Owners:
-    """The user's tensors: id → (kind, first qualified name), and any qualified name → tensor."""
+    """The user's tensors: id → what it is, by its first qualified name, and any qualified name → tensor."""
 
-    names: dict[int, tuple[str, str]]
+    entering: dict[int, Enters]
     tensors: dict[str, torch.Tensor]
 
 
 def _owners(model: nn.Module) -> _Owners:
-    names: dict[int, tuple[str, str]] = {}
+    entering: dict[int, Enters] = {}
     tensors: dict[str, torch.Tensor] = {}
-    listed: list[tuple[str, Iterable[tuple[str, torch.Tensor]]]] = [
-        ("parameter", model.named_parameters(remove_duplicate=False)),
-        ("buffer", model.named_buffers(remove_duplicate=False)),
+    listed: list[tuple[Entering, Iterable[tuple[str, torch.Tensor]]]] = [
+        (Entering.PARAMETER, model.named_parameters(remove_duplicate=False)),
+        (Entering.BUFFER, model.named_buffers(remove_duplicate=False)),
     ]
-    for kind, pairs in listed:
+    for role, pairs in listed:
         for name, tensor in pairs:
             tensors[name] = tensor
-            names.setdefault(id(tensor), (kind, name))
-    return _Owners(names, tensors)
+            entering.setdefault(id(tensor), Enters(role, name))
+    return _Owners(entering, tensors)
 
 
 def _resolved(front: fx.GraphModule, target: str, owners: _Owners) -> Value:
@@ -144,35 +138,28 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
     assert len(tangents) == 1 and len(nodes) == len(lifted.tensors) and len(placeholders) == len(nodes) + 1, inputs
     flat = dict(zip(results, module.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
     assert flat.get(("other", -1)) is None, module.graph.output_node().meta["desc"]
-    gradients = {lifted.names[i][1]: flat["gradient", i] for kind, i in results if kind == "gradient" and lifted.names[i][0] == "parameter"}
-    differentiated = tuple(name for name, _ in model.named_parameters() if gradients.get(name) is not None)
-    outputs = [node for (kind, _), node in flat.items() if kind == "output"]
-    of_inputs = {i: node for (kind, i), node in flat.items() if kind == "gradient" and lifted.names[i][0] == "input" and node is not None}
-    module.graph.output_node().args = (
-        (*outputs, *(flat["updated", i] for i in updated.values()), *(gradients[n] for n in differentiated), *of_inputs.values()),
-    )
+    gradients = [(lifted.entering[i], node) for (kind, i), node in flat.items() if kind == "gradient" and node is not None]
+    of = {entry.name: node for entry, node in gradients if entry.role is Entering.PARAMETER}
+    returned = [
+        *((Leaves(Leaving.OUTPUT if i else Leaving.LOSS), node) for (kind, i), node in flat.items() if kind == "output"),
+        *((Leaves(Leaving.UPDATED, name), flat["updated", i]) for name, i in updated.items()),
+        *((Leaves(Leaving.GRADIENT, name), of[name]) for name, _ in model.named_parameters() if name in of),
+        *((Leaves(Leaving.INPUT_GRADIENT, entry.name), node) for entry, node in gradients if entry.role is Entering.INPUT),
+    ]
+    module.graph.output_node().args = (tuple(node for _, node in returned),)
     module.graph.output_node().meta.pop("desc", None)
-    constants = {node: lifted.tensors[i] for i, node in nodes.items() if lifted.names[i][0] == "constant"}
-    constants |= _lift_constants(module)
+    entering = {node: lifted.entering[i] for i, node in nodes.items()} | _lift_constants(module)
+    entering |= {node: Enters(Entering.TANGENT, node.name) for node in tangents}
     _refuse_sparse_gradients(module.graph, model)
     draw_in_memory_order(module.graph)
     _tidy(module.graph)
-    of_kind = {kind: {nodes[i]: name for i, (k, name) in enumerate(lifted.names) if k == kind} for kind in ("parameter", "buffer")}
-    kept = tuple(nodes[i] for i, (kind, _) in enumerate(lifted.names) if kind == "input")
-    gone = {node for node in [*of_kind["parameter"], *of_kind["buffer"], *constants, *tangents] if not node.users}
+    gone = {node for node, entry in entering.items() if entry.role is not Entering.INPUT and not node.users}
     for node in gone:
         module.graph.erase_node(node)
     module.graph.lint()
     return Joint(
         module=fx.GraphModule({}, module.graph, class_name=type(model).__name__ + "Step"),
-        parameters={node: name for node, name in of_kind["parameter"].items() if node not in gone},
-        buffers={node: name for node, name in of_kind["buffer"].items() if node not in gone},
-        constants={node: value for node, value in constants.items() if node not in gone},
-        inputs=kept,
-        tangent=tangents[0] if tangents[0] not in gone else None,
-        updated=tuple(updated),
-        differentiated=differentiated,
-        wanted=tuple(nodes[i] for i in of_inputs),
+        roles=Roles({node: entry for node, entry in entering.items() if node not in gone}, tuple(result for result, _ in returned)),
     )
 
 
@@ -190,23 +177,21 @@ def _refuse_sparse_gradients(graph: fx.Graph, model: nn.Module) -> None:
 
 def _updated(results: Sequence[torch_compat_aot.Role], lifted: Lifted, model: nn.Module) -> dict[str, int]:
     """Buffer → index among the lifted tensors, for the buffers that the forward writes into."""
-    names = [(index, *lifted.names[index]) for kind, index in results if kind == "updated"]
-    for _, kind, name in names:
-        if kind != "buffer":
-            what = (
-                f"the parameter {name}" if kind == "parameter" else "one of its inputs" if kind == "input" else "a tensor that is no buffer"
-            )
+    written = {index: lifted.entering[index] for kind, index in results if kind == "updated"}
+    words = {Entering.PARAMETER: "the parameter {}", Entering.INPUT: "one of its inputs", Entering.CONSTANT: "a tensor that is no buffer"}
+    for entry in written.values():
+        if entry.role is not Entering.BUFFER:
             raise CaptureError(
-                f"The forward of {type(model).__name__} writes into {what}. A training step may only write into buffers: "
-                "register the tensor with register_buffer, or write into a copy."
+                f"The forward of {type(model).__name__} writes into {words[entry.role].format(entry.name)}. A training step may only write "
+                "into buffers: register the tensor with register_buffer, or write into a copy."
             )
-    return {name: index for index, _, name in names}
+    return {entry.name: index for index, entry in written.items()}
 
 
-def _lift_constants(module: fx.GraphModule) -> dict[fx.Node, Value]:
+def _lift_constants(module: fx.GraphModule) -> dict[fx.Node, Enters]:
     """get_attr nodes of tensors as placeholders, one per tensor."""
     lifted: dict[int, fx.Node] = {}
-    constants: dict[fx.Node, Any] = {}
+    constants: dict[fx.Node, Enters] = {}
     last = module.graph.find_nodes(op="placeholder")[-1]
     for node in module.graph.find_nodes(op="get_attr"):
         value = _attribute(module, str(node.target))
@@ -215,7 +200,7 @@ def _lift_constants(module: fx.GraphModule) -> dict[fx.Node, Value]:
             with module.graph.inserting_after(last):
                 last = lifted[id(value)] = module.graph.placeholder(f"constant_{len(lifted)}")
             last.meta.update(node.meta)
-            constants[last] = value
+            constants[last] = Enters(Entering.CONSTANT, value=value)
         node.replace_all_uses_with(lifted[id(value)])
         module.graph.erase_node(node)
     return constants

@@ -17,6 +17,7 @@ from effcompile.core import torch_compat
 from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.guards import CallGuards, StateGuards
+from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 
 Dim = int | str  # a fixed size, or the name of a dynamic axis
 
@@ -44,44 +45,22 @@ class Size:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """A captured model.
+class Traced:
+    """What every captured graph has, be it of a call of a model or of a training step.
 
     Attributes:
         name: the model's class.
-        module: flat aten graph (no decompositions beyond `{}`), parameters as get_attr with their original
-            qualified names, called like the original model (pytrees in, pytrees out).
+        module: the graph.
         args, kwargs: the example inputs it was captured with.
-        calibration: further inputs, (args, kwargs) each, that the user gave to measure errors and find constants with.
-        recovered: what was found out of values of the graph and is shared by its copies, whose nodes keep their names.
-        inputs, outputs: the flat tensors at the boundary, in order.
-        returned: what the model's flat outputs are: `Output.TENSOR` for the next one of `outputs`, a `Size`, or the plain value
-            itself (None, a number, a text). Empty where all are tensors.
-        dynamic_shapes: what torch.export needs to capture `module` again.
         mends: known fixes applied at capture, in the user's words.
-        fixed: axes that were asked to be dynamic and that the model's code made constant.
-        left: attention → why it stands as the model writes it.
-        tags: site → form, set by passes for the backend to act on.
-        history: names of the passes applied so far.
-        call, state: what must be so at each call of the arguments, and of the model.
+        state: what must be so of the model at each call.
     """
 
     name: str
     module: fx.GraphModule
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    returned: tuple[Any, ...] = ()
-    dynamic_shapes: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     mends: tuple[str, ...] = ()
-    fixed: tuple[str, ...] = ()
-    left: Mapping[str, str] = field(default_factory=dict)
-    tags: Mapping[str, Form] = field(default_factory=dict)
-    history: tuple[str, ...] = ()
-    calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
-    recovered: dict[tuple[Hashable, ...], object] = field(default_factory=dict, repr=False, compare=False)
-    call: CallGuards | None = field(default=None, compare=False, repr=False)
     state: StateGuards | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -93,6 +72,49 @@ class Program:
         for node in self.graph.nodes:
             if node.op == "call_function" and (not targets or node.target in targets):
                 yield node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(Traced):
+    """A captured model: a flat aten graph, called like the model (pytrees in, pytrees out).
+
+    Its parameters are get_attr nodes with their original qualified names; no operator is decomposed.
+
+    Attributes:
+        calibration: further inputs, (args, kwargs) each, that the user gave to measure errors and find constants with.
+        recovered: what was found out of values of the graph and is shared by its copies, whose nodes keep their names.
+        inputs, outputs: the flat tensors at the boundary, in order.
+        returned: what the model's flat outputs are: `Output.TENSOR` for the next one of `outputs`, a `Size`, or the plain value
+            itself (None, a number, a text). Empty where all are tensors.
+        dynamic_shapes: what torch.export needs to capture `module` again.
+        fixed: axes that were asked to be dynamic and that the model's code made constant.
+        left: attention → why it stands as the model writes it.
+        tags: site → form, set by passes for the backend to act on.
+        history: names of the passes applied so far.
+        call: what must be so of the arguments at each call.
+        carried: input → output, for state that enters and is updated (keys and values): the output is its next value.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    returned: tuple[Any, ...] = ()
+    dynamic_shapes: Any = None
+    fixed: tuple[str, ...] = ()
+    left: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, Form] = field(default_factory=dict)
+    history: tuple[str, ...] = ()
+    calibration: tuple[tuple[tuple[Any, ...], Mapping[str, Any]], ...] = ()
+    recovered: dict[tuple[Hashable, ...], object] = field(default_factory=dict, repr=False, compare=False)
+    call: CallGuards | None = field(default=None, compare=False, repr=False)
+    carried: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> Roles:
+        """What each placeholder and each of the tensors returned is."""
+        named = zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True)
+        entering = {n: Enters(Entering.STATE if spec.name in self.carried else Entering.INPUT, spec.name) for n, spec in named}
+        state = {after: Leaves(Leaving.UPDATED, before) for before, after in self.carried.items()}
+        return Roles(entering, tuple(state.get(spec.name, Leaves(Leaving.OUTPUT, spec.name)) for spec in self.outputs))
 
     def at_boundary(self, dtype: str) -> str | None:
         """The first input or output that has this dtype."""

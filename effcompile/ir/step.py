@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.ir.guards import Guard, StateGuards
+from effcompile.ir.guards import Guard
+from effcompile.ir.program import Traced
+from effcompile.ir.roles import Entering, Leaving, Roles
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """A captured training step: AOTAutograd's joint graph, with what its inputs and outputs are.
+class Step(Traced):
+    """A captured training step: AOTAutograd's joint graph, with the roles of its inputs and outputs.
 
     The graph is functional: all state enters by placeholders, nothing is mutated, and its output is one flat tuple
 
@@ -22,59 +26,79 @@ class Step:
 
     with a Node (or None for a gradient that is not there) each. Shapes are static. Nodes carry `meta["val"]`, and
     `nn_module_stack` (forward) or `fwd_nn_module_stack` (backward) with the user's own module names where known.
+    Random operators stand in the graph as they ran; executed node by node it draws the numbers that the model would have drawn.
 
     Attributes:
-        name: the model's class.
-        module: the joint graph. Random operators stand in it as they ran; a graph executed node by node draws the
-            numbers that the model would have drawn.
-        parameters: placeholder → qualified name in the user's model. Tied parameters are one placeholder, under the
-            first of their names. Parameters that the loss does not reach are absent or have gradient None.
-        buffers: placeholder → qualified name of the buffer.
-        constants: placeholder → tensor, for tensors that are neither (made while capturing). get_attr nodes do not occur.
-        inputs: placeholders of the user's tensors, in the order of `leaves`.
-        tangent: placeholder of the gradient that arrives at the loss (a scalar), None when the graph does not read it.
-        more_tangents: those of other outputs; only graphs that torch.compile cut out have any.
-        shown: how many outputs beside the loss are returned (none, unless the user asked to keep them).
+        roles: of the placeholders: parameters (tied ones are one, under the first of their names; those that the loss does not
+            reach are absent or have gradient None), buffers, constants, the user's tensors in the order of `leaves`, and the
+            tangent, which is absent where the graph does not read it; only graphs that torch.compile cut out have several.
+            Of the results: outputs beside the loss are there only when the user asked to keep them.
         cut_off: index among the shown outputs → name, for those that the model would differentiate and the plan does not.
-        updated: qualified names of the buffers whose new values are returned, in output order.
-        differentiated: qualified names of the parameters whose gradients are returned, in output order.
-        wanted: the inputs (among `inputs`) that required a gradient at capture; theirs are returned after the parameters'.
         leaves: (args, kwargs) → the user's tensors, flat, in the order of `inputs`. Raises InputsError when the
             structure, a shape or a dtype is not what was captured.
         rebuild: (loss, shown outputs) → what the model would have returned, in its own type.
         dropped: names of the output's fields that are not returned, with their bytes: only kept when asked for.
-        fixed: lists the guards of the arguments, which `leaves` checks. state: what must be so of the model at each call.
+        fixed: lists the guards of the arguments, which `leaves` checks.
         consumed: qualified names of the parameters whose gradients the backward itself hands to the optimizer
             (ops/consume.py): they are no results.
-        mends: known fixes applied at capture, in the user's words.
-        args, kwargs: the example inputs.
         resident_bytes: of all that is there before the step begins: the model's storages, whether the step reads them or not,
             its inputs and constants. None where no model is known: then only what the graph reads is counted.
     """
 
-    name: str
-    module: fx.GraphModule
-    parameters: Mapping[fx.Node, str]
-    buffers: Mapping[fx.Node, str]
-    constants: Mapping[fx.Node, Any]
-    inputs: tuple[fx.Node, ...]
-    tangent: fx.Node | None
-    shown: int
-    updated: tuple[str, ...]
-    differentiated: tuple[str, ...]
+    roles: Roles
     leaves: Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any]]
     rebuild: Callable[[Any, list[Any]], Any]
-    dropped: Mapping[str, int]
-    mends: tuple[str, ...] = ()
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    more_tangents: tuple[fx.Node, ...] = ()
+    dropped: Mapping[str, int] = field(default_factory=dict)
     consumed: tuple[str, ...] = ()
     resident_bytes: int | None = None
-    wanted: tuple[fx.Node, ...] = ()
     cut_off: Mapping[int, str] = field(default_factory=dict)
     fixed: Callable[[], Iterable[Guard]] = tuple
-    state: StateGuards | None = field(default=None, compare=False, repr=False)
+
+    @functools.cached_property
+    def parameters(self) -> dict[fx.Node, str]:
+        """Placeholder → qualified name of the parameter."""
+        return self.roles.named(Entering.PARAMETER)
+
+    @functools.cached_property
+    def buffers(self) -> dict[fx.Node, str]:
+        """Placeholder → qualified name of the buffer."""
+        return self.roles.named(Entering.BUFFER)
+
+    @functools.cached_property
+    def constants(self) -> dict[fx.Node, torch.Tensor]:
+        """Placeholder → the tensor, which is neither parameter nor buffer."""
+        return {node: entry.value for node, entry in self.roles.enters(Entering.CONSTANT).items() if entry.value is not None}
+
+    @functools.cached_property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """Placeholders of the user's tensors."""
+        return tuple(self.roles.enters(Entering.INPUT))
+
+    @functools.cached_property
+    def tangents(self) -> tuple[fx.Node, ...]:
+        """Placeholders of arriving gradients."""
+        return tuple(self.roles.enters(Entering.TANGENT))
+
+    @property
+    def tangent(self) -> fx.Node | None:
+        """That of the gradient that arrives at the loss, None where the graph does not read it."""
+        return next(iter(self.tangents), None)
+
+    @functools.cached_property
+    def updated(self) -> tuple[str, ...]:
+        """Qualified names of the buffers whose new values are returned, in output order."""
+        return self.roles.leaves(Leaving.UPDATED)
+
+    @functools.cached_property
+    def differentiated(self) -> tuple[str, ...]:
+        """Qualified names of the parameters that have a place for a gradient among the results, in output order."""
+        return self.roles.leaves(Leaving.GRADIENT)
+
+    @functools.cached_property
+    def wanted(self) -> tuple[fx.Node, ...]:
+        """The inputs that required a gradient at capture; theirs are returned after the parameters'."""
+        named = {name: node for node, name in self.roles.named(Entering.INPUT).items()}
+        return tuple(named[name] for name in self.roles.leaves(Leaving.INPUT_GRADIENT))
 
     @property
     def input_names(self) -> list[str]:
@@ -93,41 +117,39 @@ class Step:
         return (*self.fixed(), *(self.state.listed() if self.state is not None else ()))
 
     @property
-    def tangents(self) -> tuple[fx.Node, ...]:
-        """All placeholders of arriving gradients."""
-        return (*((self.tangent,) if self.tangent is not None else ()), *self.more_tangents)
-
-    @property
-    def graph(self) -> fx.Graph:
-        return self.module.graph
-
-    @property
     def results(self) -> tuple[fx.Node | None, ...]:
         """The flat outputs, in order."""
         return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
+    def having(self, *roles: Leaving) -> tuple[fx.Node | None, ...]:
+        """The flat outputs with one of these roles, in order."""
+        return tuple(node for node, result in zip(self.results, self.roles.leaving, strict=True) if result.role in roles)
+
     @property
     def loss(self) -> fx.Node:
-        node = self.results[0]
+        (node,) = self.having(Leaving.LOSS)
         assert node is not None
         return node
 
     @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """The loss and the shown outputs."""
+        return tuple(node for node in self.having(Leaving.LOSS, Leaving.OUTPUT) if node is not None)
+
+    @property
     def forward_results(self) -> tuple[fx.Node, ...]:
         """Loss, shown outputs and updated buffers: all that must be there when the forward returns."""
-        return tuple(n for n in self.results[: 1 + self.shown + len(self.updated)] if n is not None)
+        return tuple(node for node in self.having(Leaving.LOSS, Leaving.OUTPUT, Leaving.UPDATED) if node is not None)
 
     @property
     def gradients(self) -> dict[str, fx.Node]:
         """Parameter name → the node of its gradient; parameters without one are left out."""
-        first = 1 + self.shown + len(self.updated)
-        nodes = self.results[first : first + len(self.differentiated)]
-        return {name: node for name, node in zip(self.differentiated, nodes, strict=True) if node is not None}
+        return {name: node for name, node in self.roles.results(Leaving.GRADIENT, self.results).items() if node is not None}
 
     @property
     def input_gradients(self) -> dict[fx.Node, fx.Node]:
         """Input → the node of its gradient, for those that want one and that the loss depends on."""
-        nodes = self.results[1 + self.shown + len(self.updated) + len(self.differentiated) :]
+        nodes = self.having(Leaving.INPUT_GRADIENT)
         return {given: node for given, node in zip(self.wanted, nodes, strict=True) if node is not None}
 
     @property

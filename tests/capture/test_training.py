@@ -34,7 +34,8 @@ def run_step(step: Step, model: nn.Module, args: tuple[Any, ...] = (), kwargs: A
         given[step.tangent] = torch.ones((), dtype=step.tangent.meta["val"].dtype)
     with torch.no_grad():
         flat = fx.Interpreter(step.module).run(*[given[node] for node in step.graph.find_nodes(op="placeholder")])
-    shown, rest = list(flat[1 : 1 + step.shown]), flat[1 + step.shown :]
+    count = len(step.outputs)
+    shown, rest = list(flat[1:count]), flat[count:]
     updated, gradients = rest[: len(step.updated)], rest[len(step.updated) :]
     return flat[0], shown, dict(zip(step.updated, updated, strict=True)), dict(zip(step.differentiated, gradients, strict=True))
 
@@ -84,7 +85,7 @@ def test_loss_and_gradients_are_eagers_with_dropout_on() -> None:
     torch.manual_seed(6)
     assert float(run_step(step, model, (X, Y))[0]) != float(model(X, Y))  # the comparison above sees the seed
     assert {node.op for node in step.graph.nodes} == {"placeholder", "call_function", "output"}
-    assert (step.name, step.shown, step.updated, step.mends, dict(step.dropped)) == ("Classifier", 0, (), (), {})
+    assert (step.name, len(step.outputs), step.updated, step.mends, dict(step.dropped)) == ("Classifier", 1, (), (), {})
     assert step.differentiated == tuple(name for name, _ in model.named_parameters())
     assert step.tangent is not None
     assert all("val" in node.meta for node in calls(step))
@@ -250,7 +251,7 @@ def test_outputs_beside_the_loss_are_dropped_and_the_type_is_kept(kind: str) -> 
     make, cls, names = OUTPUTS[kind]
     model = Returning(make)
     step = capture_training(model, (X,))
-    assert (step.shown, dict(step.dropped)) == (0, dict.fromkeys(names, 3 * 4 * 4))
+    assert (len(step.outputs), dict(step.dropped)) == (1, dict.fromkeys(names, 3 * 4 * 4))
     out = step.rebuild(torch.tensor(2.0), [])
     assert type(out) is cls
     loss = out["loss"] if kind == "dict" else out[0] if isinstance(out, tuple) else out.loss
@@ -264,7 +265,7 @@ def test_outputs_are_kept_when_asked_for(kind: str) -> None:
     make, cls, names = OUTPUTS[kind]
     model = Returning(make)
     step = capture_training(model, (X,), keep_outputs=True)
-    assert (step.shown, dict(step.dropped)) == (len(names), {})
+    assert (len(step.outputs), dict(step.dropped)) == (1 + len(names), {})
     loss, shown, _, _ = run_step(step, model, (X,))
     out, wanted = step.rebuild(loss, shown), model(X)
     assert type(out) is cls

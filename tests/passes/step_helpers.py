@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 from effcompile.ir.step import Step
 
 VOCABULARY = 197
@@ -43,12 +44,14 @@ def joint_step(model: nn.Module, batch: dict[str, torch.Tensor], loss: Callable[
     count = len(module.graph.output_node().args[0]) - m - len(batch)
     results = module.graph.output_node().args[0]
     module.graph.output_node().args = (tuple(results[: count + n]),)
-    buffers = dict(zip(holders[n:m], joint.buffers_spec, strict=True))
+    entering = {node: Enters(Entering.PARAMETER, name) for node, name in zip(holders[:n], names, strict=True)}
+    buffers = zip(holders[n:m], joint.buffers_spec, strict=True)
+    entering |= {node: Enters(Entering.BUFFER, name.removeprefix("model.")) for node, name in buffers}
+    entering |= {node: Enters(Entering.INPUT, node.name) for node in inputs} | {tangents[0]: Enters(Entering.TANGENT)}
+    leaving = [Leaves(Leaving.LOSS), *[Leaves(Leaving.OUTPUT)] * (count - 1), *(Leaves(Leaving.GRADIENT, name) for name in names)]
     return Step(
-        name=type(model).__name__, module=module, parameters=dict(zip(holders[:n], names, strict=True)),
-        buffers={node: name.removeprefix("model.") for node, name in buffers.items()}, constants={}, inputs=tuple(inputs),
-        tangent=tangents[0], shown=count - 1, updated=(), differentiated=tuple(names),
-        leaves=lambda args, kwargs: list(kwargs.values()), rebuild=lambda loss, shown: loss, dropped={}, kwargs=batch,
+        name=type(model).__name__, module=module, roles=Roles(entering, tuple(leaving)), kwargs=batch,
+        leaves=lambda args, kwargs: list(kwargs.values()), rebuild=lambda loss, shown: loss,
     )  # fmt: skip
 
 
@@ -65,8 +68,7 @@ def run(
     values = [given[node] if node in given else torch.tensor(tangent, dtype=dtype) for node in holders]
     with torch.no_grad():
         results = fx.Interpreter(step.module).run(*values)
-    first = 1 + step.shown + len(step.updated)
-    named = dict(zip(step.differentiated, results[first:], strict=True))
+    named = step.roles.results(Leaving.GRADIENT, results)
     return results[0], {name: grad for name, grad in named.items() if grad is not None}
 
 

@@ -18,6 +18,7 @@ from effcompile.compiler.training.prepare import Figures
 from effcompile.core.cost import Cost
 from effcompile.estimate.storages import graph_storages
 from effcompile.ir.footprint import Footprint
+from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.accumulate import accumulate_embeddings
@@ -221,8 +222,8 @@ def _step(graph: fx.Graph, given: fx.Node, calls: Sequence[fx.Node], value: torc
     for node, made in values.items():
         node.meta["val"] = made
     return Step(
-        name="step", module=fx.GraphModule(nn.Module(), graph), parameters={}, buffers={}, constants={}, inputs=(given,), tangent=None,
-        shown=0, updated=(), differentiated=(), leaves=lambda args, kwargs: list(args), rebuild=lambda loss, shown: loss, dropped={},
+        name="step", module=fx.GraphModule(nn.Module(), graph), leaves=lambda args, kwargs: list(args),
+        rebuild=lambda loss, shown: loss, roles=Roles({given: Enters(Entering.INPUT, "x")}, (Leaves(Leaving.LOSS),)),
     )  # fmt: skip
 
 

@@ -141,7 +141,7 @@ class StepRunner:
     def run_forward(self, values: Mapping[fx.Node, Value]) -> tuple[list[Value], list[Value]]:
         """(loss and shown outputs, what is handed to the backward). New values of buffers are written."""
         results = list(self._without_autocast(self.forward_graph, [values[node] for node in self._forward_inputs]))
-        first, last = 1 + self.step.shown, 1 + self.step.shown + len(self.step.updated)
+        first, last = len(self.step.outputs), len(self.step.forward_results)
         old = [values[node].clone() for node in self._overwritten.values()]
         for name, value in zip(self.step.updated, results[first:last], strict=True):
             held(self.model, name).copy_(value)

@@ -24,6 +24,7 @@ from effcompile.compiler.training.solve import Schedule
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
+from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
 from effcompile.passes.training.base import Case
@@ -79,23 +80,14 @@ def _as_step(joint: fx.GraphModule, count: int) -> tuple[Step, list[Any]]:
     gradients = [n if isinstance(n, fx.Node) else None for n in outputs[count:]]
     graph.output((*forward, *gradients))
     holders = [n for n in graph.nodes if n.op == "placeholder"]
-    tangents = [n for n in holders if n.name.startswith("tangents")]
-    inputs = [n for n in holders if n not in tangents]
+    entering = {n: Enters(Entering.TANGENT if n.name.startswith("tangents") else Entering.INPUT, n.name) for n in holders}
+    outputs_beside = [Leaves(Leaving.OUTPUT)] * (len(forward) - 1)
     step = Step(
         name="graph",
         module=fx.GraphModule(joint, graph),
-        parameters={},
-        buffers={},
-        constants={},
-        inputs=tuple(inputs),
-        tangent=tangents[0] if tangents else None,
-        more_tangents=tuple(tangents[1:]),
-        shown=len(forward) - 1,
-        updated=(),
-        differentiated=tuple(f"{i}" for i in range(len(gradients))),
+        roles=Roles(entering, (Leaves(Leaving.LOSS), *outputs_beside, *(Leaves(Leaving.GRADIENT, f"{i}") for i in range(len(gradients))))),
         leaves=lambda args, kwargs: list(args),
         rebuild=lambda loss, shown: (loss, *shown),
-        dropped={},
     )
     return step, outputs
 

@@ -83,8 +83,8 @@ class Prepared:
     def end(self) -> Footprint:
         """What the backward leaves: what is there throughout, the loss and shown outputs, gradients."""
         held = self.cut.held
-        lasting = (*self.step.results[: 1 + self.step.shown], *self.step.all_gradients)
-        left = {s for node in lasting if node is not None for s in held.of[node]} - held.fixed
+        lasting = (*self.step.outputs, *self.step.all_gradients)
+        left = {s for node in lasting for s in held.of[node]} - held.fixed
         return Footprint(end={GIVEN: self.cut.base_bytes, GRADIENTS: sum(held.nbytes[s] for s in left)})
 
 

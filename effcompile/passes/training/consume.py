@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from effcompile.ir.roles import Leaves, Leaving
 from effcompile.ir.step import Step
 from effcompile.ops.consume import consume
 from effcompile.passes.training.step_edit import copied, viewed
@@ -43,13 +44,12 @@ def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: M
         with graph.inserting_after(last):
             node = graph.call_function(consume, (name, working_bytes.get(name, 0), gradient, parameter, *parts))
         node.meta = {**{k: v for k, v in gradient.meta.items() if k in ("fwd_nn_module_stack", "nn_module_stack")}, "val": None}
-    first = 1 + step.shown + len(step.updated)
-    end = first + len(step.differentiated)
-    kept = [(n, r) for n, r in zip(step.differentiated, step.results[first:end], strict=True) if n not in taken]
-    graph.output_node().args = ((*step.results[:first], *(result for _, result in kept), *step.results[end:]),)
+    gone = {Leaves(Leaving.GRADIENT, name) for name in taken}
+    kept = [(result, node) for result, node in zip(step.roles.leaving, step.results, strict=True) if result not in gone]
+    graph.output_node().args = (tuple(node for _, node in kept),)
     graph.lint()
     step.module.recompile()
-    return replace(step, differentiated=tuple(name for name, _ in kept), consumed=tuple(taken))
+    return replace(step, roles=replace(step.roles, leaving=tuple(result for result, _ in kept)), consumed=tuple(taken))
 
 
 def _made(node: fx.Node) -> fx.Node:

@@ -11,6 +11,7 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.plan import Decision, Declined
+from effcompile.ir.roles import Leaving
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, Chosen, Context, Outcome, RequestError, StepChoice, StepOption, StepPass
 from effcompile.passes.training.step_edit import Refusal
@@ -173,12 +174,10 @@ def _same_results(before: Step, after: Step) -> None:
 
 def _returned(step: Step) -> tuple[object, ...]:
     """The shapes of what a step returns, of gradients that of their parameters."""
-    first = 1 + step.shown + len(step.updated)
-    end = first + len(step.differentiated)
     parameters = {name: _shape(node) for node, name in step.parameters.items()}
-    gradients = {name: _shape(node) for name, node in zip(step.differentiated, step.results[first:end], strict=False)}
+    gradients = {name: _shape(node) for name, node in step.roles.results(Leaving.GRADIENT, step.results).items()}
     gradients |= {name: parameters[name] for name in step.consumed}
-    return *map(_shape, step.results[:first]), gradients, *map(_shape, step.results[end:])
+    return *map(_shape, step.forward_results), gradients, *map(_shape, step.having(Leaving.INPUT_GRADIENT))
 
 
 def _shape(node: fx.Node | None) -> tuple[int, ...] | None:

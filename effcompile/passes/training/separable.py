@@ -122,7 +122,7 @@ def _refuse_state(step: Step) -> None:
         raise Refusal(f"the buffer {step.updated[0]} is updated in every forward, by the whole batch")
     if step.wanted:
         raise Refusal("an input requires a gradient, which is that of the whole batch")
-    if step.shown:
+    if len(step.outputs) > 1:
         raise Refusal("outputs beside the loss are returned, for the whole batch at once")
     if any(v.dtype == torch.float16 for n in step.gradients.values() if isinstance(v := n.meta.get("val"), torch.Tensor)):
         raise Refusal("its gradients are fp16: they would vanish, for the loss's scale comes only after they are summed")
@@ -142,9 +142,9 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
         pairs.update({node: here[name] for node, name in all_of.items()})
     if len(whole.constants) != len(part.constants) or len(whole.inputs) != len(part.inputs):
         raise AnotherGraph("a micro-batch has other constants or inputs than the batch has")
-    for a, b in zip(whole.constants.values(), part.constants.values(), strict=True):
-        if isinstance(a, torch.Tensor) and a.shape == b.shape and not is_fake(a) and not torch.equal(a, b):
-            raise AnotherGraph(f"a constant of shape {tuple(a.shape)} is another for a micro-batch")
+    for mine, other in zip(whole.constants.values(), part.constants.values(), strict=True):
+        if mine.shape == other.shape and not is_fake(mine) and not torch.equal(mine, other):
+            raise AnotherGraph(f"a constant of shape {tuple(mine.shape)} is another for a micro-batch")
     pairs.update(zip(whole.constants, part.constants, strict=True))
     pairs.update(zip(whole.inputs, part.inputs, strict=True))
     theirs = _made_from(part.loss)
@@ -154,8 +154,8 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
         elif a.target in _ELIDED:
             pairs[a] = pairs[a.args[0]]  # type: ignore[index]
         else:
-            other = operator_name(theirs[0]) if theirs else "missing"
-            raise AnotherGraph(f"the model does something else with a micro-batch: {operator_name(a)} at {_place(a)} is {other} then")
+            then = operator_name(theirs[0]) if theirs else "missing"
+            raise AnotherGraph(f"the model does something else with a micro-batch: {operator_name(a)} at {_place(a)} is {then} then")
     if theirs:
         raise AnotherGraph(f"the model does something else with a micro-batch: it also needs {operator_name(theirs[0])}")
     return pairs

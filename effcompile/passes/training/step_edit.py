@@ -35,17 +35,7 @@ def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
     nodes[old].meta = dict(old.meta)
     module = fx.GraphModule(step.module, graph, step.module.__class__.__name__)
     module.meta = dict(step.module.meta)
-    copy = replace(
-        step,
-        module=module,
-        parameters={nodes[n]: name for n, name in step.parameters.items()},
-        buffers={nodes[n]: name for n, name in step.buffers.items()},
-        constants={nodes[n]: value for n, value in step.constants.items()},
-        inputs=tuple(nodes[n] for n in step.inputs),
-        wanted=tuple(nodes[n] for n in step.wanted),
-        tangent=None if step.tangent is None else nodes[step.tangent],
-    )
-    return copy, nodes
+    return replace(step, module=module, roles=step.roles.moved(nodes)), nodes
 
 
 def call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
