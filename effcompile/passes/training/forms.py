@@ -167,6 +167,8 @@ def _checked(choice: StepChoice) -> StepChoice:
 
 def _same_results(before: Step, after: Step) -> None:
     """A form returns what the step returns; gradients may be consumed instead."""
+    if len(after.results) != len(after.roles.leaving):
+        raise ValueError(f"the step it returned has other results: {len(after.results)}, with roles for {len(after.roles.leaving)}")
     for name, of in (("results", _returned), ("inputs", lambda step: [_shape(node) for node in step.inputs])):
         if of(before) != of(after):
             raise ValueError(f"the step it returned has other {name}")
