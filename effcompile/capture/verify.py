@@ -70,7 +70,7 @@ def variants(program: Program) -> list[Variant]:
 
 
 def relative_error(found: object, wanted: object) -> float:
-    """Largest ‖y − y₀‖ / ‖y₀‖ over the tensors of two outputs; inf where they differ in number, shape, NaN or infinities."""
+    """Largest ‖y − y₀‖ / ‖y₀‖ over the tensors of two outputs; inf where they differ in number, dtype, shape, NaN or infinities."""
     ours, theirs = _tensors(found), _tensors(wanted)
     if len(ours) != len(theirs):
         return math.inf
@@ -197,7 +197,7 @@ def _unpadded(program: Program, variant: Variant) -> Inputs:
 
 
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    if found.shape != wanted.shape:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return math.inf
     a, b = found.detach().to(torch.float64), wanted.detach().to(torch.float64)
     same = (a == b) | (a.isnan() & b.isnan())  # equal infinities and NaNs carry no error

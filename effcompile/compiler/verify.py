@@ -119,7 +119,7 @@ def _rounding(
     truth = exact().get(name, [])
     if len(truth) != len(outputs):
         return 0.0
-    return max((relative_error(_seen(a, mask).double(), _seen(b, mask)) for a, b in zip(outputs, truth, strict=True)), default=0.0)
+    return max((relative_error(_seen(a, mask).double(), _seen(b, mask).double()) for a, b in zip(outputs, truth, strict=True)), default=0.0)
 
 
 def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
@@ -143,9 +143,11 @@ def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
         return failed(note=str(failure))
     found = _read(_tensors(outputs), goal)
     mask = _mask(program, case.inputs)
-    pairs = list(zip(found, case.outputs, strict=False))
     if len(found) != len(case.outputs):
         return failed(note=f"{len(found)} outputs instead of {len(case.outputs)}")
+    pairs = list(zip(found, case.outputs, strict=True))
+    if unlike := [f"output {at} is {_kind(a)} instead of {_kind(b)}" for at, (a, b) in enumerate(pairs) if _kind(a) != _kind(b)]:
+        return failed(note="; ".join(unlike))
     if (plain := tuple(_plain(outputs))) != case.plain:
         return failed(note=f"beside the tensors it returns {plain} instead of {case.plain}")
     error = max((relative_error(_seen(a, mask), _seen(b, mask)) for a, b in pairs), default=0.0)
@@ -176,6 +178,11 @@ def _mask(program: Program, inputs: Sequence[torch.Tensor]) -> torch.Tensor | No
         if spec.name.endswith("attention_mask") and tensor.dim() == 2 and not tensor.is_floating_point():
             return tensor
     return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What a result is beside its values, which an error would not show: 1 and 1.0 are alike, and so is what broadcasts."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _tensors(outputs: Outputs) -> list[torch.Tensor]:

@@ -40,6 +40,10 @@ MAX_GRADIENT_BYTES = 768 * 2**20
 #: Share of the time budget after which no further probe is started (the rest is for the options).
 _PROBE_SHARE = 0.5
 
+#: Squared error of an option that rounds and of which the inputs show nothing (their outputs are zeros, say): one unit of fp32 in the last
+#: place. Were it 0, no correction by what verification measures at other inputs could ever rule the option out.
+_UNSEEN = 2.0**-48
+
 #: (what is being done, share done in [0, 1])
 Progress = Callable[[str, float], None]
 
@@ -276,7 +280,7 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
         for option in site.options:
             deltas = _deltas(task, site, option, used)
             error = _from_gradients(task, site, deltas) if reached else _by_running(task, site, deltas)
-            errors[site.name, option.name] = errors.get((site.name, option.name), 0.0) + error
+            errors[site.name, option.name] = errors.get((site.name, option.name), 0.0) + max(error, _UNSEEN)
         site.cache.clear()
     return errors, late
 

@@ -16,6 +16,7 @@ from effcompile.compiler.verify import references, verify
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
 from effcompile.ir.program import Program
+from effcompile.machine.machines import load_target
 
 
 class Cancels(nn.Module):
@@ -103,3 +104,24 @@ def test_what_fails_as_written_too_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     spoil(monkeypatch, "")
     with pytest.raises(VerificationError, match=r"1\.0000?e-03|9\.99\de-04"):
         effcompile.optimize(Attends().eval(), inputs={"x": torch.randn(2, 6, 8)}, backend="torch-eager")
+
+
+class Silent(nn.Module):
+    """Shows nothing of what a linear makes of the first token, so that inputs of one token are no calibration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (torch.arange(x.shape[1]) > 0).unsqueeze(-1)
+
+
+def test_what_calibration_did_not_show_is_corrected_by_what_verification_measures() -> None:
+    torch.manual_seed(0)
+    model, inputs = Silent().eval(), {"x": torch.randn(2, 1, 16)}
+    target = load_target("cpu-generic")  # where int8 is worth its while at any size
+    executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager", target=target, max_error=1e-3, calibration=[inputs])
+    assert any("solved again" in note for note in executable.plan.notes)
+    longer = torch.randn(2, 5, 16)
+    torch.testing.assert_close(executable(x=longer), model(x=longer))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from fuzz_settings import ASKED
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -188,7 +189,7 @@ RANDOM = {"noise", "dropout", "alpha dropout", "attention, dropout", "fused atte
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Drawn:
     """One model and batch. `again`: an earlier part that runs once more at the end, or −1; `tied`: two MLPs share a weight."""
 
     kinds: tuple[str, ...]
@@ -212,7 +213,7 @@ class Case:
 
 
 class Model(nn.Module):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Drawn) -> None:
         super().__init__()
         self.case = case
         self.parts = nn.ModuleList(KINDS[kind]() for kind in case.kinds)
@@ -240,8 +241,8 @@ class Model(nn.Module):
         return F.mse_loss(logits, F.one_hot(y, CLASSES).float()) + 0.01 * h.pow(2).mean()
 
 
-CASES: st.SearchStrategy[Case] = st.builds(
-    Case,
+MODELS: st.SearchStrategy[Drawn] = st.builds(
+    Drawn,
     kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=5).map(tuple),
     loss=st.sampled_from(["tokens", "pooled", "squares"]),
     again=st.integers(-1, 4),
@@ -256,10 +257,10 @@ CASES: st.SearchStrategy[Case] = st.builds(
 
 @dataclass(frozen=True, kw_only=True)
 class Levers:
-    """What is asked of the planner. `budget`: "none", "least" or a share between the least and the unlimited peak."""
+    """What is asked of the planner. A budget: "none", "least" or a share between the least and half as much again."""
 
     passes: tuple[str, ...] | None
-    budget: str | float
+    budgets: tuple[str | float, ...]
     optimizer: str
     max_error: float | None
 
@@ -274,7 +275,9 @@ LEVERS: st.SearchStrategy[Levers] = st.builds(
         None, ("checkpoint",), ("offload",), ("checkpoint", "loss_head", "pointwise"), ("microbatch",), ("states.in_backward=true",),
         ("compress",), ("checkpoint.groups=false",), ("states.offload=false", "offload"),
     ]),
-    budget=st.sampled_from(["none", "least", 0.25, 0.5, 0.75]),
+    budgets=st.lists(
+        st.sampled_from(["none", "least", 0.1, 0.25, 0.5, 0.75]), min_size=1, max_size=5 if ASKED else 2, unique=True
+    ).map(tuple),
     optimizer=st.sampled_from(["", "sgd", "adamw"]),
     max_error=st.just(None),
 )  # fmt: skip
