@@ -13,7 +13,7 @@ from typing import Literal, Unpack, overload
 from torch import nn
 
 from effcompile.capture.training import Loss
-from effcompile.compiler import AnyOptimizer, Dynamic, Executable, OnChange, Request, TrainingExecutable
+from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal, GoalFields, Limits, Mode
 from effcompile.core.types import Example, Forward, Inputs, Outputs
@@ -38,6 +38,8 @@ class Options(Limits, total=False):
     target: str | Target
     backend: str | None
     optimizer: AnyOptimizer
+    batch: Batch
+    lr: tuple[float, int] | None
     passes: Sequence[str] | None
     dynamic: Dynamic
     calibration: Iterable[Example] | None
@@ -89,6 +91,8 @@ def optimize(
     backend: str | None = None,
     plan: PlanLike = None,
     optimizer: AnyOptimizer = None,
+    batch: Batch = None,
+    lr: tuple[float, int] | None = None,
     passes: Sequence[str] | None = None,
     dynamic: Dynamic = None,
     calibration: Iterable[Example] | None = None,
@@ -114,6 +118,9 @@ def optimize(
         plan: a Plan or the path of a plan.json to apply again, without solving.
         optimizer: in training: a torch optimizer of the model's parameters, or optimizer(parameters) that returns one. Its states
             then count, and are planned too; use the result's `optimizer`.
+        batch: in training, sizes of the batch to choose from: "auto", "8..64", a number or several. The plan is of the one that takes
+            most examples a second within the memory; `inputs` are repeated or cut to it, and the result is to be given such batches.
+        lr: a learning rate and the batch that it is good for, (3e-4, 256): the plan says the one for its batch, by the optimizer's law.
         passes: the passes to use, e.g. ["quantize.group_size=64"]; None uses all.
         dynamic: True to keep batch and sequence free, False to fix all shapes, or torch.export's dynamic shapes.
         calibration: inputs on which errors are measured; None generates some.
@@ -143,6 +150,8 @@ def optimize(
         loss=loss,
         keep_outputs=keep_outputs,
         optimizer=optimizer,
+        batch=batch,
+        lr=lr,
         on_change=on_change,
     )
     if model is None:
@@ -161,6 +170,8 @@ def plan(
     target: str | Target = "auto",
     backend: str | None = None,
     optimizer: AnyOptimizer = None,
+    batch: Batch = None,
+    lr: tuple[float, int] | None = None,
     passes: Sequence[str] | None = None,
     dynamic: Dynamic = None,
     calibration: Iterable[Example] | None = None,
@@ -183,6 +194,8 @@ def plan(
         loss=loss,
         keep_outputs=keep_outputs,
         optimizer=optimizer,
+        batch=batch,
+        lr=lr,
     )
     return make_plan(request, _ready(as_module(model), request), *as_inputs(inputs))
 
@@ -293,8 +306,9 @@ def _later(model: Model | type[nn.Module], request: Request) -> Deferred | Calla
             raise UsageError("An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), not to a class.")
         return _factory(model, request)
     module = _ready(as_module(model), request, stacklevel=4)
-    if request.optimizer is not None:
-        raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
+    if request.optimizer is not None or request.batch is not None:
+        what = "A batch is chosen" if request.optimizer is None else "An optimizer is planned"
+        raise UsageError(f"{what} together with its model: give `inputs`, too.")
     return Deferred(module, request)
 
 

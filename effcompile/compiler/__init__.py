@@ -5,7 +5,7 @@ from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.machine import calibrate
 from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.request import AnyOptimizer, Dynamic, OnChange, Request
+from effcompile.compiler.request import AnyOptimizer, Batch, Dynamic, OnChange, Request
 from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training, training_backend
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ArtifactRun",
     "Dynamic",
     "Executable",
+    "Batch",
     "OnChange",
     "Progress",
     "Request",

@@ -17,6 +17,8 @@ from effcompile.core.goal import Goal
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
+from effcompile.planner.batch import wanted_sizes
+from effcompile.planner.learning_rate import LearningRate
 
 #: What a call does that the plan does not hold for, as the model or the arguments are not as they were.
 OnChange = Literal["error", "eager", "replan"]
@@ -24,6 +26,8 @@ OnChange = Literal["error", "eager", "replan"]
 Dynamic = bool | Mapping[str, Any] | None
 #: An optimizer of the model's parameters, or what makes one of them.
 AnyOptimizer = Optimizer | Callable[..., Optimizer] | None
+#: "auto", a range "8..64", a number of examples or several.
+Batch = int | str | Sequence[int] | None
 
 
 class Asked(TypedDict, total=False):
@@ -39,6 +43,8 @@ class Asked(TypedDict, total=False):
     loss: Loss | None
     keep_outputs: bool
     optimizer: AnyOptimizer
+    batch: Batch
+    lr: tuple[float, int] | None
     on_change: OnChange | None
     progress: Progress
 
@@ -58,6 +64,8 @@ class Request:
         loss: `loss(outputs, inputs)`, for a forward that returns none.
         keep_outputs: a step also returns what the model returns beside the loss, for show: to differentiate it is refused.
         optimizer: its states count, and are planned too.
+        batch: sizes of a step's batch to choose from, see planner/batch.py; None takes that of the inputs.
+        lr: a learning rate and the batch that it is good for, from which the plan says one for the batch that is chosen.
         on_change: what a call does that the plan does not hold for.
         progress: is told what is being done.
 
@@ -75,6 +83,8 @@ class Request:
     loss: Loss | None = None
     keep_outputs: bool = False
     optimizer: AnyOptimizer = None
+    batch: Batch = None
+    lr: tuple[float, int] | None = None
     on_change: OnChange | None = None
     progress: Progress = QUIET
 
@@ -97,9 +107,22 @@ class Request:
         if self.training and self.calibration is not None:
             raise UsageError("calibration measures errors, and a training plan makes none: leave it out.")
         given = {"keep_outputs": self.keep_outputs, "loss": self.loss is not None, "optimizer": self.optimizer is not None}
+        given |= {"batch": self.batch is not None, "lr": self.lr is not None}
+        self._check_batch()
         if not self.training and any(given.values()):
             name = next(name for name, value in given.items() if value)
             raise UsageError(f"{name} is for a training step. Leave it out, or ask for mode='training'.")
+
+    def _check_batch(self) -> None:
+        if self.batch is not None:
+            wanted_sizes(self.batch)
+            if self.plan is not None:
+                raise UsageError("batch: a saved plan holds for the batch that it was made for. Leave batch out, or plan again without it.")
+        if self.lr is not None:
+            LearningRate.of(self.lr)
+            if self.batch is None or self.optimizer is None:
+                missing = "batch" if self.batch is None else "optimizer"
+                raise UsageError(f"lr follows the batch by the law of the optimizer: give {missing}, too, or leave lr out.")
 
     @property
     def training(self) -> bool:
@@ -115,7 +138,8 @@ class Request:
         """What planning takes in this mode, as keyword arguments."""
         common: Asked = {"goal": self.goal, "target": self.target, "passes": self.passes, "progress": self.progress}
         if self.training:
-            return {**common, "loss": self.loss, "keep_outputs": self.keep_outputs, "optimizer": self.optimizer}
+            own: Asked = {"goal": self.goal, "loss": self.loss, "keep_outputs": self.keep_outputs, "optimizer": self.optimizer}
+            return {**common, **own, "batch": self.batch, "lr": self.lr}
         return {**common, "backend": self.backend, "dynamic": self.dynamic, "calibration": self.calibration}
 
     @property

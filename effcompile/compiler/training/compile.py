@@ -11,6 +11,7 @@ from effcompile.compiler.progress import entry
 from effcompile.compiler.refine import refine
 from effcompile.compiler.request import Asked, Task
 from effcompile.compiler.training.attempt import ROUNDS, Attempt
+from effcompile.compiler.training.batch import as_saved, sized
 from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint
@@ -45,6 +46,10 @@ def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[
     """
     work = make_work(task := Task.of(model, args, kwargs, asked))
     goal = work.goal
+    if task.request.batch is not None:
+        made = (chosen := sized(task, work)).planned
+        plan = build_plan(made.joint, made.branches.chosen_from(made.joint), work.figures, goal, work.notes)
+        return chosen.told_in(_with_levers(made.branches, made.joint, plan))
     branches = Branches(work=work, case=work.capture(task.request.keep_outputs))
     if not work.figures.here and (goal.memory is None or goal.memory > work.figures.target.memory_bytes):
         joint = within_machine(work.figures.target, branches.solve)
@@ -71,7 +76,12 @@ def optimize_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unp
     work = make_work(task)
     if not work.figures.here:
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
-    return _refined(work, work.capture(task.request.keep_outputs))
+    if task.request.batch is None:
+        return _refined(work, work.capture(task.request.keep_outputs))
+    chosen = sized(task, work)
+    result = _refined(chosen.planned.work, chosen.planned.case)
+    result.plan = chosen.told_in(result.plan)
+    return result
 
 
 def _refined(work: Work, case: Case) -> TrainingExecutable:
@@ -115,7 +125,7 @@ def frontier_training(model: nn.Module, args: Args, kwargs: Kwargs, *, points: i
 def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
     """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
     blocks = held(plan)
-    work = as_planned(make_work(task.for_plan(plan)), plan)
+    work = as_planned(make_work(as_saved(task.for_plan(plan), plan)), plan)
     checkpoint = work.passes.checkpoint
     no_options = _NoOptions(points=checkpoint.points, groups=checkpoint.groups)
     lazy = replace(work, passes=replace(work.passes, checkpoint=no_options))

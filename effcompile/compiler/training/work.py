@@ -33,6 +33,7 @@ from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_pas
 from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.forms import Forms, forms, reapplied
 from effcompile.passes.training.optimizer_ways import GivenOptimizer
+from effcompile.planner.batch import BY
 from effcompile.planner.remat import BlockFront
 from effcompile.sparse.costs import per_row_of
 
@@ -185,11 +186,12 @@ def as_planned(work: Work, plan: Plan) -> Work:
         FormatError: a pass that the plan was made with is missing.
     """
     known = {*TRAINING_PASSES, *(each.name for each in work.passes.whole)}
-    missing = [d for d in plan.decisions if d.by not in known and d.option != d.baseline]
+    decided = tuple(d for d in plan.decisions if d.by != BY)  # of which the inputs are
+    missing = [d for d in decided if d.by not in known and d.option != d.baseline]
     if missing:
         listed = ", ".join(sorted(f"{d.kind} = {d.option} at {d.site}" for d in missing))
         raise FormatError(
             f"The plan has {listed}, which no pass here proposes: a package that it was made with is missing, or has changed. "
             "Install it, or plan again without --plan."
         )
-    return replace(work, decided=plan.decisions, passes=work.passes.carrying_out({d.by for d in plan.decisions}))
+    return replace(work, decided=decided, passes=work.passes.carrying_out({d.by for d in decided}))

@@ -1,0 +1,67 @@
+"""How a learning rate follows the batch: a law, not a measurement.
+
+With the batch growing k-fold, plain SGD's learning rate grows k-fold (Goyal et al. 2017, arXiv 1706.02677, section 2.1), that of optimizers
+that divide by a moment of the gradient, or take its sign, by the square root of k (Malladi et al. 2022, arXiv 2205.10287,
+section 5; You et al. 2019 for LAMB, arXiv 1904.00962, section 4). Both hold below the critical batch (McCandlish et al. 2018, arXiv 1812.06162).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from effcompile.core.errors import UsageError
+
+LINEAR, ROOT = "linear", "square-root"
+_LAWS = {
+    "sgd": LINEAR, "lars": LINEAR,
+    **dict.fromkeys(
+        ("adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "lion", "adamw8bit", "lion8bit",
+         "adam8bit"), ROOT,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """A learning rate at a batch that it was found at."""
+
+    rate: float
+    batch: int
+
+    @classmethod
+    def of(cls, given: Sequence[float]) -> LearningRate:
+        """From a user's pair.
+
+        Raises:
+            UsageError: not (a positive rate, a batch of at least 1).
+        """
+        try:
+            rate, batch = given
+            good = math.isfinite(rate) and rate > 0 and batch >= 1 and int(batch) == batch
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise UsageError(f"lr = {given!r}: give a learning rate and the batch that it is good for, as (3e-4, 256).")
+        return cls(float(rate), int(batch))
+
+    def at(self, batch: int, optimizer: str) -> float:
+        """The learning rate at another batch, for an optimizer's class."""
+        grown = batch / self.batch
+        return self.rate * (grown if law(optimizer) is LINEAR else math.sqrt(grown))
+
+
+def law(optimizer: str) -> str:
+    """The law of an optimizer's class.
+
+    Raises:
+        UsageError: none is known.
+    """
+    found = _LAWS.get(optimizer.lower())
+    if found is None:
+        raise UsageError(
+            f"No law is known for how the learning rate of {optimizer} follows the batch. Leave lr out, and set the learning rate yourself. "
+            f"Laws are known of: {', '.join(sorted(_LAWS))}."
+        )
+    return found
