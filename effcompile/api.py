@@ -301,14 +301,15 @@ def _modules_used(function: types.FunctionType) -> Iterator[tuple[str, nn.Module
 
 def _later(model: Model | type[nn.Module], request: Request) -> Deferred | Callable[..., Deferred]:
     """The model, or a class's instances, optimized at the first call."""
+    if request.batch is not None:
+        raise UsageError("A batch is chosen together with its model: give `inputs`, too.")
     if isinstance(model, type) and issubclass(model, nn.Module):
         if request.optimizer is not None:
             raise UsageError("An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), not to a class.")
         return _factory(model, request)
     module = _ready(as_module(model), request, stacklevel=4)
-    if request.optimizer is not None or request.batch is not None:
-        what = "A batch is chosen" if request.optimizer is None else "An optimizer is planned"
-        raise UsageError(f"{what} together with its model: give `inputs`, too.")
+    if request.optimizer is not None:
+        raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
     return Deferred(module, request)
 
 

@@ -14,8 +14,10 @@ from effcompile.cli.options import (
     OUTPUT,
     AsJson,
     BackendName,
+    Batch,
     Dynamic,
     KeepOutputs,
+    LearningRate,
     MaxError,
     Memory,
     Minimize,
@@ -48,6 +50,8 @@ def optimize(
     reads: Reads = None,
     robust: Robust = None,
     keep_outputs: KeepOutputs = False,
+    batch: Batch = None,
+    lr: LearningRate = None,
     target: TargetName = "auto",
     backend: BackendName = None,
     passes: PassNames = None,
@@ -59,7 +63,10 @@ def optimize(
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
+    job = Job(
+        file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs,
+        batch=batch, lr=lr,
+    ).checked()  # fmt: skip
     given = None if plan is None else Plan.load(plan)
     if output is not None:
         saved.check_folder(output)
@@ -89,6 +96,8 @@ def plan(
     reads: Reads = None,
     robust: Robust = None,
     keep_outputs: KeepOutputs = False,
+    batch: Batch = None,
+    lr: LearningRate = None,
     target: TargetName = "auto",
     backend: BackendName = None,
     passes: PassNames = None,
@@ -101,7 +110,10 @@ def plan(
 ) -> None:
     """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
+    job = Job(
+        file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs,
+        batch=batch, lr=lr,
+    ).checked()  # fmt: skip
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from effcompile import console, report
+from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
+from effcompile.planner.batch import wanted_sizes
+from effcompile.planner.learning_rate import LearningRate
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable, Request, TrainingExecutable
@@ -55,6 +58,8 @@ class Job:
     passes: list[str] | None
     dynamic: bool | None
     keep_outputs: bool
+    batch: str | None = None
+    lr: str | None = None
 
     def checked(self) -> Job:
         """The job without the goal fields that were not given, all checked that can be before torch and the model load.
@@ -64,6 +69,10 @@ class Job:
         """
         changes = {name: value for name, value in self.changes.items() if value is not None}
         Goal.of(**changes)
+        if self.batch is not None:
+            wanted_sizes(self.batch)
+        if self.lr is not None:
+            parsed_rate(self.lr)
         if self.target != "auto":
             from effcompile.machine.machines import load_target
 
@@ -95,6 +104,23 @@ class Job:
             loss=loaded.loss if training else None,
             keep_outputs=self.keep_outputs,
             optimizer=loaded.optimizer if training else None,
+            batch=self.batch,
+            lr=None if self.lr is None else parsed_rate(self.lr),
             progress=steps,
         )
         return Wanted(loaded=loaded, request=request)
+
+
+def parsed_rate(said: str) -> tuple[float, int]:
+    """Return "3e-4@256" as a learning rate and its batch.
+
+    Raises:
+        UsageError: it is none.
+    """
+    rate, _, batch = said.partition("@")
+    try:
+        given = (float(rate), int(batch))
+    except ValueError:
+        raise UsageError(f"--lr {said}: give a learning rate and the batch that it is good for, as 3e-4@256.") from None
+    LearningRate.of(given)
+    return given

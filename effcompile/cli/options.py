@@ -38,6 +38,14 @@ Dynamic = Annotated[
 KeepOutputs = Annotated[
     bool, typer.Option("--keep-outputs", help="Training: return logits too, not the loss alone; takes memory.", rich_help_panel=GOAL)
 ]
+Batch = Annotated[
+    str | None,
+    typer.Option("--batch", metavar="auto|N|N..M", help="Training: choose the batch with most examples a second.", rich_help_panel=GOAL),
+]
+LearningRate = Annotated[
+    str | None,
+    typer.Option("--lr", metavar="RATE@N", help="With --batch: a learning rate good for N examples, 3e-4@256.", rich_help_panel=GOAL),
+]
 SavedPlan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Apply this plan; nothing is solved.", rich_help_panel=HOW)]
 Output = Annotated[
     Path | None,

@@ -216,12 +216,6 @@ class MemoryTimeline:
             raise UsageError(f"forward_points = {self.forward_points} must be 0 to {len(self.points)}, the number of points")
 
     @property
-    def batch(self) -> int | None:
-        """The examples of a step, where that was decided."""
-        found = next((decision.settings.get("examples") for decision in self.decisions if decision.kind == "batch size"), None)
-        return found if isinstance(found, int) else None
-
-    @property
     def peak_bytes(self) -> int:
         return max(self.points)
 
@@ -300,6 +294,12 @@ class Plan:
 
     #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
     printer: ClassVar[Callable[..., None] | None] = None
+
+    @property
+    def batch(self) -> int | None:
+        """The examples of a step, where that was decided."""
+        found = next((decision.settings.get("examples") for decision in self.decisions if decision.kind == "batch size"), None)
+        return found if isinstance(found, int) else None
 
     @property
     def peak_bytes(self) -> int | None:

@@ -160,4 +160,3 @@ def _parsed(batch: int | str | Sequence[int]) -> list[int]:
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in batch):
         raise TypeError
     return sorted(set(batch))
-

@@ -1,8 +1,9 @@
 """How a learning rate follows the batch: a law, not a measurement.
 
-With the batch growing k-fold, plain SGD's learning rate grows k-fold (Goyal et al. 2017, arXiv 1706.02677, section 2.1), that of optimizers
-that divide by a moment of the gradient, or take its sign, by the square root of k (Malladi et al. 2022, arXiv 2205.10287,
-section 5; You et al. 2019 for LAMB, arXiv 1904.00962, section 4). Both hold below the critical batch (McCandlish et al. 2018, arXiv 1812.06162).
+With a batch that grows k-fold, the learning rate of plain SGD grows k-fold (Goyal et al. 2017, arXiv 1706.02677, section 2.1); that of
+optimizers which divide by a moment of the gradient, or take its sign, grows by the square root of k (Malladi et al. 2022, arXiv
+2205.10287, section 5; LAMB: You et al. 2019, arXiv 1904.00962, section 4). Both hold below the critical batch (McCandlish et al. 2018,
+arXiv 1812.06162).
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from dataclasses import dataclass
 from effcompile.core.errors import UsageError
 
 LINEAR, ROOT = "linear", "square-root"
-_LAWS = {
-    "sgd": LINEAR, "lars": LINEAR,
-    **dict.fromkeys(
-        ("adam", "adamw", "adamax", "nadam", "radam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "lion", "adamw8bit", "lion8bit",
-         "adam8bit"), ROOT,
-    ),
-}  # fmt: skip
+_ROOTS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adam8bit", "adamax", "adamw", "adamw8bit", "lamb", "lion", "lion8bit", "nadam", "radam",
+    "rmsprop",
+)  # fmt: skip
+_LAWS = {"lars": LINEAR, "sgd": LINEAR, **dict.fromkeys(_ROOTS, ROOT)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def law(optimizer: str) -> str:
     found = _LAWS.get(optimizer.lower())
     if found is None:
         raise UsageError(
-            f"No law is known for how the learning rate of {optimizer} follows the batch. Leave lr out, and set the learning rate yourself. "
+            f"No law is known for how the learning rate of {optimizer} follows the batch. Leave lr out, and set the rate yourself. "
             f"Laws are known of: {', '.join(sorted(_LAWS))}."
         )
     return found
