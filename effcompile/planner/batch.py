@@ -11,7 +11,8 @@ least with no limit on memory. What is wanted is the largest b / T(b). Assumed i
 Sizes are tried upwards until none fits, or (3) says that no larger batch is faster by more than `worth`; between the largest that fits
 and the least that does not by bisection, with (1); then downwards while (2) leaves room: fewer than b examples take no more a
 second than b / U(b), which is what they are compared with. So no size that was left out is better than the best by more than `worth`, where
-the assumptions hold; on measured times they hold as far as the clock does.
+the assumptions hold; on measured times they hold as far as the clock does. That the bytes of a step with everything kept grow by as
+much with every example leads to the sizes worth trying, and decides nothing.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ class Trial(Generic[T]):
     """A batch that was tried.
 
     Attributes:
-        seconds: of a step, None where nothing fits. unlimited: with no limit on memory.
+        seconds: of a step, None where nothing fits. unlimited: with no limit on memory, when it takes so many `bytes`.
         made: the plan, where something fits.
     """
 
     batch: int
     unlimited: float
+    bytes: int
     seconds: float | None = None
     made: T | None = None
 
@@ -62,9 +64,10 @@ class Trial(Generic[T]):
 
 @dataclass(kw_only=True)
 class BatchSearch(Generic[T]):
-    """The search. `sizes`: ascending; `attempt`: a size → what became of it."""
+    """The search. `sizes`: ascending; `attempt`: a size → what became of it within the `memory`."""
 
     sizes: Sequence[int]
+    memory: int
     attempt: Callable[[int], Trial[T]]
     worth: float = WORTH
     tried: dict[int, Trial[T]] = field(default_factory=dict)
@@ -88,11 +91,21 @@ class BatchSearch(Generic[T]):
             return -1, at
         stride = 1
         while at + 1 < len(self.sizes) and not self._no_larger(at):
-            further = min(at + stride, len(self.sizes) - 1)
+            further = min(max(at + stride, self._keeping_all), len(self.sizes) - 1)
             if not self._fits(further):
                 return at, further
-            at, stride = further, 2
+            at, stride = further, min(2, len(self.tried) - 1)
         return at, at + 1
+
+    @property
+    def _keeping_all(self) -> int:
+        """The place of the largest size at which everything can be kept, as two that were tried foretell it."""
+        tried = sorted(self.tried.values(), key=lambda trial: trial.batch)
+        if len(tried) != 2 or tried[1].bytes <= tried[0].bytes:
+            return 0
+        each = (tried[1].bytes - tried[0].bytes) / (tried[1].batch - tried[0].batch)
+        largest = tried[1].batch + (self.memory - tried[1].bytes) / each
+        return max((i for i, size in enumerate(self.sizes) if size <= largest), default=0)
 
     def _no_larger(self, at: int) -> bool:
         """Whether no larger batch can be worth it: (3), from the two largest that were tried."""

@@ -12,6 +12,7 @@ from effcompile.compiler.request import Task
 from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.fit import model_error
+from effcompile.compiler.training.solve import keeping_everything
 from effcompile.compiler.training.work import Work
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
@@ -103,7 +104,7 @@ def sized(task: Task, work: Work) -> Sized:
         with work.progress.step(f"plan a batch of {size}"):
             return _attempt(work, size, asked.keep_outputs, failed)
 
-    search = BatchSearch[Planned](sizes=wanted, attempt=attempt)
+    search = BatchSearch[Planned](sizes=wanted, memory=_budget(work), attempt=attempt)
     best = search.best(there)
     if best is None or best.made is None:
         raise failed[min(failed)]
@@ -137,14 +138,16 @@ def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, Infeas
     args, kwargs = resized(work.args, work.kwargs, size)
     mine = replace(work, args=args, kwargs=kwargs, fronts={})
     branches = Branches(work=mine, case=(case := mine.capture(keep_outputs)))
-    unlimited = min(variant.least_seconds for variant in branches.whole.variants)
+    fastest = min(branches.whole.variants, key=lambda variant: variant.least_seconds)
+    size_of_all = (keeping_everything(fastest).trace.footprint + fastest.case.beside).peak_bytes
     try:
         joint = branches.solve(_budget(work))
     except InfeasibleError as error:
         failed[size] = error
-        return Trial(batch=size, unlimited=unlimited)
+        return Trial(batch=size, unlimited=fastest.least_seconds, bytes=size_of_all)
     made = Planned(work=mine, case=case, branches=branches, joint=joint)
-    return Trial(batch=size, unlimited=min(unlimited, joint.seconds), seconds=joint.seconds, made=made)
+    unlimited = min(fastest.least_seconds, joint.seconds)
+    return Trial(batch=size, unlimited=unlimited, bytes=size_of_all, seconds=joint.seconds, made=made)
 
 
 def _budget(work: Work) -> int:

@@ -34,7 +34,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
     given = prepared.step if case.division is None else case.division.whole
     beside = [chosen for chosen in case.taken if chosen.choice.tells and len(chosen.choice.options) > 1]
     blocks = TakenBlocks(
-        cut=prepared.cut, options=prepared.blocks, chosen=best.chosen, groups=best.solution.groups, budget=best.problem.budget
+        cut=prepared.cut, options=best.problem.options, chosen=best.chosen, groups=best.solution.groups, budget=best.problem.budget
     )  # fmt: skip
     timeline = _timeline(joint)
     solution = best.solution
@@ -62,7 +62,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             bound=joint.bound,
             gap=max(solution.gap, 1 - joint.bound / joint.seconds) if joint.seconds and case.seconds_beside else solution.gap,
             sites=len(prepared.cut.blocks) + len(beside),
-            alternatives=sum(len(prepared.blocks[stage.kind]) for stage in prepared.stages)
+            alternatives=sum(len(best.problem.options[stage.kind]) for stage in prepared.stages)
             + sum(len(chosen.choice.options) for chosen in beside),
             seconds=_solving(joint),
             solver=solution.solver,
@@ -76,7 +76,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *given.mends,
             *_dropped(given),
             *_times(figures),
-            *notes_of_fronts(prepared.cut, prepared.fronts, best.trace.host_bytes),
+            *notes_of_fronts(prepared.cut, best.fronts, best.trace.host_bytes),
             *case.notes,
             *notes,
         ),
@@ -169,12 +169,13 @@ def _gain(joint: Joint, chosen: Chosen) -> Reason | None:
 
 def _kept(prepared: Prepared) -> int:
     """Bytes between forward and backward where all is kept."""
-    return sum(max(option.kept_bytes for option in prepared.blocks[stage.kind]) for stage in prepared.stages)
+    return sum(prepared.whole[stage.kind].kept_bytes for stage in prepared.stages)
 
 
 def _end_peak(prepared: Prepared) -> int:
-    """The least that the last block, which holds the loss head, needs at its highest instant."""
-    return min(max(o.forward_peak, o.backward_peak) for o in prepared.blocks[prepared.stages[-1].kind])
+    """What the last block, which holds the loss head, needs at its highest instant where everything is kept."""
+    last = prepared.whole[prepared.stages[-1].kind]
+    return max(last.forward_peak, last.backward_peak)
 
 
 # ------------------------------------------------------------------ notes and the timeline

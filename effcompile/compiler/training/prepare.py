@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +24,7 @@ from effcompile.ops import products
 from effcompile.ops.products import Product, of_node
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.training.base import Case, Context
-from effcompile.passes.training.checkpoint import Checkpoint
+from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.passes.training.levers import Levers
 from effcompile.planner.remat import BlockFront, BlockOption, Stage, keep_fronts
 from effcompile.schedule.blocks import Blocks, cut_into_blocks, reads_of
@@ -44,7 +45,7 @@ class Prepared:
         case: its form, and what stands beside it.
         cut: the step in blocks. plain: the same before offload and compress were proposed in them.
         seconds: predicted time of forward and backward without recomputation.
-        checkpoint: plans the blocks. fronts: kind of block → its options.
+        checkpoint: plans the blocks. solved: kind of block → its options, of all cases, found when they are first asked for.
         known: what was found out of it (solve.leanest).
     """
 
@@ -53,7 +54,7 @@ class Prepared:
     plain: Blocks
     seconds: float
     checkpoint: Checkpoint
-    fronts: Mapping[str, BlockFront] = field(default_factory=dict)
+    solved: MutableMapping[str, BlockFront] = field(default_factory=dict, compare=False)
     known: MutableMapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
@@ -74,10 +75,25 @@ class Prepared:
         """Of the whole step with nothing recomputed."""
         return self.case.seconds(self.seconds)
 
+    @cached_property
+    def fronts(self) -> dict[str, BlockFront]:
+        """Kind of block → its options. Equal blocks are solved once."""
+        wanted = {block.stage.kind: block for block in self.cut.blocks}
+        missing = wanted.keys() - self.solved.keys()
+        self.solved.update({kind: self.checkpoint.front(wanted[kind]) for kind in wanted if kind in missing})
+        if missing:
+            keep_fronts()
+        return {kind: self.solved[kind] for kind in wanted}
+
     @property
     def blocks(self) -> dict[str, tuple[BlockOption, ...]]:
         """Kind of block → its options."""
         return {kind: front.options for kind, front in self.fronts.items()}
+
+    @cached_property
+    def whole(self) -> dict[str, BlockOption]:
+        """Kind of block → the option that keeps everything."""
+        return {kind: keeping_all(block) for kind, block in {block.stage.kind: block for block in self.cut.blocks}.items()}
 
     @property
     def end(self) -> Footprint:
@@ -182,7 +198,7 @@ def prepare(
     captured: Step, forms: Sequence[Case], checkpoint: Checkpoint, figures: Figures, *, levers: Levers = ALONE,
     solved: MutableMapping[str, BlockFront] | None = None,
 ) -> Preparation:  # fmt: skip
-    """Every form of a step, with the options of its blocks. Equal blocks are solved once, and a step of several forms is cut once.
+    """Every form of a step in blocks, whose options are found when they are asked for. A step of several forms is cut once.
 
     Args:
         captured: the step as it was captured.
@@ -201,13 +217,12 @@ def prepare(
         figures.measure([*_costly(captured, plain), *(n for key, held in traced.items() for n in _costly(steps[key], held))])
     solved = {} if solved is None else solved
     found: dict[int, Prepared] = {}
-    with progress.step("find the options of every block"):
+    with progress.step("cut the step into blocks"):
         for form in forms:
             if (key := id(form.step)) not in found:
                 cut, seconds = _cut(form.step, traced[key], figures), _seconds(form.step, traced[key], figures)
                 whole = Prepared(case=form, cut=cut, plain=cut, seconds=seconds, checkpoint=checkpoint)
                 found[key] = with_levers(whole, levers, checkpoint, figures, solved)
-    keep_fronts()
     unplanned = simulate_unplanned(_cut(captured, plain, figures))
     return Preparation(
         variants=[replace(found[id(form.step)], case=form) for form in forms], captured=captured,
@@ -227,14 +242,9 @@ def _footprint(node: fx.Node, held: Storages, figures: Figures) -> int:
 def with_levers(
     prepared: Prepared, levers: Levers, checkpoint: Checkpoint, figures: Figures, solved: MutableMapping[str, BlockFront] | None = None
 ) -> Prepared:
-    """The same variant with the options that these levers leave its blocks. `solved`: fronts by kind, found and added."""
-    fronts = {} if solved is None else solved
+    """The same variant with the options that these levers leave its blocks. `solved`: fronts by kind, to which those found are added."""
     cut = levers.proposed(prepared.plain, levers.rates(figures.target, here=figures.here), figures.seconds)
-    for block in cut.blocks:
-        if block.stage.kind not in fronts:
-            fronts[block.stage.kind] = checkpoint.front(block)
-    here = {block.stage.kind: fronts[block.stage.kind] for block in cut.blocks}
-    return replace(prepared, cut=cut, checkpoint=checkpoint, fronts=here, known={})
+    return replace(prepared, cut=cut, checkpoint=checkpoint, solved={} if solved is None else solved, known={})
 
 
 def simulate_unplanned(cut: Blocks) -> Trace:

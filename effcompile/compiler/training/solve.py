@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.core.causes import NotReached
 from effcompile.core.errors import InfeasibleError
 from effcompile.ir.footprint import excess
 from effcompile.passes.training.checkpoint import carried_out
-from effcompile.planner import UNPROVEN
-from effcompile.planner.remat import BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
+from effcompile.planner import OPTIMAL, UNPROVEN
+from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
 from effcompile.schedule.emit import Emitted
 from effcompile.schedule.simulate import Trace, per_stage
 
 #: Solves at the most per variant: a schedule above its budget is corrected and solved again.
 MAX_ROUNDS = 8
+#: The solver of a step whose budget leaves everything kept.
+NOTHING_TO_SOLVE = "everything kept fits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,7 @@ class Schedule:
 
     Attributes:
         prepared: the variant. problem: as it was solved, corrections included. solution: the planner's.
-        chosen: per block its option.
+        chosen: per block its option. fronts: kind of block → its options, where they were looked for.
         emitted, trace: what it became, and the bytes at every instant of it.
         rounds: solves that it took.
     """
@@ -36,6 +40,7 @@ class Schedule:
     emitted: Emitted
     trace: Trace
     rounds: int
+    fronts: Mapping[str, BlockFront] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -51,12 +56,16 @@ class Schedule:
 def schedule(prepared: Prepared, budget: int | None, *, gap: float = 0.01) -> Schedule:
     """One variant's schedule. Its simulated peak is within the budget.
 
-    Where the planner's model, which is a little above the simulation, says that nothing fits, the leanest schedule may
+    Where everything kept fits there is nothing to solve: no schedule of the variant is faster, and the options of its blocks are
+    not looked for. Where the planner's model, which is a little above the simulation, says that nothing fits, the leanest schedule may
     still: it is taken then, without a proof that none is faster.
 
     Raises:
         InfeasibleError: there is none with these options.
     """
+    whole = keeping_everything(prepared, budget)
+    if budget is None or not excess(whole.trace.peak_bytes, budget):
+        return whole
     try:
         return _solved(prepared, budget, gap)
     except InfeasibleError as error:
@@ -66,6 +75,23 @@ def schedule(prepared: Prepared, budget: int | None, *, gap: float = 0.01) -> Sc
         lean = _lean(prepared)
         extra = lean.solution.seconds
         return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
+
+
+def keeping_everything(prepared: Prepared, budget: int | None = None) -> Schedule:
+    """One variant's schedule that recomputes nothing, and holds nothing in another form."""
+    start, cut = time.monotonic(), prepared.cut
+    options = {kind: (made,) for kind, made in prepared.whole.items()}
+    problem = replace(prepared.checkpoint.chain(cut, options, budget), groupable=())
+    chosen = tuple(made for stage in problem.stages for made in options[stage.kind])
+    emitted, trace = carried_out(cut, chosen, ())
+    solution = ChainSolution(
+        choice=(0,) * len(chosen), groups=(), seconds=0.0, bound=0.0, gap=0.0, status=OPTIMAL, peak=trace.peak_bytes,
+        instant=f"{trace.peak.phase} {cut.blocks[trace.peak.stage].name}", smallest=trace.peak_bytes, host=0, solver=NOTHING_TO_SOLVE,
+        solve_seconds=time.monotonic() - start,
+    )  # fmt: skip
+    return Schedule(
+        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=1
+    )  # fmt: skip
 
 
 def _solved(prepared: Prepared, budget: int | None, gap: float) -> Schedule:
@@ -105,7 +131,8 @@ def _carried_out(prepared: Prepared, problem: ChainProblem, solution: ChainSolut
     chosen = tuple(problem.options[stage.kind][i] for stage, i in zip(problem.stages, solution.choice, strict=True))
     emitted, trace = carried_out(prepared.cut, chosen, solution.groups)
     return Schedule(
-        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=rounds
+        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=rounds,
+        fronts=prepared.fronts,
     )  # fmt: skip
 
 

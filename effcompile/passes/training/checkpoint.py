@@ -65,6 +65,13 @@ class Checkpoint:
         )
 
 
+def keeping_all(block: Block) -> BlockOption:
+    """The option of a block that keeps all that its backward reads."""
+    made = option(block.problem, block.problem.nbytes)
+    assert made is not None, "nothing has to be made again"
+    return replace(made, label=label(block, made))
+
+
 def periodic(cut: Blocks, every: int) -> list[BlockOption] | None:
     """Per block to keep all, or, of the repeated ones every so many-th, to keep its input alone and to run it again as a whole.
 

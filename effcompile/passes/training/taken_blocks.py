@@ -99,7 +99,7 @@ def of_values(cut: Blocks, chosen: Sequence[BlockOption]) -> list[Decision]:
 def notes_of_fronts(cut: Blocks, fronts_of: Mapping[str, BlockFront], host_bytes: int) -> list[str]:
     """Host memory, and what the certificate holds for, where values may be held elsewhere. `fronts_of`: kind of block → its options."""
     kinds = {block.stage.kind for block in cut.blocks if block.problem.forms}
-    fronts = [fronts_of[kind] for kind in kinds]
+    fronts = [fronts_of[kind] for kind in kinds if kind in fronts_of]
     if not fronts:
         return []
     lines = []
