@@ -54,11 +54,7 @@ def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    for part in module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            node.args, node.kwargs = pytree.tree_map(_off_meta, (node.args, node.kwargs))
-        if isinstance(part, fx.GraphModule):
-            part.recompile()
+    off_meta(module)
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     fakes = []
     for tensor in tensors:
@@ -66,6 +62,15 @@ def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
         fakes.append(fake.requires_grad_(tensor.requires_grad))
     return fakes
+
+
+def off_meta(module: fx.GraphModule) -> None:
+    """Change what a graph makes on the meta device to the CPU, in place."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            node.args, node.kwargs = pytree.tree_map(_off_meta, (node.args, node.kwargs))
+        if isinstance(part, fx.GraphModule):
+            part.recompile()
 
 
 def _off_meta(value: object) -> Value:

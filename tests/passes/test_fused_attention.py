@@ -31,7 +31,7 @@ class Attends(nn.Module):
         b, s, _ = x.shape
         q, k, v = (t.view(b, s, HEADS, -1).transpose(1, 2) for t in self.project(x).split(WIDTH, -1))
         scores = q @ k.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5
-        i, j = torch.arange(s)[:, None], torch.arange(s)
+        i, j = torch.arange(s, device=x.device)[:, None], torch.arange(s, device=x.device)
         if self.slopes is not None:
             scores = scores + self.slopes[:, None, None] * (j - i)
         seen = (j <= i) & attention_mask[:, None, None, :].bool()
@@ -67,6 +67,18 @@ def test_scores_are_gone_from_forward_and_backward() -> None:
     (text,) = attended.fused.values()
     assert text.startswith("causal ∧ window 8 ∧ padding")
     assert list(attended.score_bytes.values()) == [2 * HEADS * 40 * 40 * 4] and not attended.left
+
+
+def test_masks_are_understood_without_data_too() -> None:
+    """A plan for a GPU that is not here, of a model that is nowhere, has the attention that the same model has with its weights."""
+    asked = {"mode": "training", "target": "h100-sxm", "passes": ALWAYS}
+    plans = [
+        effcompile.plan(Attends(window=8).to(device).train(), {k: v.to(device) for k, v in inputs().items()}, **asked)  # type: ignore[arg-type]
+        for device in ("cpu", "meta")
+    ]
+    (here, nowhere) = ([(d.site, d.option, d.note) for d in plan.decisions if d.kind == "attention"] for plan in plans)
+    assert here == nowhere and here[0][1] == "fused"
+    assert plans[0].predicted == plans[1].predicted
 
 
 def test_a_bias_keeps_its_gradient() -> None:

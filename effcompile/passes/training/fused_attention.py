@@ -7,11 +7,12 @@ that the planner sees (Dao et al. 2022, FlashAttention, section 3: the softmax i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor, fx
 
 from effcompile.capture.source import Source
@@ -19,13 +20,15 @@ from effcompile.capture.training_graph import WRAPPED
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Because, Sees, Unsupported
+from effcompile.core.torch_compat import is_fake
+from effcompile.core.torch_compat_aot import off_meta
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
 from effcompile.sites.attention.closed_masks import in_closed_form, mask_of
 from effcompile.sites.attention.find.match import SDPA, match
-from effcompile.sites.attention.find.normal_form import AttentionMatch
+from effcompile.sites.attention.find.normal_form import AttentionMatch, Unmatched
 from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.normalise import normalise, refused
 from effcompile.sites.attention.rewrite import why_not
@@ -36,6 +39,8 @@ KIND, WRITTEN, FUSED = "attention", "as written", "fused"
 #: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor,
 #: and its largest operator does not need more bytes.
 _CLEARLY_FASTER = 0.97
+#: Elements of the largest mask that is made up where inputs have no values.
+_MOST_WITHOUT_DATA = 1 << 27
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,8 +70,9 @@ class FusedAttention:
         found = match(case.front.graph)
         if not any(isinstance(m, AttentionMatch) and _pays(m) for m in found):
             yield from _left(names.of(Attended(left=refused(found))))
-        elif case.source.without_data:
-            yield from _left(Attended(left={KIND: "its mask has no values to look at: this is the meta device"}))
+        elif case.source.without_data and (most := _largest(found)) > _MOST_WITHOUT_DATA:
+            reason = f"its mask has no values to look at on the meta device, and one of {most:,} elements is not made up"
+            yield from _left(Attended(left={KIND: reason}))
         else:
             made, attended = self._made(case.source, case)
             attended = names.of(attended)
@@ -107,7 +113,9 @@ class FusedAttention:
             front: a flat aten graph as torch.export gives it, parameters as get_attr.
             inputs: the values of its placeholders.
         """
-        program = _program(front, inputs)
+        if any(is_fake(tensor) for tensor in inputs):
+            off_meta(front)
+        program = _program(front, [_made_up(tensor) if is_fake(tensor) else tensor for tensor in inputs])
         attended = Attended(left=normalise(front.graph, training=True))
         found = attentions(program)
         sites = [site for site in found if _gains(program, site)]
@@ -164,6 +172,18 @@ class _Names:
 
 def _site(name: str) -> str:
     return name.removeprefix(f"{WRAPPED}.")
+
+
+def _made_up(tensor: Tensor) -> Tensor:
+    """Values for an input that has none, for masks to be understood by: nothing is padded, nothing added."""
+    number = 0 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 1
+    return torch.full(tensor.shape, number, dtype=tensor.dtype)
+
+
+def _largest(found: Iterable[AttentionMatch | Unmatched]) -> int:
+    """Elements of the largest mask of a batch."""
+    sizes = (site.anchor.meta["val"].shape for site in found if isinstance(site, AttentionMatch))
+    return max((int(shape[0] * shape[-2] ** 2) for shape in sizes if len(shape) > 1), default=0)
 
 
 def _pays(found: AttentionMatch) -> bool:
