@@ -33,8 +33,9 @@ def remedy(error: InfeasibleError) -> str:
         said = " or ".join(limit(name, value) for name, value in error.nearest.items())
         others = ", the other limits unchanged" if len(first.limits) + first.beside > 1 else ""
         return f"The smallest feasible value is {said}{others}." if said else "More than one limit must be loosened."
-    if isinstance(first, c.MachineTooSmall) and not error.nearest:
-        return "Plan for a larger machine, or allow an error (max_error), so that weights take fewer bytes."
+    if isinstance(first, c.MachineTooSmall):
+        larger = f"Plan for a machine that has {_exactly(needed)}" if error.nearest and needed else "Plan for a larger machine"
+        return f"{larger}, or allow an error (max_error), so that weights and states take fewer bytes."
     if isinstance(first, c.NotReached):
         return "Allow a little more memory."
     if isinstance(first, c.HostMemory) or not needed:
