@@ -12,7 +12,7 @@ FIGURES = ("cores", "memory_bytes", "memory_bandwidth", "link_bandwidth", "peak_
 
 
 def test_the_promised_machines_are_there():
-    assert {"cpu-generic", "h100-sxm", "h200", "a100-80gb", "v100-32gb", "rtx4090", "mi300x", "ipu-mk2"} <= set(known_targets())
+    assert {"cpu-generic", "h100-sxm", "h200", "a100-80gb", "v100-32gb", "rtx4090", "mi300x", "ipu-mk2", "b200", "tpu-v5p"} <= set(known_targets())
 
 
 @pytest.mark.parametrize("name", known_targets())
