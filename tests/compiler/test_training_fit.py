@@ -15,7 +15,7 @@ from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
 
 pytestmark = pytest.mark.usefixtures("quick_training")
-PASSES = ["no-pointwise", "no-loss_head", "states.offload=false"]
+PASSES = ["no-pointwise", "no-loss_head", "states.offload=false", "states.in_backward=false"]
 
 
 def shape() -> tuple[nn.Module, Batch]:
@@ -59,3 +59,16 @@ def test_a_users_limit_counts_where_it_is_less() -> None:
     model, batch = shape()
     plan = effcompile.plan(model, batch, mode="training", target=machine(1e9), memory=10**8, passes=PASSES)
     assert plan.fit is not None and plan.fit.limit_bytes == 10**8
+
+
+def test_gradients_that_do_not_fit_together_are_consumed_in_the_backward() -> None:
+    """What is asked of a machine that is not here is answered with every exact lever, and the plan says so."""
+    model, batch = shape()
+    asked = {"mode": "training", "optimizer": torch.optim.AdamW}
+    passes = ["no-pointwise", "no-loss_head", "no-attention", "no-offload"]
+    with pytest.raises(InfeasibleError) as caught:
+        effcompile.plan(model, batch, target=machine(1000), passes=[*passes, "states.in_backward=false"], **asked)
+    plan = effcompile.plan(model, batch, target=machine(0.96 * caught.value.needed), passes=passes, **asked)
+    assert any(d.kind == "gradient" and d.option == "consumed in the backward" for d in plan.decisions)
+    assert any("planned with --pass states.in_backward=true" in note for note in plan.notes)
+    assert plan.fit is not None and (plan.peak_bytes or 0) <= plan.fit.limit_bytes

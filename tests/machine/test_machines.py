@@ -12,7 +12,8 @@ FIGURES = ("cores", "memory_bytes", "memory_bandwidth", "link_bandwidth", "peak_
 
 
 def test_the_promised_machines_are_there():
-    assert {"cpu-generic", "h100-sxm", "h200", "a100-80gb", "v100-32gb", "rtx4090", "mi300x", "ipu-mk2", "b200", "tpu-v5p"} <= set(known_targets())
+    gpus = {"h100-sxm", "h200", "b200", "a100-80gb", "v100-32gb", "rtx4090", "l40s", "mi300x", "mi355x"}
+    assert gpus | {"cpu-generic", "ipu-mk2", "gaudi3", "tpu-v5e", "tpu-v5p", "tpu-v6e"} <= set(known_targets())
 
 
 @pytest.mark.parametrize("name", known_targets())

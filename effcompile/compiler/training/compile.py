@@ -23,7 +23,7 @@ from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.solve import frontier
 from effcompile.compiler.training.work import Work, as_planned, make_work
-from effcompile.core.errors import FormatError, UsageError
+from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.types import Args, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
@@ -34,12 +34,16 @@ from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.saved_blocks import chosen, held
 from effcompile.planner.remat import BlockFront
 
+#: How a step is planned whose gradients do not fit on the machine together.
+IN_BACKWARD = "states.in_backward"
+
 
 @entry("plan")
 def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
     """The best plan, simulated and certified; nothing of the model is run. Arguments as in Request.
 
-    The machine's memory is the limit where the goal has none, or a larger one: see fit.py.
+    The machine's memory is the limit where the goal has none, or a larger one: see fit.py. For a machine that is not here, where no
+    step fits whose gradients are all there at once, they are consumed in the backward.
 
     Raises:
         CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
@@ -51,11 +55,24 @@ def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[
         plan = build_plan(made.joint, made.branches.chosen_from(made.joint), work.figures, goal, work.notes)
         return chosen.told_in(_with_levers(made.branches, made.joint, plan))
     branches = Branches(work=work, case=work.capture(task.request.keep_outputs))
-    if not work.figures.here and (goal.memory is None or goal.memory > work.figures.target.memory_bytes):
-        joint = within_machine(work.figures.target, branches.solve)
-    else:
-        joint = branches.solve(goal.memory)
+    try:
+        joint = _within(branches)
+    except InfeasibleError:
+        spec = tuple(task.request.passes or ())
+        if work.figures.here or work.optimizer is None or any(name.startswith(IN_BACKWARD) for name in spec):
+            raise
+        work = make_work(replace(task, request=replace(task.request, passes=(*spec, f"{IN_BACKWARD}=true"))))
+        work.notes.append(f"nothing fits with all gradients there at once: planned with --pass {IN_BACKWARD}=true")
+        joint = _within(branches := Branches(work=work, case=branches.case))
     return _with_levers(branches, joint, build_plan(joint, branches.chosen_from(joint), work.figures, goal, work.notes))
+
+
+def _within(branches: Branches) -> Joint:
+    """The best plan within the goal and the machine."""
+    goal, figures = branches.work.goal, branches.work.figures
+    if not figures.here and (goal.memory is None or goal.memory > figures.target.memory_bytes):
+        return within_machine(figures.target, branches.solve)
+    return branches.solve(goal.memory)
 
 
 @entry("optimize")
