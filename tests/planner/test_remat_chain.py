@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -12,6 +12,7 @@ from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
 from effcompile.planner import OPTIMAL, SINGLE, UNPROVEN
 from effcompile.planner.remat import ChainProblem, chain_frontier, frontier_budgets, smallest_budget, solve_chain
 from effcompile.planner.remat import chain as chain_module
+from effcompile.planner.remat.count import _System
 from effcompile.planner.remat.links import variants
 from effcompile.planner.remat.walk import Walk, walk
 
@@ -159,3 +160,19 @@ def test_a_slack_for_no_stage_is_refused() -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="reference_seconds"):
         solve_chain(realistic_chain(2, 1, options=4), **{"reference_seconds": 1.0, **arguments})
+
+
+@settings(max_examples=40, deadline=None)
+@given(problem=chains(), above=st.integers(1, 4), tenths=st.integers(0, 10))
+def test_ways_that_a_certificate_leaves_out_are_in_no_cheaper_choice(problem: ChainProblem, above: int, tenths: int) -> None:
+    """Every choice within the budget and below the target, of all there are, keeps its ways."""
+    links = variants(problem)[0]
+    choices = list(product(*(range(len(link.ways)) for link in links.links)))
+    peaks, costs = sorted(map(links.peak, choices)), sorted({links.cost(c) for c in choices})
+    budget, target = peaks[(len(peaks) - 1) * tenths // 10], costs[min(above, len(costs) - 1)]
+    system = _System(links, budget, {(i, phase) for i in range(len(links.links)) for phase in (0, 1)})
+    hopeless = any(surrogate.left < 0 for surrogate in system._reduce(target - links.ticks))
+    left = {(i, w) for members, ways in zip(system.classes, system.ways, strict=True) for i in members for w, _ in ways}
+    wanted = [c for c in choices if links.fits(c, budget) and links.cost(c) < target]
+    assert not (hopeless and wanted)
+    assert all((i, w) in left for choice in wanted for i, w in enumerate(choice))

@@ -10,12 +10,14 @@ stages and way w (a stage with a stated instant is a class of its own):
     (4) surrogates        Q·(3) + p·(2) for each stated instant, integers Q, p ≥ 0
     (5) host              Σ_c Σ_w host_w n_cw ≤ H, where host bytes are scarce
 
+(4) follows from (2) and (3) and changes no answer, but with p / Q the multiplier of the Lagrangian it is what refutes the linear
+relaxation, which z3 takes long to find when all stages differ (as in planner/certify.py). With the least weight of every class taken
+off it says Σ_c Σ_w d_w n_cw ≤ left, all d ≥ 0: a way with d_w > left is in no choice that is asked for, and is left out (reduced-cost
+fixing: Nemhauser and Wolsey 1988, II.5.2). Of some 35 ways of a stage a few remain.
+
 Instants left out only make the system weaker, so unsat is a proof for the chain, in whatever order options stand along
 it. A model is spread over the stages, in a few orders (`_ORDERS`), and checked at every instant. If none fits, an instant
 that was violated is stated and z3 is asked again; with all stated, every stage is its own class and the system exact.
-
-(4) follows from (2) and (3) and changes no answer, but with p / Q the multiplier of the Lagrangian it is what refutes the
-linear relaxation, which z3 takes long to find when all stages differ (as in planner/certify.py).
 
 Why the first order is tried first (exchange argument): let a and b be options of two neighbouring stages of one class with
 the same bytes beside, and d = backward − kept. In the order a, b the higher of the two backwards is
@@ -97,78 +99,98 @@ class Certifier:
         return bool(over)
 
 
+@dataclass(frozen=True, slots=True)
+class _Surrogate:
+    """(4) of one instant: per class, how much more each way weighs than its least, and what all stages may weigh more together."""
+
+    above: list[dict[int, int]]
+    left: int
+
+    def stated(self, counts: list[dict[int, z3.ArithRef]]) -> z3.BoolRef:
+        """To z3."""
+        return _sum([(d, numbers[w]) for row, numbers in zip(self.above, counts, strict=True) for w, d in row.items()]) <= self.left
+
+
 class _System:
     """The stages in classes, and z3's question about them."""
 
     def __init__(self, links: Links, budget: int, stated: set[tuple[int, int]]) -> None:
         self.links, self.budget, self.stated = links, budget, stated
         self.classes = _classes(links, {i for i, _ in stated})
-        self.counts = [[z3.Int(f"n{c}_{w}") for w in range(len(links.links[members[0]].ways))] for c, members in enumerate(self.classes)]
+        self.ways = [list(enumerate(links.links[members[0]].ways)) for members in self.classes]
 
-    def solve(self, target: int, grain: int, seconds: float) -> tuple[z3.CheckSatResult, list[list[int]]]:
+    def solve(self, target: int, grain: int, seconds: float) -> tuple[z3.CheckSatResult, list[dict[int, int]]]:
+        """z3's answer and, where there is one, per class the number of stages that take each of its ways."""
+        surrogates = self._reduce(target)
+        counts = [{w: z3.Int(f"n{c}_{w}") for w, _ in ways} for c, ways in enumerate(self.ways)]
+        if any(surrogate.left < 0 for surrogate in surrogates):  # hopeless, and z3's simplex says so at once when asked for nothing else
+            alone = z3.Solver()
+            alone.add(*(n >= 0 for numbers in counts for n in numbers.values()), *(s.stated(counts) for s in surrogates))
+            return ask(alone)[0], []
         solver = z3.SolverFor("QF_LIA")
-        for members, counts in zip(self.classes, self.counts, strict=True):
-            solver.add(z3.Sum(counts) == len(members), *(n >= 0 for n in counts))
-        for i, phase in sorted(self.stated):
-            surrogate, left = self._surrogate(i, phase, target)
-            if left < 0:  # hopeless, and z3's simplex says so at once when asked for nothing else
-                alone = z3.Solver()
-                alone.add(*(n >= 0 for counts in self.counts for n in counts), surrogate)
-                return ask(alone)[0], []
-            solver.add(self._instant(i, phase), surrogate)
+        for members, numbers in zip(self.classes, counts, strict=True):
+            solver.add(z3.Sum([*numbers.values()]) == len(members), *(n >= 0 for n in numbers.values()))
+        solver.add(*(self._instant(i, phase, counts) for i, phase in sorted(self.stated)), *(s.stated(counts) for s in surrogates))
+        pairs = [(way, numbers[w]) for ways, numbers in zip(self.ways, counts, strict=True) for w, way in ways]
         if self.links.host is not None:
-            solver.add(_sum([(way.host, n) for way, n in self._ways()]) <= self.links.host)
-        terms = [(way.ticks // grain, n) for way, n in self._ways()]
-        solver.add(_sum(terms) <= (target - 1) // grain)
+            solver.add(_sum([(way.host, n) for way, n in pairs]) <= self.links.host)
+        solver.add(_sum([(way.ticks // grain, n) for way, n in pairs]) <= (target - 1) // grain)
         solver.set("timeout", max(1, int(seconds * 1000)))
         answer, model = ask(solver)
         if model is None:
             return answer, []
-        return answer, [[model.eval(n, model_completion=True).as_long() for n in counts] for counts in self.counts]
+        return answer, [{w: model.eval(n, model_completion=True).as_long() for w, n in numbers.items()} for numbers in counts]
 
-    def _ways(self) -> list[tuple[Way, z3.ArithRef]]:
-        pairs = []
-        for members, counts in zip(self.classes, self.counts, strict=True):
-            pairs += list(zip(self.links.links[members[0]].ways, counts, strict=True))
-        return pairs
+    def _reduce(self, target: int) -> list[_Surrogate]:
+        """Leave out ways until no stated instant's surrogate leaves out more: these surrogates, or one that nothing satisfies."""
+        left_out = True
+        while left_out:
+            before, surrogates = sum(map(len, self.ways)), []
+            for i, phase in sorted(self.stated):
+                surrogates.append(surrogate := self._surrogate(i, phase, target))
+                if surrogate.left < 0:
+                    return [surrogate]
+                pairs = zip(self.ways, surrogate.above, strict=True)
+                self.ways = [[(w, way) for w, way in ways if above[w] <= surrogate.left] for ways, above in pairs]
+            left_out = sum(map(len, self.ways)) < before
+        return surrogates
 
-    def _instant(self, i: int, phase: int) -> z3.BoolRef:
+    def _instant(self, i: int, phase: int, counts: list[dict[int, z3.ArithRef]]) -> z3.BoolRef:
         used, room = self._row(i, phase)
-        terms = [(a, n) for row, counts in zip(used, self.counts, strict=True) for a, n in zip(row, counts, strict=True) if a]
+        terms = [(a, n) for row, numbers in zip(used, counts, strict=True) for a, n in zip(row, numbers.values(), strict=True) if a]
         unit = gcd(*(c for c, _ in terms)) or 1
         return _sum([(c // unit, n) for c, n in terms]) <= room // unit
 
     def _row(self, i: int, phase: int) -> tuple[list[list[int]], int]:
         """Per class and way the bytes at an instant, and the room for them."""
         used = []
-        for members in self.classes:
-            ways = self.links.links[members[0]].ways
+        for members, ways in zip(self.classes, self.ways, strict=True):
             if members[0] == i:
-                used.append([way.backward if phase else way.forward for way in ways])
+                used.append([way.backward if phase else way.forward for _, way in ways])
             else:
-                used.append([way.kept if members[0] < i else 0 for way in ways])
+                used.append([way.kept if members[0] < i else 0 for _, way in ways])
         return used, self.budget - (self.links.links[i].backward if phase else self.links.links[i].forward)
 
-    def _surrogate(self, i: int, phase: int, target: int) -> tuple[z3.BoolRef, int]:
-        """(4) of one instant, and its room, with the least of every class taken off: below 0 nothing satisfies it."""
+    def _surrogate(self, i: int, phase: int, target: int) -> _Surrogate:
+        """(4) of one instant, with the least of every class taken off."""
         used, room = self._row(i, phase)
-        ticks = [[way.ticks for way in self.links.links[members[0]].ways] for members in self.classes]
+        ticks = [[way.ticks for _, way in ways] for ways in self.ways]
         sizes = [len(members) for members in self.classes]
         p = _multiplier(ticks, used, sizes, room)
-        terms: list[tuple[int, z3.ArithRef]] = []
+        above: list[dict[int, int]] = []
         left = _Q * (target - 1) + p * room
-        for size, row, times, counts in zip(sizes, used, ticks, self.counts, strict=True):
-            weights = [_Q * t + p * a for t, a in zip(times, row, strict=True)]
-            left -= size * min(weights)
-            terms += [(w - min(weights), n) for w, n in zip(weights, counts, strict=True)]
-        return _sum(terms) <= left, left
+        for size, ways, row in zip(sizes, self.ways, used, strict=True):
+            weights = {w: _Q * way.ticks + p * a for (w, way), a in zip(ways, row, strict=True)}
+            least = min(weights.values())
+            left -= size * least
+            above.append({w: weight - least for w, weight in weights.items()})
+        return _Surrogate(above, left)
 
-    def spread(self, counts: list[list[int]], order: Callable[[Way], int]) -> tuple[int, ...]:
+    def spread(self, counts: list[dict[int, int]], order: Callable[[Way], int]) -> tuple[int, ...]:
         """A choice with these counts: within a class in the given order of its ways."""
         choice = [0] * len(self.links.links)
-        for members, numbers in zip(self.classes, counts, strict=True):
-            ways = self.links.links[members[0]].ways
-            taken = [w for w in sorted(range(len(ways)), key=lambda w: order(ways[w])) for _ in range(numbers[w])]
+        for members, ways, numbers in zip(self.classes, self.ways, counts, strict=True):
+            taken = [w for w, _ in sorted(ways, key=lambda pair: order(pair[1])) for _ in range(numbers[w])]
             for i, w in zip(members, taken, strict=True):
                 choice[i] = w
         return tuple(choice)
