@@ -8,9 +8,11 @@ from typing import Any
 
 #: Times the seconds that measuring may take; the tests' is small.
 PATIENCE = 1.0
+#: Samples before which no figure has settled.
+_FEWEST = 8
 
 
-def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: float = 0.15) -> float:
+def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: float = 0.15, settled: float = 0.0) -> float:
     """Seconds of one warm call of `fn`: the median of the faster half of its samples.
 
     On a shared machine noise only ever adds time (preemption, cold caches), so the slower half is dropped; the
@@ -21,6 +23,7 @@ def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: flo
         fn: the callable.
         min_rounds: samples taken at the least, even beyond the budget (at least 1).
         budget: seconds after which no further sample is started.
+        settled: stop before, once twice as many samples give the same figure but for this share.
     """
     fn()
     repeats = _repeats(fn)
@@ -31,6 +34,10 @@ def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: flo
         for _ in range(repeats):
             fn()
         samples.append((perf_counter() - start) / repeats)
+        if settled and len(samples) >= max(_FEWEST, min_rounds) and not len(samples) & (len(samples) - 1):
+            before, now = faster_half_median(samples[: len(samples) // 2]), faster_half_median(samples)
+            if abs(now - before) <= settled * now:
+                return now
     return faster_half_median(samples)
 
 

@@ -23,6 +23,8 @@ from effcompile.ops import block_sparse, grouped
 
 #: Bytes of operands and results from which on it is asked whether they fit beside the model.
 _LARGE = 256 << 20
+#: An operator is timed until its figure moves by no more than this share.
+_SETTLED = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ def _seconds(call: Callable[[], object], budget: float) -> float:
     call()
     once = perf_counter() - start
     if once < budget:
-        return median_seconds(call, min_rounds=2, budget=budget - once)
+        return median_seconds(call, min_rounds=2, budget=budget - once, settled=_SETTLED)
     start = perf_counter()
     call()
     return min(once, perf_counter() - start)

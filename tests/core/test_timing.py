@@ -36,6 +36,15 @@ def test_median_ignores_warm_up_and_preemption(clock):
     assert median_seconds(clock.work(9.0, 1.0, 1.0, 7.0, 1.0, 8.0, 1.0), min_rounds=5, budget=0.0) == pytest.approx(1.0)
 
 
+def test_a_figure_that_has_settled_is_not_measured_on(clock):
+    median_seconds(clock.work(0.01), min_rounds=2, budget=10.0, settled=0.02)
+    assert clock.now == pytest.approx(0.01 * (2 + 8))
+    falling = [0.04, 0.04, 0.04, 0.04, 0.04, 0.04, *[0.02] * 4, 0.01]  # two that warm up, four and four samples
+    clock.now = 0.0
+    assert median_seconds(clock.work(*falling), min_rounds=2, budget=10.0, settled=0.02) == pytest.approx(0.01)
+    assert clock.now < 1.0
+
+
 def test_budget_bounds_the_rounds_but_not_below_the_minimum(clock):
     median_seconds(clock.work(1.0), min_rounds=3, budget=0.5)
     assert clock.now == pytest.approx(5.0)  # warm up, repeat probe, 3 samples
