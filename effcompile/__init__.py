@@ -32,12 +32,15 @@ if TYPE_CHECKING:
     from effcompile.core.goal import Goal
     from effcompile.dynamo import compilations
     from effcompile.machine.target import Target
+    from effcompile.runs import Run, Stage
     from effcompile.sparse.controller import DynamicSparsity
 
 _HOME = {
     "optimize": "api",
     "frontier": "api",
     "plan": "api",
+    "Run": "runs",
+    "Stage": "runs",
     "Executable": "api",
     "compilations": "dynamo",
     "DynamicSparsity": "sparse.controller",
@@ -67,6 +70,8 @@ __all__ = [
     "LoweringError",
     "MissingPackageError",
     "Plan",
+    "Run",
+    "Stage",
     "Target",
     "UnknownNameError",
     "UsageError",

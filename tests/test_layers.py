@@ -24,6 +24,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("report",),
     ("deferred", "dynamo", "console"),
     ("api",),
+    ("runs",),
     ("cli", "__init__"),
     ("__main__",),
 ]

@@ -22,6 +22,8 @@ NAMES = [
     "LoweringError",
     "MissingPackageError",
     "Plan",
+    "Run",
+    "Stage",
     "Target",
     "UnknownNameError",
     "UsageError",
