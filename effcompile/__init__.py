@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     __version__: str
     from rich.console import Console
 
-    from effcompile.api import Executable, frontier, optimize, plan
+    from effcompile.api import Executable, frontier, load, optimize, plan
     from effcompile.core.errors import (
         CaptureError,
         EffcompileError,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _HOME = {
     "optimize": "api",
     "frontier": "api",
+    "load": "api",
     "plan": "api",
     "Run": "runs",
     "Stage": "runs",
@@ -78,6 +79,7 @@ __all__ = [
     "VerificationError",
     "compilations",
     "frontier",
+    "load",
     "optimize",
     "plan",
 ]

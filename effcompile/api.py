@@ -13,7 +13,7 @@ from typing import Literal, Unpack, overload
 from torch import nn
 
 from effcompile.capture.training import Loss
-from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable
+from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable, load
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal, GoalFields, Limits, Mode
 from effcompile.core.types import Example, Forward, Inputs, Outputs
@@ -23,7 +23,7 @@ from effcompile.ir.plan import Plan
 from effcompile.loader import as_inputs
 from effcompile.machine.target import Target
 
-__all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "optimize", "plan"]
+__all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "load", "optimize", "plan"]
 
 
 #: A module, or a function of tensors.

@@ -30,6 +30,7 @@ NAMES = [
     "VerificationError",
     "compilations",
     "frontier",
+    "load",
     "optimize",
     "plan",
 ]

@@ -3,6 +3,7 @@
 from effcompile.compiler.artifact import Artifact, ArtifactRun, open_artifact, run_artifact
 from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
+from effcompile.compiler.loaded import LoadedExecutable, load
 from effcompile.compiler.machine import calibrate
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.request import AnyOptimizer, Batch, Dynamic, OnChange, Request
@@ -16,6 +17,7 @@ __all__ = [
     "Batch",
     "Dynamic",
     "Executable",
+    "LoadedExecutable",
     "OnChange",
     "Progress",
     "Request",
@@ -23,6 +25,7 @@ __all__ = [
     "calibrate",
     "frontier",
     "frontier_training",
+    "load",
     "make_plan",
     "open_artifact",
     "optimize",

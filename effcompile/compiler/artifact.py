@@ -19,6 +19,7 @@ from effcompile.core.errors import EffcompileError, FormatError, GuardError, Low
 from effcompile.core.folders import read_steadily
 from effcompile.core.stages import first_line
 from effcompile.core.timing import median_seconds
+from effcompile.core.types import Outputs
 from effcompile.core.units import format_bytes
 from effcompile.ir.guards import described
 from effcompile.ir.plan import Plan
@@ -29,6 +30,7 @@ from effcompile.machine.hardware import this_hardware
 _INPUT = re.compile(r"(?P<name>\S+) \[(?P<dims>.*)\] (?P<dtype>\w+)")
 _SIZE = re.compile(r"[0-9]{1,18}")
 _INPUT_SHARE = 16
+_AGAIN = "Write both again with `effcompile optimize -o`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,19 @@ class Artifact:
     signature: Signature
     folder: Path
     opened: Run
+
+    def structured(self, tensors: Sequence[torch.Tensor], outputs: list[torch.Tensor]) -> Outputs:
+        """What the model returns for these inputs, in its structure, around the outputs that are tensors.
+
+        Raises:
+            FormatError: the plan says another number of them.
+        """
+        returns = self.signature.returns
+        if returns is None:
+            return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        if returns.tensors() != len(outputs):
+            raise FormatError(f"{str(self.folder / PLAN)!r} says {returns.tensors()} outputs; its artifact has {len(outputs)}. {_AGAIN}")
+        return returns.built(outputs, self.signature.sizes([tuple(tensor.shape) for tensor in tensors]))
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         """The outputs that are tensors, in order.
@@ -161,7 +176,7 @@ def _opened(folder: Path) -> Artifact:
     plan = Plan.load(folder / PLAN)
     check_artifact(plan, folder)
     if plan.signature is None or [given.name for given in plan.signature.inputs] != [line.partition(" ")[0] for line in plan.inputs]:
-        raise FormatError(f"{str(folder / PLAN)!r} does not say what its artifact takes. Write both again with `effcompile optimize -o`.")
+        raise FormatError(f"{str(folder / PLAN)!r} does not say what its artifact takes. {_AGAIN}")
     backends, _ = usable_backends(plan.backend)
     return Artifact(plan=plan, signature=plan.signature, folder=folder, opened=backends[0].open(folder, plan))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,15 +19,16 @@ from effcompile.backends.base import Lowered
 from effcompile.compiler.gradients import GradientGuard
 from effcompile.compiler.inputs import GraphInputs
 from effcompile.compiler.planned import PlannedModel
-from effcompile.core.errors import EffcompileError, GuardError, InputsError, LoweringError
+from effcompile.core import torch_compat
+from effcompile.core.errors import EffcompileError, GuardError, InputsError, LoweringError, UsageError
 from effcompile.core.stages import first_line
-from effcompile.core.types import Outputs
+from effcompile.core.types import Forward, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 
-if TYPE_CHECKING:
-    pass
+#: Why torch.compile runs an Executable as it is.
+COMPILED = "An effcompile.Executable is compiled already: call it as it is, outside of torch.compile(fullgraph=True)."
 
 
 class Executable(PlannedModel):
@@ -44,6 +48,7 @@ class Executable(PlannedModel):
 
     def __init__(self, model: nn.Module, program: Program, lowered: Lowered, plan: Plan) -> None:
         super().__init__()
+        torch_compat.hide_from_dynamo(type(self), "forward", COMPILED)
         self.original = model
         self.fallback = None
         self.training = False
@@ -103,6 +108,43 @@ class Executable(PlannedModel):
         """The model itself."""
         return self.original
 
+    def __getattr__(self, name: str) -> Any:
+        """What the original has beside (`config`, `device`, `generate` ...): HuggingFace's pipelines ask for it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_modules", {}).get("original")
+            if original is None or name.startswith("_"):
+                raise
+        found = getattr(original, name)
+        return saying_original(found, type(original).__name__) if name == "generate" else found
+
+    def __copy__(self) -> Executable:
+        return self._around(self.original)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Executable:
+        """A copy of the model with the same lowered weights, which it shares; a call after the copy's weights changed is refused."""
+        return self._around(copy.deepcopy(self.original, memo))
+
+    def _around(self, model: nn.Module) -> Executable:
+        """The same for a model that is a copy of the original."""
+        made = type(self).__new__(type(self))
+        nn.Module.__init__(made)
+        made.__dict__.update({name: value for name, value in self.__dict__.items() if name not in made.__dict__})
+        made.original, made.training = model, self.training
+        if model is not self.original:
+            made._state = self._state.bound_to(model)
+            made._state.settle()
+            made._gradients = GradientGuard(self._program.name, model.parameters())
+            made.fallback = None
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"An Executable cannot be pickled, for its lowered model is bound to this process: {self._program.name}. Write it with "
+            "executable.save(folder), and open it anywhere with effcompile.load(folder)."
+        )
+
     def save(self, directory: str | os.PathLike[str], *, beside: Mapping[str, str] | None = None) -> Path:
         """Write the artifact and plan.json into a folder, which holds nothing else afterwards; it is replaced whole or stays as it was.
 
@@ -139,3 +181,17 @@ class Executable(PlannedModel):
     def load_state_dict(self, *args: object, **kwargs: object) -> Any:
         """Refused: the lowered weights would no longer be the original's."""
         raise InputsError("An Executable's weights are fixed when it is planned. Load them into the model, then call effcompile.optimize.")
+
+
+def saying_original(generate: Forward, name: str) -> Forward:
+    """The original's generate(), which says so: it calls the original with a cache, and not the optimized model."""
+
+    @functools.wraps(generate)
+    def said(*args: object, **kwargs: object) -> Outputs:
+        warnings.warn(
+            f"effcompile runs the original {name}: generate() calls it token by token with a cache, for which nothing is planned",
+            stacklevel=2,
+        )
+        return generate(*args, **kwargs)
+
+    return said

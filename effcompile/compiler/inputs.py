@@ -17,6 +17,7 @@ from effcompile.ir.export import allowed, domain_of, size_at, sizes_of
 from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.signature import Signature, TensorInput, told
+from effcompile.ir.structure import returned_of
 
 #: Kinds of calls (shapes, dtypes, devices) that are remembered as accepted.
 _REMEMBERED = 256
@@ -91,6 +92,7 @@ class GraphInputs:
             example=sizes_of(program),
             related=not all(told(guard, sizes, domain.bounds) for guard in domain.guards)
             or any(isinstance(dim, str) and not dim.isidentifier() for shape in sizes.values() for dim in shape),
+            returns=returned_of(program),
         )
 
     def _listed(self) -> Iterator[Guard]:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -359,3 +360,10 @@ def global_module_hooks() -> tuple[Mapping[int, Any], ...]:
 
     names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
     return tuple(found for name in names if (found := getattr(module, name, None)) is not None)
+
+
+def hide_from_dynamo(kind: type, method: str, reason: str) -> None:
+    """Have torch.compile call a class's method as it is. While Dynamo is not loaded, nothing is hidden: loading it takes seconds."""
+    found = kind.__dict__.get(method)
+    if found is not None and "torch._dynamo" in sys.modules and not hasattr(found, "_torchdynamo_orig_callable"):
+        setattr(kind, method, torch.compiler.disable(found, reason=reason))

@@ -53,7 +53,7 @@ def reexport(program: Program) -> torch.export.ExportedProgram:
     """Export `program.module`, edited or not, with its dynamic axes; works for examples of batch 1.
 
     Nodes keep the module names (`nn_module_stack`) of the program's nodes wherever the two graphs agree. Of a model that returns
-    other things beside tensors only the tensors are returned, as a tuple.
+    other things beside tensors, or a class of its own (who opens the file may not have it), the tensors are returned, as a tuple.
     """
     args, kwargs = trace_inputs(program)
     module = _exportable(program)
@@ -67,14 +67,19 @@ def _exportable(program: Program) -> fx.GraphModule:
     """A copy of the module that runs where kernels lay their results out otherwise, and returns tensors only."""
     module = program.editable("export again").module
     lenient_views(module.graph)
-    if any(kind is not Output.TENSOR for kind in program.returned):
+    codegen: Any = module.graph._codegen
+    if any(kind is not Output.TENSOR for kind in program.returned) or not _known_everywhere(codegen.pytree_info.out_spec):
         tensors = tuple(replace(program, module=module).tensor_results())
         module.graph.output_node().args = (tensors,)
-        codegen: Any = module.graph._codegen
         codegen.pytree_info = codegen.pytree_info._replace(out_spec=pytree.tree_structure(tensors))
         module.graph.eliminate_dead_code()
     module.recompile()
     return module
+
+
+def _known_everywhere(spec: pytree.TreeSpec) -> bool:
+    """Whether a structure is made of Python's own containers."""
+    return spec.is_leaf() or (spec.type in (list, tuple, dict) and all(_known_everywhere(part) for part in spec.children()))
 
 
 def lenient_views(graph: fx.Graph) -> None:

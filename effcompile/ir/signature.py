@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from effcompile.ir.returned import Returned
+
 #: How torch.export says what must be so of sizes.
 _SIZE = re.compile(r"L(?P<place>(\['\w+'\]|\[\d+\])+)\.size\(\)\[(?P<axis>\d+)\]")
 
@@ -40,6 +42,7 @@ class Signature:
         not_one: sets of axes that may not all be 1.
         example: sizes of the axes when the plan was made.
         related: the sizes hang together in ways that are not told here, so that only those of the example are known to be right.
+        returns: the structure of what a call returns; None: it is not told, and the tensors are returned as they come.
     """
 
     parameters: tuple[str, ...]
@@ -50,6 +53,16 @@ class Signature:
     not_one: tuple[tuple[str, ...], ...] = ()
     example: Mapping[str, int] = field(default_factory=dict)
     related: bool = False
+    returns: Returned | None = None
+
+    def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+        """Sizes of the free axes of tensors of these shapes."""
+        return {
+            name: size
+            for given, shape in zip(self.inputs, shapes, strict=True)
+            for name, size in zip(given.sizes, shape, strict=True)
+            if isinstance(name, str)
+        }
 
     def refusal(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
         """Why tensors of these shapes are not taken; None where they are."""

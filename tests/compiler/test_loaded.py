@@ -1,0 +1,193 @@
+"""effcompile.load: an Executable in a process that has neither the model nor its code; copies, pickles and torch.compile of Executables."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import effcompile
+from effcompile.core.errors import FormatError, GuardError, InputsError, UsageError
+from effcompile.ir.returned import Returned, value_of
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclass
+class Named:
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    extra: Tensor | None = None
+
+
+pytree.register_pytree_node(
+    Named,
+    lambda n: ([v for v in vars(n).values() if v is not None], [k for k, v in vars(n).items() if v is not None]),
+    lambda values, names: Named(**dict(zip(names, values, strict=True))),
+    serialized_type_name="test_loaded.Named",
+    flatten_with_keys_fn=lambda n: (
+        [(pytree.MappingKey(k), v) for k, v in vars(n).items() if v is not None],
+        [k for k, v in vars(n).items() if v is not None],
+    ),
+)
+
+
+class Model(nn.Module):
+    """Returns every kind of container around tensors, a size and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {
+            "pair": Pair(y, x * 2),
+            "named": Named(logits=y, extra=y.sum()),
+            "list": [y + scale, (x,)],
+            "size": 2 * x.shape[0],
+            "no": None,
+        }
+
+
+X, SCALE = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.ones(8)
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Model, effcompile.Executable]:
+    model = Model().eval()
+    return model, effcompile.optimize(model, inputs=(X, SCALE), backend="torch-eager", target="cpu-generic")
+
+
+@pytest.fixture(scope="module")
+def folder(made: tuple[Model, effcompile.Executable], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made[1].save(tmp_path_factory.mktemp("saved") / "dir")
+
+
+ELSEWHERE = """
+import io, json, sys, torch
+import effcompile
+run = effcompile.load(sys.argv[1])
+assert isinstance(run, effcompile.Executable) and "test_loaded" not in sys.modules
+x, scale = torch.load(sys.argv[2])
+out = run(x, scale=scale)
+first, second = out["pair"]
+assert out["pair"].first is first and out["named"].hidden is None and out["named"]["logits"] is out["named"][0]
+torch.save([first, second, out["named"].logits, out["named"].extra, out["list"][0], out["list"][1][0], out["size"], out["no"]], sys.argv[3])
+"""
+
+
+def test_another_process_gives_the_models_answers_in_its_structure(
+    made: tuple[Model, effcompile.Executable], folder: Path, tmp_path: Path
+) -> None:
+    x = torch.randn(5, 8)
+    torch.save((x, SCALE), tmp_path / "in.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(folder), str(tmp_path / "in.pt"), str(tmp_path / "out.pt")],
+        check=False, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "out.pt")
+    with torch.no_grad():
+        y = made[0].linear(x)
+    for tensor, wanted in zip(found[:6], (y, x * 2, y, y.sum(), y + SCALE, x), strict=True):
+        torch.testing.assert_close(tensor, wanted)
+    assert found[6:] == [10, None]
+
+
+def test_it_refuses_what_its_executable_would(folder: Path) -> None:
+    run = effcompile.load(folder)
+    with pytest.raises(GuardError, match="float64"):
+        run(X.double(), SCALE)
+    with pytest.raises(UsageError, match="without the model"):
+        run.train()
+    with pytest.raises(UsageError, match="without the model"):
+        run.state_dict()
+    with pytest.raises(InputsError, match="fixed when it is planned"):
+        run.half()
+    assert run.eval().to("cpu") is run
+
+
+def test_copies_and_pickles_of_a_loaded_one(folder: Path, tmp_path: Path) -> None:
+    run = effcompile.load(folder)
+    wanted = run(X, SCALE)["pair"].first
+    stored = io.BytesIO()
+    torch.save(run, stored)
+    stored.seek(0)
+    again = effcompile.load(run.save(tmp_path / "copy"))
+    for other in (copy.copy(run), copy.deepcopy(run), pickle.loads(pickle.dumps(run)), torch.load(stored, weights_only=False), again):
+        assert isinstance(other, effcompile.Executable)
+        assert torch.equal(other(X, SCALE)["pair"].first, wanted)
+
+
+def test_a_pickle_of_a_folder_that_holds_another_artifact_now(folder: Path, tmp_path: Path) -> None:
+    stored = pickle.dumps(effcompile.load(effcompile.load(folder).save(tmp_path / "dir")))
+    other = Model().eval()
+    nn.init.zeros_(other.linear.weight)
+    effcompile.optimize(other, inputs=(X, SCALE), backend="torch-eager", target="cpu-generic").save(tmp_path / "dir")
+    with pytest.raises(FormatError, match="another artifact"):
+        pickle.loads(stored)
+
+
+def test_copies_of_an_executable_follow_their_own_model(made: tuple[Model, effcompile.Executable]) -> None:
+    _, run = made
+    wanted = run(X, SCALE)["pair"].first
+    other = copy.deepcopy(run)
+    assert torch.equal(copy.copy(run)(X, SCALE)["pair"].first, wanted)
+    assert torch.equal(other(X, SCALE)["pair"].first, wanted)
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    assert torch.equal(run(X, SCALE)["pair"].first, wanted)
+    with pytest.raises(GuardError, match="weight"):
+        other(X, SCALE)
+
+
+def test_pickling_an_executable_says_what_to_do_instead(made: tuple[Model, effcompile.Executable]) -> None:
+    for pickled in (pickle.dumps, lambda run: torch.save(run, io.BytesIO())):
+        with pytest.raises(UsageError, match=r"save\(folder\).*effcompile.load"):
+            pickled(made[1])
+
+
+def test_torch_compile_runs_an_executable_as_it_is(made: tuple[Model, effcompile.Executable], folder: Path) -> None:
+    for run in (made[1], effcompile.load(folder)):
+        compiled = torch.compile(run, backend="eager")
+        assert torch.equal(compiled(X, SCALE)["pair"].first, run(X, SCALE)["pair"].first)
+
+
+def test_an_executable_has_what_the_model_has_beside(made: tuple[Model, effcompile.Executable]) -> None:
+    model, run = made
+    model.config = object()
+    assert run.config is model.config
+    with pytest.raises(AttributeError, match="nothing"):
+        run.nothing  # noqa: B018
+    del model.config
+
+
+def test_a_folder_without_a_plan(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no folder"):
+        effcompile.load(tmp_path / "none")
+    with pytest.raises(UsageError, match=r"plan\.json"):
+        effcompile.load(tmp_path)
+
+
+@pytest.mark.parametrize("formula", ["__import__('os').getpid()", "batch.real", "9**9**9**9", "batch if batch else 1", "other", "(" * 200])
+def test_a_formula_of_a_foreign_plan_is_arithmetic(formula: str) -> None:
+    with pytest.raises(FormatError, match="no arithmetic"):
+        value_of(formula, {"batch": 2})
+
+
+def test_arithmetic_of_sizes() -> None:
+    assert value_of("FloorDiv(batch*seq + 3, 2) - 1", {"batch": 3, "seq": 4}) == (3 * 4 + 3) // 2 - 1
+    assert Returned(kind="tuple", parts=(Returned(kind="tensor"), Returned(kind="plain", value=1.5))).built([7], {}) == (7, 1.5)
