@@ -20,7 +20,7 @@ from effcompile.core.types import Example, Forward, Inputs, Outputs
 from effcompile.deferred import Deferred, answering, carry_out, make_frontier, make_plan, with_forward
 from effcompile.dynamo import dynamo_backend
 from effcompile.ir.plan import Plan
-from effcompile.loader import as_inputs
+from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
 
 __all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "load", "optimize", "plan"]
@@ -63,12 +63,12 @@ class Decorator:
 
 
 @overload
-def optimize(model: Model, *, inputs: Example, mode: Literal["training"], **options: Unpack[Options]) -> TrainingExecutable: ...
+def optimize(model: Model, inputs: Example, *, mode: Literal["training"], **options: Unpack[Options]) -> TrainingExecutable: ...
 @overload
-def optimize(model: Model, *, inputs: Example, mode: Literal["inference"] = ..., **options: Unpack[Options]) -> Executable: ...
+def optimize(model: Model, inputs: Example, *, mode: Literal["inference"] = ..., **options: Unpack[Options]) -> Executable: ...
 @overload
 def optimize(
-    model: Model, *, inputs: Example, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+    model: Model, inputs: Example, *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
 ) -> Executable | TrainingExecutable: ...
 @overload
 def optimize(
@@ -76,7 +76,7 @@ def optimize(
 ) -> Callable[..., Deferred]: ...
 @overload
 def optimize(
-    model: Model, *, inputs: None = ..., goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
+    model: Model, inputs: None = ..., *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
 ) -> Deferred: ...
 @overload
 def optimize(
@@ -84,8 +84,8 @@ def optimize(
 ) -> Decorator: ...
 def optimize(
     model: Model | type[nn.Module] | None = None,
-    *,
     inputs: Example | None = None,
+    *,
     goal: GoalLike = None,
     target: str | Target = "auto",
     backend: str | None = None,

@@ -105,13 +105,16 @@ def check_loss(loss: object, where: str) -> torch.Tensor:
 
 
 def _loss_path(outputs: Outputs) -> Path:
-    """Where the loss is: the output itself, its field `loss`, or the first element of a tuple."""
+    """Where the loss is: the output itself, its field `loss`, or the first element of a tuple, or else its only trainable scalar."""
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
         return ()
     kind = type(outputs).__name__
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, "loss"):
         if outputs and isinstance(outputs[0], torch.Tensor) and outputs[0].ndim == 0:
             return (0,)
+        scalars = [at for at, part in enumerate(outputs) if isinstance(part, torch.Tensor) and part.ndim == 0 and part.requires_grad]
+        if len(scalars) == 1:
+            return (scalars[0],)
     else:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
         if isinstance(loss, torch.Tensor):

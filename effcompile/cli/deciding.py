@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from effcompile import console, report
-from effcompile.cli.job import Job
+from effcompile.cli.job import Job, parsed_shape
 from effcompile.cli.options import (
     HOW,
     OUTPUT,
+    AllowPickle,
     AsJson,
     BackendName,
     Batch,
@@ -28,13 +29,17 @@ from effcompile.cli.options import (
     Reads,
     Robust,
     SavedPlan,
+    Shape,
     TargetName,
+    Task,
+    TrustRemoteCode,
     Verbose,
 )  # fmt: skip
 from effcompile.core.files import write_atomically
 from effcompile.core.folders import check_writable
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
+from effcompile.loader.source import Reading
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable, TrainingExecutable
@@ -43,6 +48,10 @@ if TYPE_CHECKING:
 def optimize(
     context: typer.Context,
     model: ModelFile,
+    task: Task = None,
+    shape: Shape = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
     memory: Memory = None,
     max_error: MaxError = None,
     minimize: Minimize = None,
@@ -63,9 +72,10 @@ def optimize(
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
-        file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs,
-        batch=batch, lr=lr,
+        file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
+        keep_outputs=keep_outputs, batch=batch, lr=lr,
     ).checked()  # fmt: skip
     given = None if plan is None else Plan.load(plan)
     if output is not None:
@@ -89,6 +99,10 @@ def optimize(
 def plan(
     context: typer.Context,
     model: ModelFile,
+    task: Task = None,
+    shape: Shape = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
     memory: Memory = None,
     max_error: MaxError = None,
     minimize: Minimize = None,
@@ -110,9 +124,10 @@ def plan(
 ) -> None:
     """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
-        file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs,
-        batch=batch, lr=lr,
+        file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
+        keep_outputs=keep_outputs, batch=batch, lr=lr,
     ).checked()  # fmt: skip
     if output is not None:
         saved.check_folder(output)
@@ -133,6 +148,10 @@ def plan(
 def frontier(
     context: typer.Context,
     model: ModelFile,
+    task: Task = None,
+    shape: Shape = None,
+    trust_remote_code: TrustRemoteCode = False,
+    allow_pickle: AllowPickle = False,
     memory: Memory = None,
     max_error: MaxError = None,
     minimize: Minimize = None,
@@ -152,7 +171,10 @@ def frontier(
 ) -> None:
     """What each byte of memory buys: predicted plans, none both larger and slower than another."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    job = Job(file=model, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs).checked()
+    reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    job = Job(
+        file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs
+    ).checked()
     if output is not None:
         check_writable(output)
     with console.steps(as_json) as steps:

@@ -13,12 +13,11 @@ from effcompile import console, report
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
-from effcompile.planner.batch import wanted_sizes
-from effcompile.planner.learning_rate import LearningRate
+from effcompile.loader.source import Reading, find
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable, Request, TrainingExecutable
-    from effcompile.loader import Loaded
+    from effcompile.loader.loaded import Loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +31,15 @@ class Wanted:
         """Planned, lowered, verified and measured."""
         from effcompile.deferred import carry_out
 
-        return carry_out(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
+        made = carry_out(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
+        made.plan = self._noted(made.plan)
+        return made
 
     def planned(self) -> Plan:
         """Decided; nothing is lowered."""
         from effcompile.deferred import make_plan
 
-        return make_plan(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
+        return self._noted(make_plan(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs))
 
     def frontier(self, points: int | None) -> list[Plan]:
         """Plans along the memory-time front."""
@@ -46,12 +47,17 @@ class Wanted:
 
         return make_frontier(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs, points)
 
+    def _noted(self, plan: Plan) -> Plan:
+        """With what was done to the model or its inputs before it was planned."""
+        return plan.with_changes(notes=(*plan.notes, *self.loaded.notes))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What `optimize`, `plan` and `frontier` have in common. `changes` are the goal fields given on the command line."""
 
     file: str
+    reading: Reading
     changes: Mapping[str, object]
     target: str
     backend: str | None
@@ -65,14 +71,17 @@ class Job:
         """The job without the goal fields that were not given, all checked that can be before torch and the model load.
 
         Raises:
-            UsageError: a goal or target that does not exist or is not allowed.
+            UsageError: a goal, model or target that does not exist or is not allowed.
         """
         changes = {name: value for name, value in self.changes.items() if value is not None}
         Goal.of(**changes)
         if self.batch is not None:
+            from effcompile.planner.batch import wanted_sizes
+
             wanted_sizes(self.batch)
         if self.lr is not None:
             parsed_rate(self.lr)
+        find(self.file)
         if self.target != "auto":
             from effcompile.machine.machines import load_target
 
@@ -84,10 +93,11 @@ class Job:
         with steps.step("load the model"):
             from effcompile.api import declare, goal_of_plan, to_training_mode
             from effcompile.compiler import Request
-            from effcompile.loader import load
+            from effcompile.loader.reading import load
             from effcompile.passes import load_passes, load_training_passes
 
-            loaded = load(self.file)
+            mode = self.changes.get("mode") if plan is None else plan.goal.mode
+            loaded = load(self.file, replace(self.reading, training=mode == "training"))
         asked = declare(loaded.goal, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
         training = asked.mode == "training"
         (load_training_passes if training else load_passes)(self.passes)
@@ -117,6 +127,8 @@ def parsed_rate(said: str) -> tuple[float, int]:
     Raises:
         UsageError: it is none.
     """
+    from effcompile.planner.learning_rate import LearningRate
+
     rate, _, batch = said.partition("@")
     try:
         given = (float(rate), int(batch))
@@ -124,3 +136,17 @@ def parsed_rate(said: str) -> tuple[float, int]:
         raise UsageError(f"--lr {said}: give a learning rate and the batch that it is good for, as 3e-4@256.") from None
     LearningRate.of(given)
     return given
+
+
+def parsed_shape(text: str | None) -> tuple[int, int] | None:
+    """`8x128` as (8, 128).
+
+    Raises:
+        UsageError: it is not two whole numbers of at least 1.
+    """
+    if text is None:
+        return None
+    batch, _, length = text.partition("x")
+    if not (batch.isdecimal() and length.isdecimal() and 0 < int(batch) < 1 << 20 and 0 < int(length) < 1 << 30):
+        raise UsageError(f"--shape {text!r} is not BATCHxLENGTH. Write it like 8x128: 8 examples of 128 tokens, or images of 128 pixels.")
+    return int(batch), int(length)

@@ -12,9 +12,23 @@ GOAL, HOW, OUTPUT = "The goal", "How to get there", "Output"
 ModelFile = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL.PY[:NAME]", help="A file that defines `model` (or NAME) and `inputs`: objects, or functions without arguments."
+        metavar="MODEL",
+        help="A file that defines `model` and perhaps `inputs` (model.py, model.py:NAME), a folder of HuggingFace or "
+        "sentence-transformers, "
+        "the id of a model in its cache, a .safetensors beside its config, or a .pt2.",
     ),
 ]
+Task = Annotated[
+    str | None, typer.Option(metavar="TASK", help="Of a HuggingFace model: text-classification, text-generation ...", rich_help_panel=HOW)
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(metavar="BATCHxLENGTH", help="Of inputs that are derived: 8x128 (of images: 8x224).", rich_help_panel=HOW),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the Python code that a model's folder brings.", rich_help_panel=HOW)
+]
+AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Open weights that are a pickle.", rich_help_panel=HOW)]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN.JSON|DIR", help="A saved plan, or the folder that it is in.")]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes live during the call or step: 6GiB.", rich_help_panel=GOAL)]
 MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=GOAL)]

@@ -30,7 +30,7 @@ def run(
         )
     with console.steps(as_json) as steps:
         from effcompile import compiler
-        from effcompile.loader import load
+        from effcompile.loader.reading import load
 
         loaded = None if inputs is None else load(inputs)
         with steps.step("run"):

@@ -167,7 +167,9 @@ def _check_shape(spec: TensorSpec, tensor: torch.Tensor, sizes: dict[str, int]) 
         elif dim.isidentifier():
             fits = fits and sizes.setdefault(dim, size) == size
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if not fits or dtype != spec.dtype:
+    if fits and dtype != spec.dtype:
+        raise _refused(spec, f"is {dtype}; the plan takes {spec.dtype}: give {spec.name}.to(torch.{spec.dtype})")
+    if not fits:
         raise _refused(spec, f"is {dtype} {list(shape)}; the plan takes {spec.dtype} [{_sized(spec, sizes)}]")
 
 

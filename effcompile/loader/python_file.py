@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -18,97 +18,47 @@ from torch import nn
 from torch.optim import Optimizer
 
 from effcompile.core.errors import InputsError, UsageError
-from effcompile.core.types import Inputs, Kwargs
+from effcompile.core.types import Inputs
+from effcompile.loader.derive import Derived, derive
+from effcompile.loader.loaded import Loaded, a, as_inputs
+from effcompile.loader.source import Reading, Source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """What a model.py defines.
-
-    Attributes:
-        path: the file; `name`: the attribute that the model came from.
-        args, kwargs: the example inputs.
-        calibration: inputs for measuring sensitivities and activation ranges, each as (args, kwargs); () when not given.
-        loss: `loss(outputs, inputs)` or None. optimizer: one of the model's parameters, `optimizer(parameters)`, or None.
-        goal: a Goal or a mapping of its fields, as written in the file, or None.
-    """
-
-    path: Path
-    name: str
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Kwargs
-    calibration: tuple[Inputs, ...] = ()
-    loss: Callable[..., Any] | None = None
-    optimizer: Optimizer | Callable[..., Any] | None = None
-    goal: Any = None
-
-
-def load(spec: str) -> Loaded:
-    """Load `model.py` or `model.py:name`.
+def load_file(source: Source, reading: Reading) -> Loaded:
+    """Load what a Python file defines; inputs that it does not define are derived from the model.
 
     Raises:
-        UsageError: no such file, not Python, it raises, or it defines no such model (says what it does define).
-        InputsError: no `inputs`, or inputs of another kind than dict, tuple, list or tensor.
+        UsageError: not Python, it raises, or it defines no such model (says what it does define).
+        InputsError: inputs of another kind than dict, tuple, list or tensor, or none, and none can be derived.
     """
-    path, name = _split(spec)
+    path, name = source.path, source.name
     with _importable_from(path.parent):
         module = _run(path)
         model = _called(_attribute(module, name, path), f"{name}() in {path}")
         if not isinstance(model, nn.Module):
-            raise UsageError(
-                f"{name} in {path} is {_a(model)}, not a torch.nn.Module (or a function that returns one).{_models_in(module)}"
-            )
-        given = vars(module).get("inputs")
+            raise UsageError(f"{name} in {path} is {a(model)}, not a torch.nn.Module (or a function that returns one).{_models_in(module)}")
+        given, goal = vars(module).get("inputs"), vars(module).get("goal")
         if given is None:
-            raise InputsError(
-                f"{path} defines no `inputs`. Add example inputs: a dict of keyword arguments, a tuple of positional ones, or one tensor."
-            )
-        args, kwargs = as_inputs(_called(given, f"inputs() in {path}"), f"inputs in {path}")
+            made = derive(model, reading if reading.training or not _trains(goal) else replace(reading, training=True), str(path))
+        else:
+            made = Derived(*as_inputs(_called(given, f"inputs() in {path}"), f"inputs in {path}"))
         return Loaded(
             path=path,
             name=name,
             model=model,
-            args=args,
-            kwargs=kwargs,
+            args=made.args,
+            kwargs=made.kwargs,
             calibration=_calibration(module, path),
             loss=_function(module, "loss", path),
             optimizer=_optimizer(module, path),
-            goal=vars(module).get("goal"),
+            goal=goal,
+            notes=made.notes,
         )
 
 
-def as_inputs(value: object, what: str = "inputs") -> Inputs:
-    """(args, kwargs) from a mapping (keywords), a tuple or list (positions), or one tensor.
-
-    Raises:
-        InputsError: anything else, or nothing.
-    """
-    if isinstance(value, Mapping) and value:
-        return (), {str(key): item for key, item in value.items()}
-    if isinstance(value, (tuple, list)) and len(value):
-        return tuple(value), {}
-    if isinstance(value, torch.Tensor):
-        return (value,), {}
-    raise InputsError(f"{what}: {_a(value)} is not usable. Give a dict of keyword arguments, a tuple of positional ones, or one tensor.")
-
-
-def _split(spec: str) -> tuple[Path, str]:
-    """`model.py:name` into path and attribute; a colon is part of the path when such a file exists."""
-    path, colon, name = spec.rpartition(":")
-    if not colon or Path(spec).exists():
-        path, name = spec, "model"
-    file = Path(path)
-    if not name.isidentifier():
-        raise UsageError(f"{name!r} in {spec!r} is not a name. Write model.py or model.py:name.")
-    if file.is_dir():
-        raise UsageError(f"{path!r} is a folder. Name the Python file in it that defines `model` and `inputs`.")
-    if not file.is_file():
-        siblings = [str(p.name) for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        close = get_close_matches(file.name, siblings, n=1)
-        hint = f" Did you mean {str(file.parent / close[0])!r}?" if close else ""
-        raise UsageError(f"No such file: {path!r}.{hint}")
-    return file.resolve(), name
+def _trains(goal: object) -> bool:
+    """Whether a goal as a file may define it is of a training step."""
+    return (goal.get("mode") if isinstance(goal, Mapping) else getattr(goal, "mode", None)) == "training"
 
 
 def _run(path: Path) -> ModuleType:
@@ -188,7 +138,7 @@ def _calibration(module: ModuleType, path: Path) -> tuple[Inputs, ...]:
         return ()
     made = _called(given, f"calibration() in {path}")
     if not isinstance(made, Iterable) or isinstance(made, (Mapping, torch.Tensor, str)):
-        raise InputsError(f"calibration in {path} is {_a(made)}. Give a list (or generator) of inputs, each like `inputs`.")
+        raise InputsError(f"calibration in {path} is {a(made)}. Give a list (or generator) of inputs, each like `inputs`.")
     with _blaming(path, "making calibration inputs"):
         batches = list(made)
     return tuple(as_inputs(batch, f"calibration[{i}] in {path}") for i, batch in enumerate(batches))
@@ -197,18 +147,10 @@ def _calibration(module: ModuleType, path: Path) -> tuple[Inputs, ...]:
 def _function(module: ModuleType, name: str, path: Path) -> Callable[..., Any] | None:
     value = vars(module).get(name)
     if value is not None and not callable(value):
-        raise UsageError(f"{name} in {path} is {_a(value)}, not a function.")
+        raise UsageError(f"{name} in {path} is {a(value)}, not a function.")
     return value
 
 
 def _optimizer(module: ModuleType, path: Path) -> Optimizer | Callable[..., Any] | None:
     given = vars(module).get("optimizer")
     return given if isinstance(given, Optimizer) else _function(module, "optimizer", path)
-
-
-def _a(value: object) -> str:
-    """A value's type as a phrase: `a list`, `an int`, `None`."""
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

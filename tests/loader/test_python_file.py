@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from effcompile.core.errors import InputsError, UsageError
-from effcompile.loader import as_inputs, load
+from effcompile.loader.loaded import as_inputs
+from effcompile.loader.reading import load
 
 GOOD = """
 import torch

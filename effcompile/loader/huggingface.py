@@ -1,0 +1,223 @@
+"""A model of HuggingFace from its folder: the class that its config names, or that of a task, with the weights as they are stored."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile.core.errors import MissingPackageError, UsageError
+from effcompile.core.stages import first_line
+from effcompile.loader.derive import Derived, derive
+from effcompile.loader.loaded import Loaded
+from effcompile.loader.source import Reading, Source, config_of
+
+#: Task, as transformers' pipelines name it → the class that has its head.
+TASKS = {
+    "feature-extraction": "AutoModel",
+    "text-generation": "AutoModelForCausalLM",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+    "text2text-generation": "AutoModelForSeq2SeqLM",
+    "translation": "AutoModelForSeq2SeqLM",
+    "summarization": "AutoModelForSeq2SeqLM",
+    "image-classification": "AutoModelForImageClassification",
+    "object-detection": "AutoModelForObjectDetection",
+    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
+    "audio-classification": "AutoModelForAudioClassification",
+}
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin")
+
+
+def load_folder(source: Source, reading: Reading) -> Loaded:
+    """The model of a folder, with inputs derived from its config.
+
+    Raises:
+        UsageError: no weights, damaged ones, pickles, code of its own, an architecture or task that transformers does not have.
+    """
+    model, notes = pretrained(source.path, reading)
+    made = derive(model, reading, str(source.path))
+    return _loaded(source, model, made, notes)
+
+
+def load_diffusers(source: Source, reading: Reading) -> Loaded:
+    """A model of diffusers from its folder. Raises as `load_folder` does."""
+    _check_weights(source.path, reading)
+    diffusers = _imported("diffusers")
+    name = str(config_of(source.path)["_class_name"])
+    kind = getattr(diffusers, name, None)
+    if kind is None or not hasattr(kind, "from_pretrained"):
+        raise UsageError(f"{str(source.path / 'config.json')!r} names the class {name!r}, which diffusers {diffusers.__version__} lacks.")
+    with _blaming(source.path):
+        model = kind.from_pretrained(source.path, local_files_only=True, use_safetensors=not reading.allow_pickle or None)
+    return _loaded(source, model.eval(), derive(model, reading, str(source.path)), ())
+
+
+def load_safetensors(source: Source, reading: Reading) -> Loaded:
+    """The weights of one file, in the model of the config beside it. Raises as `load_folder` does."""
+    folder = source.path.parent
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"{str(source.path)!r} holds weights alone: there is no config.json beside it that says whose. Put the model's config.json "
+            "there, or load the weights in a model.py of yours (model.load_state_dict(safetensors.torch.load_file(path)))."
+        )
+    check_safetensors(source.path)
+    from safetensors.torch import load_file
+
+    weights = load_file(source.path)
+    model, notes = pretrained(folder, reading, weights)
+    return _loaded(source, model, derive(model, reading, str(source.path)), notes)
+
+
+def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] | None = None) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model of a folder in evaluation mode, and what is to be told of it; `weights` instead of the folder's own.
+
+    Raises:
+        UsageError: see `load_folder`.
+    """
+    if weights is None:
+        _check_weights(folder, reading)
+    transformers = _imported("transformers")
+    kind = _class_of(transformers, folder, reading)
+    with _blaming(folder), _quiet(transformers.utils.logging):
+        trusted = {"trust_remote_code": True} if reading.trust_remote_code else {}
+        common = {"dtype": "auto", "output_loading_info": True, "local_files_only": True, **trusted}
+        if weights is None:
+            model, info = kind.from_pretrained(folder, use_safetensors=None if reading.allow_pickle else True, **common)
+        else:
+            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **trusted)
+            dtype = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
+            model, info = kind.from_pretrained(None, config=config, state_dict=weights, **{**common, "dtype": dtype})
+    notes = [f"not in the weights, and set at random: {_some(info.get('missing_keys', ()))}"] * bool(info.get("missing_keys"))
+    if getattr(model.config, "use_cache", False) and model.can_generate():
+        model.config.use_cache = False  # a cache is an output that nobody reads in a plain call
+        notes.append("config.use_cache was set to False: a plan is of one call, which keeps no cache of keys and values")
+    return model.eval(), tuple(notes)
+
+
+def check_safetensors(file: Path) -> None:
+    """Open a file as far as it takes to see that it is whole.
+
+    Raises:
+        UsageError: it is not.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UsageError(
+            f"{str(file)!r} is not a whole safetensors file ({first_line(error)}; {file.stat().st_size:,} bytes). It may be cut off: "
+            "download or copy it again."
+        ) from error
+
+
+def _class_of(transformers: Any, folder: Path, reading: Reading) -> Any:
+    """The class to load: that of the task, or the first of the config's architectures."""
+    config = config_of(folder)
+    remote = config.get("auto_map")
+    if reading.task is not None:
+        if reading.task not in TASKS:
+            raise UsageError(f"No task is named {reading.task!r}. Known: {', '.join(TASKS)}.")
+        name = TASKS[reading.task]
+    else:
+        named = config.get("architectures")
+        name = str(named[0]) if isinstance(named, list) and named else "AutoModel"
+    model_type, version, where = str(config.get("model_type")), transformers.__version__, str(folder / "config.json")
+    native = model_type in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    if isinstance(remote, dict) and (not native or not hasattr(transformers, name)):
+        if not reading.trust_remote_code:
+            code = sorted({str(value).partition(".")[0] + ".py" for value in remote.values()})
+            raise UsageError(
+                f"{str(folder)!r} needs Python code of its own ({', '.join(code)}), which would run here with your rights. Read it; if you "
+                "trust it, give --trust-remote-code."
+            )
+        return getattr(transformers, next((key for key in remote if key.startswith("AutoModel")), "AutoModel"))
+    if not native:
+        raise UsageError(
+            f"{where!r} says model_type = {model_type!r}, which transformers {version} does not know. Update transformers, or build the "
+            "model in a model.py of yours."
+        )
+    if not hasattr(transformers, name):
+        raise UsageError(
+            f"transformers {version} has no architecture {name!r}, which {where!r} names. Choose one with --task: {', '.join(TASKS)}."
+        )
+    return getattr(transformers, name)
+
+
+def _check_weights(folder: Path, reading: Reading) -> None:
+    """Weights that are there, whole, and no pickles. Raises UsageError otherwise."""
+    found = sorted(folder.glob("*.safetensors"))
+    for index in folder.glob("*.safetensors.index.json"):
+        found += [folder / name for name in _shards(index) if folder / name not in found]
+    for file in found:
+        if not file.is_file():
+            raise UsageError(f"{str(file)!r} is missing, which the index beside it names. Download the model again.")
+        check_safetensors(file)
+    pickles = [name for name in _PICKLES if (folder / name).is_file()]
+    if found or (pickles and reading.allow_pickle):
+        return
+    if pickles:
+        raise UsageError(
+            f"The weights in {str(folder)!r} are a pickle ({pickles[0]}), which may run code when it is opened. If you trust where it came "
+            "from, give --allow-pickle; model.save_pretrained(folder) then writes safetensors."
+        )
+    raise UsageError(f"{str(folder)!r} has a config.json and no weights: there is no model.safetensors. Download the model again.")
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted({Path(str(name)).name for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UsageError(f"{str(index)!r} is no index of weights. Download the model again.") from error
+
+
+@contextlib.contextmanager
+def _blaming(folder: Path) -> Iterator[None]:
+    """What a library raises while it loads a folder, as an error about that folder."""
+    try:
+        yield
+    except MissingPackageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"The model in {str(folder)!r} cannot be loaded: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Without transformers' progress bars and its table of keys, which the notes say in a line."""
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise MissingPackageError(package, "A model from its folder", f"pip install {package}") from error
+
+
+def _some(names: Any, most: int = 3) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def _loaded(source: Source, model: nn.Module, made: Derived, notes: tuple[str, ...]) -> Loaded:
+    return Loaded(path=source.path, name=type(model).__name__, model=model, args=made.args, kwargs=made.kwargs, notes=(*made.notes, *notes))
