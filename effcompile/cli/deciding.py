@@ -35,6 +35,7 @@ from effcompile.cli.options import (
     TrustRemoteCode,
     Verbose,
 )  # fmt: skip
+from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.files import write_atomically
 from effcompile.core.folders import check_writable
 from effcompile.ir import saved
@@ -122,13 +123,16 @@ def plan(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decide without lowering, also for machines that are not here (--target h100-sxm)."""
+    """Decide without lowering, also for machines that are not here (--target h100-sxm), several side by side (--target a,b,c)."""
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
         file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
         keep_outputs=keep_outputs, batch=batch, lr=lr,
     ).checked()  # fmt: skip
+    if "," in target:
+        _compare_targets(job, as_json, output)
+        return
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []
@@ -169,7 +173,10 @@ def frontier(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What each byte of memory buys: predicted plans, none both larger and slower than another."""
+    """What each byte of memory buys: predicted plans, none both larger and slower than another; of a saved plan, an estimate."""
+    if saved.is_plan(Path(model)):
+        _curve_of(Plan.load(model), points or 12, as_json)
+        return
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
@@ -187,6 +194,35 @@ def frontier(
         console.emit([plan.to_dict() for plan in plans])
     else:
         report.print_frontier(plans)
+
+
+def _compare_targets(job: Job, as_json: bool, output: Path | None) -> None:
+    """A plan for each of several machines, side by side; one that cannot be is a row that says so."""
+    if output is not None:
+        raise UsageError("-o holds one plan. Name one target with it, or leave -o out.")
+    made: dict[str, Plan | str] = {}
+    with console.steps(as_json) as steps:
+        wanted = job.load(steps)
+        for name in job.targets:
+            try:
+                made[name] = wanted.for_target(name).planned()
+            except InfeasibleError as error:
+                made[name] = str(error)
+    if as_json:
+        console.emit({name: plan.to_dict() if isinstance(plan, Plan) else {"infeasible": plan} for name, plan in made.items()})
+    else:
+        report.print_side_by_side(made)
+    if not any(isinstance(plan, Plan) for plan in made.values()):
+        raise typer.Exit(1)
+
+
+def _curve_of(plan: Plan, points: int, as_json: bool) -> None:
+    """What memory buys, by the options of a saved plan: without the model, and without solving."""
+    if as_json:
+        rows = report.curve(plan, points)
+        console.emit([{"peak_bytes": size, "seconds": seconds, "change": change, "estimate": True} for size, seconds, change in rows])
+    else:
+        report.print_curve(plan, points)
 
 
 def _write(executable: Executable | TrainingExecutable, directory: Path) -> list[Path]:

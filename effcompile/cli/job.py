@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from effcompile import console, report
@@ -41,6 +42,10 @@ class Wanted:
 
         return self._noted(make_plan(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs))
 
+    def for_target(self, target: str) -> Wanted:
+        """The same asked of another machine."""
+        return replace(self, request=replace(self.request, target=target))
+
     def frontier(self, points: int | None) -> list[Plan]:
         """Plans along the memory-time front."""
         from effcompile.deferred import make_frontier
@@ -67,6 +72,11 @@ class Job:
     batch: str | None = None
     lr: str | None = None
 
+    @property
+    def targets(self) -> list[str]:
+        """The machines that are named: one, or several with commas between."""
+        return [self.target] if Path(self.target).exists() else [name.strip() for name in self.target.split(",")]
+
     def checked(self) -> Job:
         """The job without the goal fields that were not given, all checked that can be before torch and the model load.
 
@@ -82,10 +92,11 @@ class Job:
         if self.lr is not None:
             parsed_rate(self.lr)
         find(self.file)
-        if self.target != "auto":
-            from effcompile.machine.machines import load_target
+        for name in self.targets:
+            if name != "auto":
+                from effcompile.machine.machines import load_target
 
-            load_target(self.target)
+                load_target(name)
         return replace(self, changes=changes)
 
     def load(self, steps: report.Steps, plan: Plan | None = None) -> Wanted:
@@ -105,7 +116,7 @@ class Job:
             console.warn(to_training_mode(loaded.model))
         request = Request(
             goal=asked,
-            target=self.target,
+            target=self.targets[0],
             backend=self.backend,
             plan=plan,
             passes=self.passes,

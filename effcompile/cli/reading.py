@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from effcompile import console, report
 from effcompile.cli.options import AsJson, PlanFile, Verbose
+from effcompile.core.errors import UsageError
 from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -18,10 +19,23 @@ if TYPE_CHECKING:
 def explain(
     plan: PlanFile,
     site: Annotated[str | None, typer.Argument(metavar="[SITE]", help="A site, or a part of its name; without it, all sites.")] = None,
+    by: Annotated[str | None, typer.Option(metavar="time|error|memory", help="The sites that take most of it, first.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many rows of --by.")] = report.TOP,
+    what_if: Annotated[
+        str | None, typer.Option("--if", metavar="LIMIT=CHANGE", help="What another limit would change: memory=+10%, error=-20%.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Why this choice, and why not another."""
+    """Why this choice, and why not another; where time, error and memory go; what another limit would change."""
+    if sum(given is not None for given in (site, by, what_if)) > 1:
+        raise UsageError("SITE, --by and --if are one question each: give one of them.")
     loaded = Plan.load(plan)
+    if by is not None:
+        console.emit([asdict(item) for item in report.ranked(loaded, by)[:top]]) if as_json else report.print_ranked(loaded, by, top)
+        return
+    if what_if is not None:
+        console.emit(report.what_if(loaded, what_if).data()) if as_json else report.print_what_if(loaded, what_if)
+        return
     if not as_json:
         report.explain(loaded, site)
         return

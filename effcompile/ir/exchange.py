@@ -3,7 +3,7 @@
 A plan holds the cost of each option it took and of those that it declined. Taking another option at one site changes time and bytes (or
 squared error) by the difference of two costs, and differences of different sites add. From the plan's options the walk takes, one after
 the other, the change that gains most time for each byte (or costs least for each byte given back): the greedy solution of a knapsack
-whose items are the sites' options, which is at most one change away from the best of these options. What it says is an estimate: sites
+whose items are the sites' options, as good as the best of them but for what one item more would take. What it says is an estimate: sites
 that are decided together, and peaks that lie elsewhere when bytes move, are known to the solver alone.
 """
 
@@ -49,46 +49,89 @@ class Exchange:
 
 def more(plan: Plan, room: float, resource: Resource) -> list[Exchange]:
     """The exchanges that use at most `room` more of a resource, most time for each unit first; none adds error beyond the goal's."""
-    slack = _error_left(plan) if resource is not error_squared else math.inf
-    found: list[Exchange] = []
-    left = room
-    candidates = sorted((e for e in _exchanges(plan, resource) if e.used > 0 and e.seconds < 0), key=lambda e: -e.slope)
-    for exchange in candidates:
-        if exchange.used <= left and exchange.error_squared <= slack and all(exchange.site != taken.site for taken in found):
-            found.append(exchange)
-            left, slack = left - exchange.used, slack - exchange.error_squared
-    return found
+    walk = _Walk(plan, resource)
+    walk.gain(room)
+    return walk.steps
 
 
 def less(plan: Plan, needed: float, resource: Resource) -> list[Exchange] | None:
     """The exchanges that give back at least `needed` of a resource, least time for each unit first; None where there are not enough."""
-    slack = _error_left(plan) if resource is not error_squared else math.inf
-    found: list[Exchange] = []
-    left = needed
-    for exchange in sorted((e for e in _exchanges(plan, resource) if e.used < 0), key=lambda e: e.seconds / -e.used):
-        if left <= 0:
-            break
-        if exchange.error_squared <= slack and all(exchange.site != taken.site for taken in found):
-            found.append(exchange)
-            left, slack = left + exchange.used, slack - exchange.error_squared
-    return found if left <= 0 else None
+    walk = _Walk(plan, resource)
+    return walk.steps if walk.free(needed) else None
 
 
-def _exchanges(plan: Plan, resource: Resource) -> Iterator[Exchange]:
-    """Every other option of a site whose cost the plan knows."""
-    for decision in plan.decisions:
-        others = {d.option: d.cost for d in plan.declined if d.site == decision.site and d.cost is not None}
-        for option, cost in {decision.baseline: decision.baseline_cost, **others}.items():
-            used = resource(cost) - resource(decision.cost)
-            if option != decision.option and used:
-                yield Exchange(
-                    site=decision.site,
-                    was=decision.option,
-                    option=option,
-                    used=used,
-                    seconds=cost.seconds - decision.cost.seconds,
-                    error_squared=cost.error_squared - decision.cost.error_squared,
-                )
+def settled(plan: Plan, room: float, resource: Resource) -> list[Exchange] | None:
+    """What changes, one exchange a site, where there is `room` more of a resource, or less: what is freed too much is used again."""
+    walk = _Walk(plan, resource)
+    if room < 0 and not walk.free(-room):
+        return None
+    walk.gain(room - walk.used)
+    return walk.changed()
+
+
+class _Walk:
+    """From what a plan took, one exchange after the other."""
+
+    def __init__(self, plan: Plan, resource: Resource) -> None:
+        self._resource = resource
+        self._options = {d.site: {d.option: d.cost, d.baseline: d.baseline_cost} for d in plan.decisions}
+        for declined in plan.declined:
+            if declined.cost is not None and declined.site in self._options:
+                self._options[declined.site].setdefault(declined.option, declined.cost)
+        self._first = {d.site: d.option for d in plan.decisions}
+        self._now = dict(self._first)
+        self._slack = math.inf if resource is error_squared else _error_left(plan)
+        self.used = 0.0
+        self.steps: list[Exchange] = []
+
+    def gain(self, room: float) -> None:
+        """Take what saves most time for each unit, as long as it fits."""
+        while room > 0:
+            fitting = [e for e in self._candidates() if e.seconds < 0 and 0 < e.used <= room]
+            if not fitting:
+                return
+            best = max(fitting, key=lambda e: e.slope)
+            room -= best.used
+            self._take(best)
+
+    def free(self, needed: float) -> bool:
+        """Take what costs least time for each unit that it gives back, until there is enough; whether there is."""
+        while needed > 0:
+            freeing = [e for e in self._candidates() if e.used < 0]
+            if not freeing:
+                return False
+            best = min(freeing, key=lambda e: e.seconds / -e.used)
+            needed += best.used
+            self._take(best)
+        return True
+
+    def changed(self) -> list[Exchange]:
+        """What differs from the plan in the end, in the order in which sites were first changed."""
+        sites = dict.fromkeys(step.site for step in self.steps)
+        return [self._between(s, self._first[s], self._now[s]) for s in sites if self._first[s] != self._now[s]]
+
+    def _candidates(self) -> Iterator[Exchange]:
+        for site, options in self._options.items():
+            for option in options:
+                if option != self._now[site] and (found := self._between(site, self._now[site], option)).error_squared <= self._slack:
+                    yield found
+
+    def _take(self, exchange: Exchange) -> None:
+        self._now[exchange.site] = exchange.option
+        self._slack -= exchange.error_squared
+        self.used += exchange.used
+        self.steps.append(exchange)
+
+    def _between(self, site: str, was: str, option: str) -> Exchange:
+        before, after = self._options[site][was], self._options[site][option]
+        return Exchange(
+            site=site,
+            was=was,
+            option=option,
+            used=self._resource(after) - self._resource(before),
+            seconds=after.seconds - before.seconds,
+            error_squared=after.error_squared - before.error_squared,
+        )
 
 
 def _error_left(plan: Plan) -> float:

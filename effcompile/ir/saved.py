@@ -49,6 +49,11 @@ def save(
     return written
 
 
+def is_plan(path: Path) -> bool:
+    """Whether a path names a saved plan: a .json, or a folder with a plan.json."""
+    return (path / PLAN).is_file() if path.is_dir() else path.suffix == ".json" and path.is_file()
+
+
 def check_folder(folder: Path) -> None:
     """Fail before the work, not after it.
 

@@ -43,7 +43,7 @@ def _returned(spec: pytree.TreeSpec, leaves: Iterator[Returned]) -> Returned:
 
 def _keys(spec: pytree.TreeSpec, count: int) -> tuple[str, ...]:
     """Names of the parts, where what holds them names them by texts."""
-    found = getattr(spec.context, "_fields", spec.context)  # a named tuple's class
+    found: Any = getattr(spec.context, "_fields", spec.context)  # a named tuple's class
     named = isinstance(found, Sequence) and not isinstance(found, str) and len(found) == count
     return tuple(found) if named and all(isinstance(name, str) for name in found) else ()
 

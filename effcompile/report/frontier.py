@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -45,6 +45,28 @@ def print_frontier(plans: Sequence[Plan], console: Console | None = None, *, oth
     else:
         columns = [Column(header=name, right=True) for name in ("peak memory", "weights", "time", "error")]
         page.table([*columns, Column(header="changed", style=DIM)], [Row(cells=inference_row(plan)) for plan in plans])
+
+
+def print_side_by_side(made: Mapping[str, Plan | str], console: Console | None = None) -> None:
+    """Plans of one model for several machines: a row each; a text stands for a plan that cannot be."""
+    page = Page(console)
+    plans = [plan for plan in made.values() if isinstance(plan, Plan)]
+    if plans:
+        page.line(Text(" "), page.text(f"{plans[0].model} · {plans[0].goal.mode}: {plans[0].goal.describe()}", STRONG))
+        page.blank()
+    headers = ("time", "against\nstock", "peak memory", "fits")
+    rows = [Row(cells=[name, *_machine_row(plan), "predicted"]) for name, plan in made.items() if isinstance(plan, Plan)]
+    rows += [Row(cells=[name, *[f.NONE] * len(headers), reason]) for name, reason in made.items() if isinstance(reason, str)]
+    page.table([Column(header="target"), *(Column(header=name, right=True) for name in headers), Column(style=DIM, fit="wrap")], rows)
+    page.blank()
+    page.verbatim("next", f"effcompile plan MODEL --target {next(iter(made))}", "shows one in full")
+
+
+def _machine_row(plan: Plan) -> list[str]:
+    time = f.NONE if plan.predicted.seconds is None else format_seconds(plan.predicted.seconds)
+    peak = f.NONE if plan.predicted.peak_bytes is None else format_bytes(plan.predicted.peak_bytes)
+    fits = f.NONE if plan.fit is None else plan.fit.verdict.lower()
+    return [time, f.format_ratio(f.ratio(plan.predicted.seconds, plan.baseline.seconds)), peak, fits]
 
 
 def title(plans: Sequence[Plan]) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.units import format_bytes, format_error, format_seconds, parse_bytes
-from effcompile.ir.exchange import Exchange, error_squared, held_bytes, less, more
+from effcompile.ir.exchange import Exchange, error_squared, held_bytes, less, more, settled
 from effcompile.ir.plan import Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.groups import share
@@ -47,7 +47,7 @@ def ranked(plan: Plan, by: str) -> list[Item]:
 def print_ranked(plan: Plan, by: str, top: int = TOP, console: Console | None = None) -> None:
     """The first `top` rows of `ranked`, and what the others are together."""
     items, page, show = ranked(plan, by), Page(console), _SHOW[by]
-    page.line(Text(" "), page.text(_TITLES[by](plan), STRONG))
+    _title(page, _TITLES[by](plan))
     page.blank()
     if not items:
         page.line(page.text(f"   {_NOTHING[by]}", DIM))
@@ -62,11 +62,30 @@ def print_ranked(plan: Plan, by: str, top: int = TOP, console: Console | None = 
             site=f"{len(rest)} more", kind="", choice="", amount=sum(i.amount for i in rest), part=sum(parts) if parts else None
         )
         rows.append(Row(cells=[Text(together.site, style=DIM), "", "", *_figures(together, show)]))
+    kinds = _by_kind(items)
+    if len(kinds) > 1:
+        page.field("kinds", " · ".join(f"{kind} {f.format_share(part)}" for kind, part in kinds))
+        page.blank()
     page.table([Column(header="site", fit="cut"), Column(header="what"), Column(header="choice", fit="cut"),
                 Column(header=_HEADERS[by], right=True), Column(header="part", right=True)], rows)  # fmt: skip
     if rest:
         page.blank()
         page.verbatim("next", f"--top {len(items)}", "shows them all")
+
+
+def _title(page: Page, text: str) -> None:
+    for line in page.wrap(Text(text, style=STRONG), page.width - 1):
+        page.line(Text(" "), line)
+
+
+def _by_kind(items: Sequence[Item]) -> list[tuple[str, float]]:
+    """The part of each kind of site, most first."""
+    parts: dict[str, float] = {}
+    for item in items:
+        if item.part is not None:
+            kind = item.kind or "the rest"
+            parts[kind] = parts.get(kind, 0.0) + item.part
+    return sorted(parts.items(), key=lambda pair: -pair[1])
 
 
 def _figures(item: Item, show: Callable[[float], str]) -> list[Cell]:
@@ -187,8 +206,8 @@ def what_if(plan: Plan, question: str) -> WhatIf:
     resource, room = (held_bytes, now - was) if limit == "memory" else (error_squared, now**2 - was**2)
     binds = used is None or used >= _NEAR * was
     slack = 0.0 if binds or used is None else (was - used if limit == "memory" else was**2 - used**2)
-    found = more(plan, room, resource) if room >= 0 else less(plan, max(-room - slack, 0.0), resource)
-    found = [] if room >= 0 and not binds else found
+    room = max(room, 0.0) if binds and room >= 0 else min(room + slack, 0.0)
+    found = settled(plan, room, resource)
     after = None if found is None else plan.predicted.seconds + sum(e.seconds for e in found)
     return WhatIf(limit=limit, was=float(was), now=now, binds=binds, seconds_was=plan.predicted.seconds, seconds_now=after,
                   exchanges=None if found is None else tuple(found))  # fmt: skip
@@ -214,7 +233,7 @@ def print_what_if(plan: Plan, question: str, console: Console | None = None) -> 
     page.field(
         "", Text("an estimate from the options in this plan, each at its own price; a solver looks at all of them together", style=DIM)
     )
-    flag = f"--memory {int(told.now)}" if told.limit == "memory" else f"--max-error {told.now:.4g}"
+    flag = f"--memory {told.now / (1 << 20):.4g}MiB" if told.limit == "memory" else f"--max-error {told.now:.4g}"
     page.verbatim("next", f"effcompile plan MODEL {flag}", "solves it")
 
 
@@ -304,7 +323,7 @@ def _most_freed(plan: Plan) -> float:
 def print_curve(plan: Plan, points: int, console: Console | None = None) -> None:
     """The curve of a saved plan as rows."""
     page = Page(console)
-    page.line(Text(" "), page.text(f"what memory buys {plan.model}, by the options in its plan: an estimate", STRONG))
+    _title(page, f"what memory buys {plan.model}, by the options in its plan: an estimate")
     page.blank()
     rows = [Row(cells=[format_bytes(size), format_seconds(seconds), Text(change, style=STRONG if change == "the plan itself" else "")])
             for size, seconds, change in curve(plan, points)]  # fmt: skip

@@ -260,6 +260,13 @@ def test_outputs_beside_the_loss_are_dropped_and_the_type_is_kept(kind: str) -> 
     assert out == wanted[kind]
 
 
+def test_the_loss_may_stand_behind_the_logits() -> None:
+    """nanoGPT's forward returns (logits, loss)."""
+    step = capture_training(Returning(lambda loss, logits: (logits, loss)), (X,))
+    assert step.rebuild(torch.tensor(2.0), []) == (None, 2.0)
+    assert dict(step.dropped) == {"0": 3 * 4 * 4}
+
+
 @pytest.mark.parametrize("kind", OUTPUTS)
 def test_outputs_are_kept_when_asked_for(kind: str) -> None:
     make, cls, names = OUTPUTS[kind]
@@ -300,7 +307,7 @@ def test_the_users_own_loss_sees_inputs_that_the_forward_does_not_take() -> None
         (lambda loss, logits: logits, ["no loss", "float32 tensor of shape (3, 4)", "labels=", "loss(outputs, inputs)"]),
         (lambda loss, logits: {"logits": logits}, ["no loss", "dict (logits: a float32 tensor of shape (3, 4))", "labels="]),
         (lambda loss, logits: Pair(None, logits), ["no loss", "Pair (logits:"]),
-        (lambda loss, logits: (logits, loss), ["no loss", "tuple (0: a float32 tensor of shape (3, 4)"]),
+        (lambda loss, logits: (logits, loss, 2 * loss), ["no loss", "tuple (0: a float32 tensor of shape (3, 4)"]),
         (lambda loss, logits: 3.0, ["no loss", "float"]),
         (lambda loss, logits: {"loss": logits}, ["no scalar", "shape (3, 4)", "loss.mean()"]),
         (lambda loss, logits: {"loss": logits.argmax()}, ["int64", "floating-point"]),
