@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from effcompile import report
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
-from effcompile.report import Steps, print_infeasible
 
 #: Seconds after which a signal that a library swallowed is told again.
 _AGAIN = 0.5
@@ -165,14 +165,14 @@ def error_data(error: Exception, status: int) -> dict[str, Any]:
 
 
 @contextmanager
-def steps(as_json: bool, verbose: bool = False) -> Iterator[Steps]:
+def steps(as_json: bool, verbose: bool = False) -> Iterator[report.Steps]:
     """Progress on stderr, silent with --json; and the libraries below us kept quiet unless `verbose`."""
     with warnings.catch_warnings():
         if not verbose:
             warnings.filterwarnings("ignore", module=r"(torch|torchao|onnx|onnxscript|transformers|copyreg)(\..*)?")
             for name in ("torchao", "torch.utils._pytree", "torch.onnx", "onnxscript", "transformers", "nncf"):
                 logging.getLogger(name).setLevel(logging.ERROR)
-        with Steps(enabled=not as_json) as running:
+        with report.Steps(enabled=not as_json) as running:
             yield running
 
 
@@ -184,5 +184,5 @@ def explaining(goal: Goal, as_json: bool, typed: Sequence[str] | None = None) ->
     except InfeasibleError as error:
         if as_json:
             raise
-        print_infeasible(error, goal, Console(stderr=True), arguments=typed)
+        report.print_infeasible(error, goal, Console(stderr=True), arguments=typed)
         raise typer.Exit(error.exit_code) from error

@@ -15,15 +15,14 @@ from typing import Annotated
 import typer
 
 from effcompile import console
-from effcompile.cli import deciding, reading, running
+from effcompile.cli import deciding, reading, running, upkeep
 from effcompile.core.errors import EffcompileError, InternalError
 
 app = typer.Typer(
     help="Declare the budget; get the fastest transformer that fits, with proof.",
     epilog="Start with:  effcompile optimize examples/bert.py --max-error 0.031 -o out/bert\n\n"
-    "or, to train:  effcompile optimize examples/train_gpt2.py --mode training --memory 900MiB -o out/train",
+    "or, to train:  effcompile optimize examples/train_gpt2.py --mode training --memory 1150MiB -o out/train",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -37,6 +36,8 @@ app.command()(reading.diff)
 app.command()(reading.targets)
 app.command()(running.run)
 app.command()(running.calibrate)
+app.command()(upkeep.passes)
+app.command()(upkeep.cache)
 
 
 @app.callback(invoke_without_command=True)

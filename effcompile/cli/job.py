@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from effcompile import console, report
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.names import check_backend, check_passes
 from effcompile.ir.plan import Plan
 from effcompile.loader.source import Reading, find
 
@@ -81,7 +82,7 @@ class Job:
         """The job without the goal fields that were not given, all checked that can be before torch and the model load.
 
         Raises:
-            UsageError: a goal, model or target that does not exist or is not allowed.
+            UsageError: a goal, model, pass, backend or target that does not exist or is not allowed.
         """
         changes = {name: value for name, value in self.changes.items() if value is not None}
         Goal.of(**changes)
@@ -91,6 +92,8 @@ class Job:
             wanted_sizes(self.batch)
         if self.lr is not None:
             parsed_rate(self.lr)
+        check_passes(self.passes or ())
+        check_backend(self.backend)
         find(self.file)
         for name in self.targets:
             if name != "auto":

@@ -44,7 +44,10 @@ Robust = Annotated[
 TargetName = Annotated[str, typer.Option("--target", help="A machine (see `effcompile targets`) or a .toml file.", rich_help_panel=HOW)]
 BackendName = Annotated[str | None, typer.Option("--backend", help="Only this backend; otherwise the fastest.", rich_help_panel=HOW)]
 PassNames = Annotated[
-    list[str] | None, typer.Option("--pass", metavar="NAME", help="Repeatable: NAME, no-NAME or NAME.OPTION=VALUE.", rich_help_panel=HOW)
+    list[str] | None,
+    typer.Option(
+        "--pass", metavar="NAME", help="Repeatable: NAME, no-NAME or NAME.OPTION=VALUE; see `effcompile passes`.", rich_help_panel=HOW
+    ),
 ]
 Dynamic = Annotated[
     bool | None, typer.Option("--dynamic/--static", help="Keep batch and sequence free, or fix every shape.", rich_help_panel=HOW)

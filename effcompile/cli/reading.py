@@ -20,7 +20,7 @@ def explain(
     plan: PlanFile,
     site: Annotated[str | None, typer.Argument(metavar="[SITE]", help="A site, or a part of its name; without it, all sites.")] = None,
     by: Annotated[str | None, typer.Option(metavar="time|error|memory", help="The sites that take most of it, first.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many rows of --by.")] = report.TOP,
+    top: Annotated[int, typer.Option(min=1, help="How many rows of --by.")] = 12,
     what_if: Annotated[
         str | None, typer.Option("--if", metavar="LIMIT=CHANGE", help="What another limit would change: memory=+10%, error=-20%.")
     ] = None,

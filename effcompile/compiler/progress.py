@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, Protocol, TypeVar
@@ -33,6 +34,8 @@ class Quiet:
 
 
 QUIET: Progress = Quiet()
+#: `logging.getLogger("effcompile")` tells each step at the level INFO.
+log = logging.getLogger("effcompile")
 
 
 class _Staged:
@@ -43,6 +46,7 @@ class _Staged:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
+        log.info("%s", name)
         with self._steps.step(name), stage(name):
             yield
 

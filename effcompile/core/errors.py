@@ -19,9 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from effcompile.core.causes import Cause
+if TYPE_CHECKING:
+    from effcompile.core.causes import Cause
 
 
 def clipped(said: object, most: int = 300) -> str:

@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
+import platformdirs
+
 from effcompile.core.disk import abandoned, lock, sync
 from effcompile.core.errors import FormatError, UsageError
 
@@ -20,12 +22,8 @@ def cache_folder() -> Path:
     """Where effcompile keeps what it measured and built."""
     if own := os.environ.get("EFFCOMPILE_CACHE"):
         return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "effcompile"
-    try:
-        return Path.home() / ".cache" / "effcompile"
-    except RuntimeError:  # a user without a home
-        return Path(tempfile.gettempdir()) / "effcompile"
+    found = platformdirs.user_cache_path("effcompile", appauthor=False)
+    return found if found.is_absolute() else Path(tempfile.gettempdir()) / "effcompile"  # a user without a home
 
 
 def read_bounded(path: Path, most: int, what: str) -> bytes:

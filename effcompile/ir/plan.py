@@ -6,6 +6,7 @@ or read, so that the kernels alone run on machines without it (benchmarks/gpu.py
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -414,3 +415,11 @@ class Plan:
         if Plan.printer is None:
             raise UsageError("No printer is installed: `import effcompile` first.")
         Plan.printer(self, console, verbose)
+
+    def _repr_html_(self) -> str:
+        """The report, as a notebook shows the value of a cell."""
+        from rich.console import Console
+
+        shown = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+        self.report(shown)
+        return shown.export_html(inline_styles=True, code_format='<pre style="line-height:1.2;overflow-x:auto">{code}</pre>')

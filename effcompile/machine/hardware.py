@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from effcompile.core.timing import interleaved
 
@@ -114,10 +115,7 @@ def _instructions() -> str:
 
 def _memory_bytes() -> int:
     """Physical memory, or the container's limit where that is lower, in whole GiB (rounded up)."""
-    try:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):  # not a POSIX system
-        size = 8 * 2**30
+    size = psutil.virtual_memory().total
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         size = min(size, int(limit)) if limit.isdigit() else size

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 try:
     import resource
 except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _GROUPS = Path("/sys/fs/cgroup")
 
 
 def resident_bytes() -> int:
     """Resident memory of this process; 0 where the system does not say."""
-    return _of_process(1)
+    return _of_process("rss")
 
 
 def free_bytes(device: str = "cpu") -> int | None:
@@ -39,25 +39,24 @@ def give_back() -> None:
 
 def _of_machine() -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-        return min(found["MemAvailable"], _PAGE * os.sysconf("SC_PHYS_PAGES"))
-    except (OSError, KeyError, ValueError):
+        found = psutil.virtual_memory()
+    except (OSError, RuntimeError, ValueError):  # a container without /proc
         return None
+    return min(found.available, found.total)
 
 
 def _of_address_space() -> int | None:
     if resource is None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else max(0, limit - _of_process(0))
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - _of_process("vms"))
 
 
-def _of_process(field: int) -> int:
-    """Bytes by /proc/self/statm: 0 the address space, 1 what is resident."""
+def _of_process(field: str) -> int:
+    """Bytes of this process: "vms" the address space, "rss" what is resident; 0 where the system does not say."""
     try:
-        return int(Path("/proc/self/statm").read_bytes().split()[field]) * _PAGE
-    except (OSError, ValueError, IndexError):
+        return int(getattr(psutil.Process().memory_info(), field))
+    except (psutil.Error, OSError):
         return 0
 
 

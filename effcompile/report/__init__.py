@@ -1,17 +1,46 @@
-"""The report layer: formats a Plan for terminals and browsers. It prices nothing and imports no torch."""
+"""The report layer: formats a Plan for terminals and browsers. It prices nothing and imports no torch; each part loads at its first use."""
 
 from __future__ import annotations
 
-from effcompile.report.diff import diff
-from effcompile.report.explain import explain, find_site
-from effcompile.report.frontier import print_frontier, print_side_by_side
-from effcompile.report.html import frontier_html, html_report
-from effcompile.report.infeasible import flag, print_infeasible
-from effcompile.report.progress import Steps
-from effcompile.report.questions import TOP, curve, print_curve, print_ranked, print_what_if, ranked, what_if
-from effcompile.report.sparsity import print_sparsity
-from effcompile.report.targets import targets_table
-from effcompile.report.terminal import print_plan
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from effcompile.report.differences import diff
+    from effcompile.report.explanations import explain, find_site
+    from effcompile.report.frontier import print_frontier, print_side_by_side
+    from effcompile.report.html import frontier_html, html_report
+    from effcompile.report.infeasible import flag, print_infeasible
+    from effcompile.report.passes import print_passes
+    from effcompile.report.progress import Steps
+    from effcompile.report.questions import TOP, curve, print_curve, print_ranked, print_what_if, ranked, what_if
+    from effcompile.report.sparsity import print_sparsity
+    from effcompile.report.targets import targets_table
+    from effcompile.report.terminal import print_plan
+
+_HOME = {
+    "diff": "differences",
+    "explain": "explanations",
+    "find_site": "explanations",
+    "print_frontier": "frontier",
+    "print_side_by_side": "frontier",
+    "frontier_html": "html",
+    "html_report": "html",
+    "flag": "infeasible",
+    "print_infeasible": "infeasible",
+    "print_passes": "passes",
+    "Steps": "progress",
+    "TOP": "questions",
+    "curve": "questions",
+    "print_curve": "questions",
+    "print_ranked": "questions",
+    "print_what_if": "questions",
+    "ranked": "questions",
+    "what_if": "questions",
+    "print_sparsity": "sparsity",
+    "targets_table": "targets",
+    "print_plan": "terminal",
+}
 
 __all__ = [
     "TOP",
@@ -26,6 +55,7 @@ __all__ = [
     "print_curve",
     "print_frontier",
     "print_infeasible",
+    "print_passes",
     "print_plan",
     "print_ranked",
     "print_side_by_side",
@@ -35,3 +65,11 @@ __all__ = [
     "targets_table",
     "what_if",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'effcompile.report' has no attribute {name!r}")
+    value = getattr(import_module(f"effcompile.report.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

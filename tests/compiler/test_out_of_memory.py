@@ -43,7 +43,7 @@ class Big(nn.Module):
         return self.b(torch.tanh(self.a(x))).square().mean()
 
 model, x = Big().train(), torch.randn(4096, 1024)
-limit = memory._of_process(0) + (150 << 20)
+limit = memory._of_process("vms") + (150 << 20)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
     effcompile.optimize(model, inputs=(x,), mode="training")

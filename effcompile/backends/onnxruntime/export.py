@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import fx
 
 from effcompile.backends.indices import raising
 from effcompile.core.errors import LoweringError
+from effcompile.core.quiet import quiet_libraries
 from effcompile.core.torch_compat import kept_onnx_registry
 from effcompile.ir.export import reexport, refresh_shapes
 from effcompile.ir.program import Program
@@ -170,11 +170,7 @@ def _cause(error: BaseException) -> str:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """torch.onnx prints and logs its progress; ours is in the report."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+    quiet = quiet_libraries("torch.onnx", "onnxscript", "onnx_ir")
+    with quiet, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

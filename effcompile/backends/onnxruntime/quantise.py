@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from effcompile.core.errors import LoweringError
+from effcompile.core.quiet import quiet_libraries
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, NOT_FOUND, TABLE_INT8, W4, W8, Form, WeightFormat
 
 Ranges = Mapping[str, tuple[float, float]]  # node name → (lowest, highest) of its input on the calibration inputs
@@ -187,7 +187,7 @@ def _weight_only(model: onnx.ModelProto, nodes: list[str], held: WeightFormat) -
     # `nodes_to_include` is ignored with an algo_config: every other product is excluded by name instead
     others = [node.name for node in model.graph.node if node.op_type in ("MatMul", "Gather") and node.name not in set(nodes)]
     quantizer = MatMulNBitsQuantizer(model, nodes_to_exclude=others, algo_config=config)
-    with _no_logging():
+    with quiet_libraries():  # they advise on the root logger about preprocessing that we have done otherwise
         quantizer.process()
     result: onnx.ModelProto = quantizer.model.model
     return result
@@ -209,21 +209,10 @@ def _prepared(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _run(quantizer: Any) -> onnx.ModelProto:
-    with _no_logging():
+    with quiet_libraries():  # they advise on the root logger about preprocessing that we have done otherwise
         quantizer.quantize_model()
     model: onnx.ModelProto = quantizer.model.model
     return model
-
-
-class _no_logging:  # noqa: N801  reads as a statement
-    """The quantisers advise on the root logger about preprocessing that we have done otherwise."""
-
-    def __enter__(self) -> None:
-        self._level = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-
-    def __exit__(self, *_: object) -> None:
-        logging.disable(self._level)
 
 
 def _base_name(name: str) -> str:

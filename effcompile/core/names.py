@@ -1,0 +1,71 @@
+"""The names of passes and backends, each with what it does: known before torch is loaded. Tests hold them equal to the registries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+
+from effcompile.core.errors import UnknownNameError
+
+#: Of an inference plan, in order of application.
+INFERENCE_PASSES: Mapping[str, str] = {
+    "shrink": "removes heads and channels that the outputs do not need (structured pruning)",
+    "merge": "computes linears of one input as one",
+    "logits": "computes the logits of the last token alone, where only they are read",
+    "attention": "finds attentions and gives each the kernel for its mask",
+    "predict": "leaves out tiles of attention that are predicted to be near zero",
+    "fuse": "fuses GELU, and norms with what is added before them",
+    "rows": "fuses norms, gates and rotary embeddings row by row",
+    "quantize": "stores weights in 8 or 4 bits, and computes in 8 where that is faster",
+    "sparsify": "stores weights in blocks, or two of four, where most are zero",
+}
+#: Of a training plan, in order of application.
+TRAINING_PASSES: Mapping[str, str] = {
+    "microbatch": "runs the step in parts of the batch and adds up their gradients",
+    "precision": "computes in bf16 or fp16, with the master weights in fp32",
+    "attention": "attention without its matrix of scores, forward and backward",
+    "loss_head": "computes logits and loss in chunks; adds tied gradients in place",
+    "pointwise": "runs chains of element-wise operators as one kernel",
+    "states": "holds the optimizer's states in 8 bits, or on the host",
+    "checkpoint": "chooses what each block keeps from forward to backward, and what it computes again",
+    "offload": "holds kept activations on the host",
+    "compress": "holds kept activations in fewer bits",
+}
+#: Those that take part only where they are named, or one of their options is set.
+OPTIONAL = frozenset({"offload", "compress", "predict", "microbatch", "precision"})
+BACKENDS: Mapping[str, str] = {
+    "onnxruntime": "ONNX Runtime",
+    "torch-eager": "PyTorch, operator by operator, weights packed",
+    "torch-inductor": "PyTorch, compiled by Inductor",
+    "openvino": "OpenVINO",
+    "triton": "PyTorch with our kernels in Triton, on a GPU",
+}
+
+
+def check_passes(given: Iterable[str]) -> None:
+    """Refuse a pass that there is none of.
+
+    Raises:
+        UnknownNameError: as loading it would.
+    """
+    known = {*INFERENCE_PASSES, *TRAINING_PASSES}
+    for item in given:
+        name = item.partition("=")[0].partition(".")[0].strip()
+        if name not in known and name.removeprefix("no-") not in known:
+            known |= _installed("effcompile.passes") | _installed("effcompile.training_passes")
+            if name not in known and name.removeprefix("no-") not in known:
+                raise UnknownNameError("pass", name.removeprefix("no-"), known)
+
+
+def check_backend(name: str | None) -> None:
+    """Refuse a backend that there is none of; "torch" is a training step's.
+
+    Raises:
+        UnknownNameError: as loading it would.
+    """
+    if name is not None and name not in (*BACKENDS, "torch") and name not in (found := _installed("effcompile.backends")):
+        raise UnknownNameError("backend", name, {*BACKENDS, *found})
+
+
+def _installed(group: str) -> set[str]:
+    return {entry.name for entry in entry_points(group=group)}
