@@ -110,8 +110,11 @@ def sentence_folder(bert: Path, folder: Path, *, ways: tuple[str, ...], dense: b
         (folder / "2_Dense").mkdir()
         activation = {"in_features": 32, "out_features": 5, "activation_function": "torch.nn.modules.activation.Tanh"}
         (folder / "2_Dense" / "config.json").write_text(json.dumps(activation))
-        save_file({"linear.weight": torch.ones(5, 32), "linear.bias": torch.zeros(5)}, folder / "2_Dense" / "model.safetensors")
+        save_file({"linear.weight": DENSE, "linear.bias": torch.zeros(5)}, folder / "2_Dense" / "model.safetensors")
     return str(folder)
+
+
+DENSE = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
 
 
 def by_hand(states: torch.Tensor, mask: torch.Tensor, way: str) -> torch.Tensor:
@@ -133,7 +136,7 @@ def test_sentence_transformers(bert: Path, tmp_path: Path, way: str, dense: bool
     with torch.no_grad():
         states = transformers.BertModel.from_pretrained(bert).eval()(ids, attention_mask=mask).last_hidden_state
         wanted = by_hand(states, mask, way)
-        wanted = torch.tanh(wanted.sum(dim=-1, keepdim=True).expand(2, 5)) if dense else wanted
+        wanted = torch.tanh((wanted.unsqueeze(1) * DENSE).sum(dim=-1)) if dense else wanted
         found = loaded.model(ids, mask)
     torch.testing.assert_close(found, wanted / wanted.norm(dim=-1, keepdim=True), atol=2e-6, rtol=1e-5)
 
