@@ -72,13 +72,13 @@ def optimize(
     as_json: AsJson = False,
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
+    given = None if plan is None else Plan.load(plan)
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
         file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
         keep_outputs=keep_outputs, batch=batch, lr=lr,
     ).checked()  # fmt: skip
-    given = None if plan is None else Plan.load(plan)
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []

@@ -94,12 +94,12 @@ class Job:
             parsed_rate(self.lr)
         check_passes(self.passes or ())
         check_backend(self.backend)
-        find(self.file)
         for name in self.targets:
             if name != "auto":
                 from effcompile.machine.machines import load_target
 
                 load_target(name)
+        find(self.file)
         return replace(self, changes=changes)
 
     def load(self, steps: report.Steps, plan: Plan | None = None) -> Wanted:
