@@ -25,7 +25,7 @@ from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.files import write_atomically
 from effcompile.core.types import Example, Value
 from effcompile.ir.plan import Plan
-from effcompile.loader import as_inputs
+from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
 from effcompile.planner.learning_rate import LearningRate
 from effcompile.report.runs import StageRow, print_run
