@@ -262,6 +262,11 @@ def as_module(model: object) -> nn.Module:
     """
     if isinstance(model, Deferred):
         return model.model
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        kind = type(model).__name__
+        raise UsageError(
+            f"The model is wrapped in {kind}, whose hooks a plan would not see. Write {kind}(effcompile.optimize(model, ...))."
+        )
     if isinstance(model, nn.Module):
         return model
     if isinstance(model, types.MethodType) and isinstance(model.__self__, nn.Module):

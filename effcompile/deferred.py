@@ -21,7 +21,7 @@ from effcompile import compiler
 from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.mends import evaluating
 from effcompile.compiler import Executable, Request, TrainingExecutable
-from effcompile.core.errors import GuardError, InputsError, UsageError
+from effcompile.core.errors import AutocastError, Fallback, GuardError, InputsError, UsageError
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 
@@ -140,7 +140,7 @@ class Deferred(nn.Module):
     def _train_step(self, args: Args, kwargs: Kwargs) -> Outputs:
         """The step as planned for these shapes; planned now where they are new."""
         kwargs = with_items_as_tensor(kwargs)
-        key = (_structure(args, kwargs), shapes := _shapes(args, kwargs), _differentiated(args, kwargs))
+        key = (_structure(args, kwargs), shapes := _shapes(args, kwargs), _differentiated(args, kwargs), _autocast())
         if key not in self.executables:
             with PLANNING:
                 if key not in self.executables and len(self.executables) < _MOST_SHAPES:  # another thread may have planned it
@@ -312,14 +312,34 @@ class _Replanned:
         return result
 
 
+class _UnderAutocast:
+    """Answers a step's calls within another torch.autocast by planning it there, too; `otherwise` answers what else is refused."""
+
+    def __init__(self, replanned: _Replanned, name: str, otherwise: Fallback | None) -> None:
+        self._replanned, self._name, self._otherwise, self._warned = replanned, name, otherwise, False
+
+    def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
+        if isinstance(error, AutocastError):
+            if not self._warned:
+                self._warned = True
+                said = "within the torch.autocast that it is called in, which is another one than it was planned in"
+                warnings.warn(f"effcompile plans the step of {self._name} again, under the same goal, {said}", stacklevel=5)
+            return self._replanned(error, args, kwargs)
+        if self._otherwise is None:
+            raise error
+        return self._otherwise(error, args, kwargs)
+
+
 def answering(executable: Planned, request: Request) -> Planned:
     """The executable with what it does in the place of a call that its plan does not hold for."""
     how = request.on_change or "error"
+    model, fallback = executable.unplanned(), executable.fallback
     if how != "error":
-        model = executable.unplanned()
         run = model.forward if isinstance(executable, TrainingExecutable) else functools.partial(_run_evaluating, model)
         fallback = _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
-        executable.__dict__["fallback"] = fallback
+    elif isinstance(executable, TrainingExecutable) and request.on_change is None and request.optimizer is None:
+        fallback = _UnderAutocast(_Replanned(executable, model, request), type(model).__name__, fallback)
+    executable.__dict__["fallback"] = fallback
     return executable
 
 
@@ -329,6 +349,11 @@ def _run_evaluating(model: nn.Module, *args: object, **kwargs: object) -> Output
         return model(*args, **kwargs)
     with evaluating(model):
         return model(*args, **kwargs)
+
+
+def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """(device, dtype) of each torch.autocast that is on."""
+    return tuple((device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device))
 
 
 def _structure(args: Args, kwargs: Kwargs) -> tuple[str | None, ...]:

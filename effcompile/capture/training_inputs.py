@@ -70,7 +70,9 @@ class StepInputs:
         place, kind = self.call.tensors[at][0], self._kinds[at]
         raise GuardError(
             f"The training step of {self._model} was captured for {place} = {_text(kind)}, but got {_text(_kind(tensor))}. "
-            "Shapes, dtypes and plain values are fixed at capture: pad or drop the last batch, or capture it again.",
+            "Shapes, dtypes and plain values are fixed at capture: drop the last batch (DataLoader(drop_last=True); HuggingFace's "
+            "TrainingArguments(dataloader_drop_last=True)) or pad it, or leave `inputs` out of effcompile.optimize, "
+            "which then plans each shape.",
             place=place.guarded,
         )
 

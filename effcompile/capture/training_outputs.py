@@ -14,7 +14,10 @@ from effcompile.core.errors import CaptureError
 from effcompile.core.types import Outputs, Value
 
 Path = tuple[Any, ...]
-_MEND = "Pass what the model computes its loss from (HuggingFace: labels=...), or give loss=, a function loss(outputs, inputs)"
+_MEND = (
+    "Pass what the model computes its loss from (HuggingFace: labels=...; a Trainer with label_smoothing_factor or compute_loss_func takes "
+    "them away: leave those out), or give loss=, a function loss(outputs, inputs)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ EffcompileError                 anything below; the CLI prints it without a trac
 │   ├── UnknownNameError        a pass, target, backend or site that does not exist ("did you mean")
 │   ├── InputsError             inputs that the model cannot take
 │   │   └── GuardError          a call, or a model, that is not as it was when the plan was made
+│   │       └── AutocastError   a call within another torch.autocast
 │   ├── FormatError             a plan.json, target or calibration file that is not one of ours
 │   ├── CaptureError            a model that torch.export cannot trace; names file, line and known fix
 │   └── MissingPackageError     an optional package is absent; prints the install line
@@ -68,6 +69,10 @@ class GuardError(InputsError):
     def __init__(self, message: str, *, place: str, of_model: bool = False) -> None:
         super().__init__(message)
         self.place, self.of_model = place, of_model
+
+
+class AutocastError(GuardError):
+    """The call is within another torch.autocast than the plan was made in."""
 
 
 #: What is run in the place of a call that a guard refused, with its arguments.

@@ -19,7 +19,7 @@ from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
 from effcompile.backends.torch.refusing import refusing
 from effcompile.core import torch_compat
-from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.errors import AutocastError, GuardError, InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Outputs, Value
 from effcompile.ir.step import Step
 from effcompile.ops.consume import Sink, consuming
@@ -121,9 +121,9 @@ class StepRunner:
                 )
         if (now := _autocast(self._devices)) != self._autocast:
             was, at_call = (", ".join(map(str, found)) or "off" for found in (self._autocast, now))
-            raise GuardError(
+            raise AutocastError(
                 f"autocast is {at_call} at this call and was {was} when the step was planned, whose dtypes are fixed. "
-                "Plan and call within the same torch.autocast(...).",
+                "Plan and call within the same torch.autocast(...): with torch.autocast(...): effcompile.optimize(model, ...).",
                 place="torch.is_autocast_enabled()",
             )
 

@@ -1,0 +1,57 @@
+"""A step planned outside torch.autocast and called within (Trainer's bf16=True, accelerate, Lightning) is planned there, too."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import effcompile
+from effcompile.core.errors import AutocastError, GuardError, UsageError
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+PASSES = ["no-pointwise"]
+
+
+def gradients(model: nn.Module, *, halved: bool) -> list[Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=halved):
+        loss = model(X)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def test_it_is_planned_for_both_and_said_once() -> None:
+    model = Model().train()
+    step = effcompile.optimize(model, (X,), mode="training", passes=PASSES)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for halved in (False, True, True, False):
+            found = gradients(step, halved=halved)
+            for ours, wanted in zip(found, gradients(Model().train(), halved=halved), strict=True):
+                torch.testing.assert_close(ours, wanted, atol=0 if not halved else 1e-2, rtol=0 if not halved else 2e-2)
+    assert sum("again, under the same goal, within the torch.autocast" in str(one.message) for one in said) == 1
+
+
+def test_who_asks_for_errors_gets_one() -> None:
+    step = effcompile.optimize(Model().train(), (X,), mode="training", passes=PASSES, on_change="error")
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(AutocastError, match="Plan and call within the same"):
+        step(X)
+    with pytest.raises(GuardError, match=r"drop_last=True.*leave `inputs` out"):
+        step(X[:3])
+
+
+def test_a_wrapped_model_says_which_way_round() -> None:
+    with pytest.raises(UsageError, match=r"DataParallel\(effcompile.optimize\(model"):
+        effcompile.optimize(nn.DataParallel(Model()), (X,), mode="training")
