@@ -333,13 +333,13 @@ class _UnderAutocast:
 def answering(executable: Planned, request: Request) -> Planned:
     """The executable with what it does in the place of a call that its plan does not hold for."""
     how = request.on_change or "error"
-    model, fallback = executable.unplanned(), executable.fallback
+    model, fallback = executable.unplanned(), executable._effcompile_fallback
     if how != "error":
         run = model.forward if isinstance(executable, TrainingExecutable) else functools.partial(_run_evaluating, model)
         fallback = _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
     elif isinstance(executable, TrainingExecutable) and request.on_change is None and request.optimizer is None:
         fallback = _UnderAutocast(_Replanned(executable, model, request), type(model).__name__, fallback)
-    executable.__dict__["fallback"] = fallback
+    executable.__dict__["_effcompile_fallback"] = fallback
     return executable
 
 

@@ -25,7 +25,8 @@ from effcompile.capture.tensors import Watched, state_of
 from effcompile.core import torch_compat
 from effcompile.ir.guards import Kind, described, same
 
-_OWN = frozenset(vars(nn.Module()))  # what every module has
+#: What every module has, and what a planned one has beside.
+_OWN = frozenset(vars(nn.Module())) | {"_effcompile_fallback"}
 _TABLES = ("_modules", "_parameters", "_buffers")
 _FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
 _LONGEST, _DEEPEST = 1000, 4  # of containers that are looked into

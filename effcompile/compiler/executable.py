@@ -37,7 +37,7 @@ class Executable(PlannedModel):
     `parameters()`, `state_dict()`, `train()` and `eval()` are the original's. In training mode the original model
     runs, as the lowered one has no gradients; the weights of the lowered one are those at the time of planning, and
     a call after they were changed is refused, as is one after a change of whatever else the plan took for granted.
-    `fallback` is what runs instead, where one was asked for (`on_change`).
+    `on_change` says what runs instead.
 
     With gradients enabled, results require a gradient where the original's would (an input or a parameter requires one), and a
     backward that reaches them is refused in words; the call itself is as fast as without.
@@ -50,7 +50,7 @@ class Executable(PlannedModel):
         super().__init__()
         torch_compat.hide_from_dynamo(type(self), "forward", COMPILED)
         self.original = model
-        self.fallback = None
+        self._effcompile_fallback = None
         self.training = False
         self._program, self._lowered = program, lowered
         self._output_spec = program.module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
@@ -136,7 +136,7 @@ class Executable(PlannedModel):
             made._state = self._state.bound_to(model)
             made._state.settle()
             made._gradients = GradientGuard(self._program.name, model.parameters())
-            made.fallback = None
+            made._effcompile_fallback = None
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

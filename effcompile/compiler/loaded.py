@@ -33,7 +33,7 @@ class LoadedExecutable(Executable):
     def __init__(self, artifact: Artifact) -> None:
         PlannedModel.__init__(self)
         torch_compat.hide_from_dynamo(type(self), "forward", COMPILED)
-        self.fallback = None
+        self._effcompile_fallback = None
         self.training = False
         self.plan, self.artifact = artifact.plan, artifact
         self._gradients = GradientGuard(artifact.plan.model, ())

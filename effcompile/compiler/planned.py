@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 class PlannedModel(nn.Module):
-    """A model that runs as its plan says. A call that the plan does not hold for is refused, or answered by `fallback` (`on_change`)."""
+    """A model that runs as its plan says. A call that the plan does not hold for is refused, or answered (`on_change`)."""
 
     plan: Plan
-    fallback: Fallback | None
+    #: What runs in the place of a refused call (`on_change`): a name that no model has, as it stands beside the model's own attributes.
+    _effcompile_fallback: Fallback | None
 
     def unplanned(self) -> nn.Module:
         """The model as it was given, with all that it holds."""
@@ -34,6 +35,6 @@ class PlannedModel(nn.Module):
         Raises:
             GuardError: nothing does.
         """
-        if self.fallback is None:
+        if self._effcompile_fallback is None:
             raise error
-        return self.fallback(error, args, kwargs)
+        return self._effcompile_fallback(error, args, kwargs)

@@ -1,4 +1,4 @@
-"""The plan as one self-contained HTML file: no network, no script, light and dark, every text escaped."""
+"""The plan as one self-contained HTML file: no network, one small script of its own, light and dark, every text escaped."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from effcompile.report.ledger import Ledger, choice, ledger_of
 from effcompile.report.names import Template, collapse
 from effcompile.report.plots import frontier_plot, memory_plot
 from effcompile.report.reasons import words
+from effcompile.report.script import SCRIPT
 from effcompile.report.style import STYLE
 from effcompile.report.svg import Bar, Part, stacked_bars
 
@@ -65,7 +66,7 @@ def _document(title: str, sections: Iterable[str]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{STYLE}</style></head>\n'
-        f"<body><main>\n{body}\n</main></body></html>\n"
+        f"<body><main>\n{body}\n</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 

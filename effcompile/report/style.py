@@ -40,6 +40,10 @@ details[open]>summary.row>span:first-child::before,td details[open]>summary::bef
 code,pre{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 pre{margin:0;padding:10px 12px;background:var(--bg);border-radius:6px;overflow-x:auto;overflow-wrap:normal}
 ul{margin:0;padding-left:18px}footer{margin-top:18px;font-size:12px;overflow-wrap:anywhere}
-@media(max-width:600px){.goal{flex-direction:column;align-items:flex-start}}
+button{float:right;font:12px system-ui,sans-serif;color:var(--ink);background:var(--card);border:1px solid var(--line);border-radius:6px;
+padding:2px 10px;margin:6px;cursor:pointer}.sorts{cursor:pointer}.sorts:hover,.sorts:focus-visible{text-decoration:underline}
+@media(max-width:900px){figure{overflow-x:auto}svg{min-width:860px}}
+@media(max-width:600px){main{padding:20px 10px 32px}section{padding:12px}.goal{flex-direction:column;align-items:flex-start}
+th,td{padding-right:9px}.legend{position:sticky;left:0}}
 @media print{body{background:#fff}section{break-inside:avoid}}
 """

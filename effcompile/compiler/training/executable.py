@@ -30,7 +30,7 @@ class TrainingExecutable(PlannedModel):
     It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's Trainer and
     save_pretrained see the model. In training mode with gradients enabled the planned step runs; in eval mode, or
     without gradients, the model's own forward. `optimizer` is the planned one, where one was given. A step after a change of
-    what the plan took for granted is refused; `fallback` is what runs instead, where one was asked for (`on_change`).
+    what the plan took for granted is refused; `on_change` says what runs instead.
     """
 
     runner: StepRunner
@@ -97,7 +97,10 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
     members = {"forward": forward, "unplanned": unplanned, "__module__": kind.__module__}
     result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
     notes = runner.state.settle()
-    _set(result, {"runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer, "fallback": None})
+    _set(
+        result,
+        {"runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer, "_effcompile_fallback": None},
+    )
     runner.state, runner.guarded = runner.state.bound_to(model, result), True
     assert isinstance(result, TrainingExecutable)
     if hasattr(model, "config"):
