@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     )
     from effcompile.core.goal import Goal
     from effcompile.dynamo import compilations
+    from effcompile.ir.strategy import Strategy
+    from effcompile.machine.cluster import Cluster
     from effcompile.machine.target import Target
     from effcompile.runs import Run, Stage
     from effcompile.sparse.controller import DynamicSparsity
@@ -46,6 +48,8 @@ _HOME = {
     "compilations": "dynamo",
     "DynamicSparsity": "sparse.controller",
     "Goal": "core.goal",
+    "Strategy": "ir.strategy",
+    "Cluster": "machine.cluster",
     "Target": "machine.target",
     "EffcompileError": "core.errors",
     "UsageError": "core.errors",
@@ -61,6 +65,7 @@ _HOME = {
 
 __all__ = [
     "CaptureError",
+    "Cluster",
     "DynamicSparsity",
     "EffcompileError",
     "Executable",
@@ -73,6 +78,7 @@ __all__ = [
     "Plan",
     "Run",
     "Stage",
+    "Strategy",
     "Target",
     "UnknownNameError",
     "UsageError",

@@ -14,12 +14,14 @@ from torch import nn
 
 from effcompile.capture.training import Loss
 from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable, load
+from effcompile.compiler.parallel.asked import Devices, ManyDevices
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal, GoalFields, Limits, Mode
 from effcompile.core.types import Example, Forward, Inputs, Outputs
 from effcompile.deferred import Deferred, answering, carry_out, make_frontier, make_plan, with_forward
 from effcompile.dynamo import dynamo_backend
 from effcompile.ir.plan import Plan
+from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
 
@@ -177,9 +179,18 @@ def plan(
     calibration: Iterable[Example] | None = None,
     loss: Loss | None = None,
     keep_outputs: bool = False,
+    devices: Devices | None = None,
+    nodes: str | None = None,
+    strategy: Strategy | StrategyFields | None = None,
+    global_batch: int | None = None,
+    batch_tokens: int | None = None,
     **goal_fields: Unpack[GoalFields],
 ) -> Plan:
     """Decide without lowering; works for machines that are not here (target="h100-sxm"). Arguments as in `optimize`.
+
+    `devices` divides a training step among so many, "auto" among the fewest that are enough, a Cluster among its own; the
+    plan's `distributed` says how. `nodes` says how they stand ("8x8"), `strategy` what of a Strategy is given, the rest is free, and
+    `global_batch` or `batch_tokens` how large a step is: the inputs' batch on each device where neither is given.
 
     Raises:
         UsageError: something in the request is wrong. InfeasibleError: no plan meets the goal.
@@ -196,8 +207,25 @@ def plan(
         optimizer=optimizer,
         batch=batch,
         lr=lr,
+        devices=_devices(devices, nodes, strategy, global_batch, batch_tokens),
     )
     return make_plan(request, _ready(as_module(model), request), *as_inputs(inputs))
+
+
+def _devices(
+    devices: Devices | None,
+    nodes: str | None,
+    strategy: Strategy | StrategyFields | None,
+    global_batch: int | None,
+    batch_tokens: int | None,
+) -> ManyDevices | None:
+    """What is asked of many devices; None: one is planned for."""
+    if devices is None:
+        beside = {"nodes": nodes, "strategy": strategy, "global_batch": global_batch, "batch_tokens": batch_tokens}
+        if given := [name for name, value in beside.items() if value is not None]:
+            raise UsageError(f"{given[0]} is for a step on many devices: give devices, too.")
+        return None
+    return ManyDevices.of(devices, nodes=nodes, strategy=strategy, global_batch=global_batch, batch_tokens=batch_tokens)
 
 
 def frontier(

@@ -53,6 +53,8 @@ def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
 def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Plan:
     """Decide at these inputs; nothing is lowered."""
     with PLANNING:
+        if request.devices is not None:
+            return compiler.plan_devices(model, args, kwargs, request, progress=request.progress)
         return (compiler.plan_training if request.training else compiler.make_plan)(model, args, kwargs, **request.asked)
 
 

@@ -12,6 +12,7 @@ from effcompile.core.errors import EffcompileError
 
 NAMES = [
     "CaptureError",
+    "Cluster",
     "DynamicSparsity",
     "EffcompileError",
     "Executable",
@@ -24,6 +25,7 @@ NAMES = [
     "Plan",
     "Run",
     "Stage",
+    "Strategy",
     "Target",
     "UnknownNameError",
     "UsageError",

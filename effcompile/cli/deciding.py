@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from effcompile import console, report
-from effcompile.cli.job import Job, parsed_shape
+from effcompile.cli.job import Job, Many, parsed_shape
 from effcompile.cli.options import (
     HOW,
     OUTPUT,
@@ -16,7 +16,10 @@ from effcompile.cli.options import (
     AsJson,
     BackendName,
     Batch,
+    BatchTokens,
+    DeviceCount,
     Dynamic,
+    GlobalBatch,
     KeepOutputs,
     LearningRate,
     MaxError,
@@ -24,12 +27,14 @@ from effcompile.cli.options import (
     Minimize,
     Mode,
     ModelFile,
+    Nodes,
     Output,
     PassNames,
     Reads,
     Robust,
     SavedPlan,
     Shape,
+    StrategyText,
     TargetName,
     Task,
     TrustRemoteCode,
@@ -117,19 +122,27 @@ def plan(
     backend: BackendName = None,
     passes: PassNames = None,
     dynamic: Dynamic = None,
+    devices: DeviceCount = None,
+    nodes: Nodes = None,
+    strategy: StrategyText = None,
+    global_batch: GlobalBatch = None,
+    batch_tokens: BatchTokens = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=OUTPUT)
     ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decide without lowering, also for machines that are not here (--target h100-sxm), several side by side (--target a,b,c)."""
+    """Decide without lowering, also for machines that are not here (--target h100-sxm), several (a,b,c), or many (--devices 64)."""
+    many = Many(devices=devices, nodes=nodes, strategy=strategy, global_batch=global_batch, batch_tokens=batch_tokens).checked()
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
         file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
         keep_outputs=keep_outputs, batch=batch, lr=lr,
     ).checked()  # fmt: skip
+    if "," in target and many.count is not None:
+        raise UsageError(f"--target {target} compares machines for one device each: give one target with --devices.")
     if "," in target:
         _compare_targets(job, as_json, output)
         return
@@ -137,7 +150,7 @@ def plan(
         saved.check_folder(output)
     written: list[Path] = []
     with console.steps(as_json, verbose) as steps:
-        wanted = job.load(steps)
+        wanted = job.load(steps).among(many)
         with console.explaining(wanted.request.goal, as_json, context.obj):
             made = wanted.planned()
         if output is not None:
@@ -147,6 +160,8 @@ def plan(
         console.emit({**made.to_dict(), "written": [str(path) for path in written]})
     else:
         _print_plan(made, verbose, output, hint="Add -o DIR to write plan.json and report.html.")
+    if made.distributed is not None and made.distributed.verdict == "no":
+        raise typer.Exit(1)
 
 
 def frontier(

@@ -5,21 +5,58 @@ torch takes seconds to import: it is, with the user's model, when the job is loa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from effcompile import console, report
-from effcompile.core.errors import UsageError
+from effcompile.cli.strategy import parse_strategy
+from effcompile.core.errors import UsageError, clipped
 from effcompile.core.goal import Goal
 from effcompile.core.names import check_backend, check_passes
 from effcompile.ir.plan import Plan
 from effcompile.loader.source import Reading, find
+from effcompile.machine.cluster import parse_nodes
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable, Request, TrainingExecutable
     from effcompile.loader.loaded import Loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Many:
+    """The options that say among which devices a step is divided, as they were typed."""
+
+    devices: str | None
+    nodes: str | None
+    strategy: str | None
+    global_batch: int | None
+    batch_tokens: int | None
+
+    def checked(self) -> Many:
+        """The same, all checked that can be before torch loads.
+
+        Raises:
+            UsageError: a value that is not allowed, or one without --devices.
+        """
+        others = {"--strategy": self.strategy, "--global-batch": self.global_batch, "--batch-tokens": self.batch_tokens}
+        if self.count is None and (given := [name for name, value in others.items() if value is not None]):
+            raise UsageError(f"{given[0]} is for a step on many devices: give --devices or --nodes, too.")
+        parse_strategy(self.strategy or "")
+        return self
+
+    @property
+    def count(self) -> int | Literal["auto"] | None:
+        """The number of devices, which --nodes gives as well; None: one device is planned for."""
+        if self.devices is None:
+            return None if self.nodes is None else math.prod(parse_nodes(self.nodes))
+        if self.devices == "auto":
+            return "auto"
+        if not self.devices.isascii() or not self.devices.isdigit() or len(self.devices) > 9:
+            raise UsageError(f"--devices {clipped(self.devices)} must be a number of devices, or auto.")
+        return int(self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +65,18 @@ class Wanted:
 
     loaded: Loaded
     request: Request
+
+    def among(self, many: Many) -> Wanted:
+        """The same on many devices, where that is asked."""
+        from effcompile.compiler.parallel.asked import ManyDevices
+
+        if many.count is None:
+            return self
+        devices = ManyDevices.of(
+            many.count, nodes=many.nodes, strategy=parse_strategy(many.strategy or ""), global_batch=many.global_batch,
+            batch_tokens=many.batch_tokens,
+        )  # fmt: skip
+        return replace(self, request=replace(self.request, devices=devices))
 
     def carried_out(self) -> Executable | TrainingExecutable:
         """Planned, lowered, verified and measured."""

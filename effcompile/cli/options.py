@@ -69,4 +69,17 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="DIR", help="Write plan.json, report.html and the artifact there.", rich_help_panel=OUTPUT),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="One row per site, all refusals.", rich_help_panel=OUTPUT)]
+MANY = "Many devices"
+DeviceCount = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="N|auto", help="Divide a training step among them; auto: the fewest.", rich_help_panel=MANY),
+]
+Nodes = Annotated[str | None, typer.Option("--nodes", metavar="8x8", help="Nodes, and devices of each.", rich_help_panel=MANY)]
+StrategyText = Annotated[
+    str | None, typer.Option("--strategy", metavar="dp=8,tp=8", help="What is given; what is left out is free.", rich_help_panel=MANY)
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option("--global-batch", min=1, help="Sequences of one step on all devices.", rich_help_panel=MANY)
+]
+BatchTokens = Annotated[int | None, typer.Option("--batch-tokens", min=1, help="The same in tokens.", rich_help_panel=MANY)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.", rich_help_panel=OUTPUT)]

@@ -5,6 +5,7 @@ from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.loaded import LoadedExecutable, load
 from effcompile.compiler.machine import calibrate
+from effcompile.compiler.parallel.plan import plan_devices
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.request import AnyOptimizer, Batch, Dynamic, OnChange, Request
 from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training, training_backend
@@ -30,6 +31,7 @@ __all__ = [
     "open_artifact",
     "optimize",
     "optimize_training",
+    "plan_devices",
     "plan_training",
     "run_artifact",
     "training_backend",

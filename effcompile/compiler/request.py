@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from effcompile.capture.training import Loss
 from effcompile.compiler.machine import AUTO
+from effcompile.compiler.parallel.asked import ManyDevices
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
@@ -68,6 +69,7 @@ class Request:
         lr: a learning rate and the batch that it is good for, from which the plan says one for the batch that is chosen.
         on_change: what a call does that the plan does not hold for.
         progress: is told what is being done.
+        devices: the step is divided among so many; None: one device.
 
     Raises:
         UsageError: something that the goal's mode does not have.
@@ -87,6 +89,7 @@ class Request:
     lr: tuple[float, int] | None = None
     on_change: OnChange | None = None
     progress: Progress = QUIET
+    devices: ManyDevices | None = None
 
     def __post_init__(self) -> None:
         if self.calibration is not None:  # read more than once
@@ -102,6 +105,8 @@ class Request:
             raise UsageError("on_change='eager' runs the model's own forward, which here returns no loss. Leave out on_change, or `loss`.")
         if self.loss is not None and not callable(self.loss):
             raise UsageError(f"loss is a {type(self.loss).__name__}. Give a function: loss(outputs, inputs) returns a scalar tensor.")
+        if self.devices is not None and not self.training:
+            raise UsageError("devices divide a training step: ask for mode='training', or leave devices out.")
         if self.training and self.dynamic:
             raise UsageError("A training plan holds for one batch shape: leave dynamic out. Without `inputs` each shape is planned.")
         if self.training and self.calibration is not None:

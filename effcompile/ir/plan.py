@@ -18,6 +18,7 @@ from effcompile.core.errors import FormatError, UnknownNameError, UsageError, cl
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import KINDS, Because, Reason
+from effcompile.ir.distributed import Distributed
 from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
 from effcompile.ir.guards import Guard
@@ -292,6 +293,7 @@ class Plan:
     memory_timeline: MemoryTimeline | None = None  # of a training step
     levers: tuple[LeverRow, ...] = ()  # of a training step with a budget: none, each lever alone, the best pair, all
     fit: Fit | None = None  # of a training step on a machine that is not here
+    distributed: Distributed | None = None  # of a training step on many devices
 
     #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
     printer: ClassVar[Callable[..., None] | None] = None

@@ -7,7 +7,7 @@ The axes multiply to the world: dp × tp × pp × cp devices. Ranks are numbered
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, get_args
 
 from effcompile.core.errors import UnknownNameError, UsageError, clipped
@@ -89,7 +89,7 @@ class Strategy:
     cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_fields(asdict(self))
+        check_fields({name: getattr(self, name) for name in _NAMES})
         if self.vpp > 1 and (self.pp == 1 or self.schedule != "interleaved"):
             raise UsageError(
                 f"vpp = {self.vpp} needs a pipeline (pp > 1) and schedule = interleaved; here pp = {self.pp}, {self.schedule}."
@@ -114,7 +114,7 @@ class Strategy:
             UnknownNameError: a keyword that is no field. UsageError: a value that is not allowed.
         """
         check_fields(changes)
-        given: dict[str, Any] = {**(asdict(base) if base else {}), **changes}  # each is checked
+        given: dict[str, Any] = {**({name: getattr(base, name) for name in _NAMES} if base else {}), **changes}  # each is checked
         return cls(**given)
 
     @property
@@ -188,16 +188,18 @@ class Strategy:
         return self.cuts or tuple(each + (i < more) for i in range(self.stages))
 
 
+_NAMES = tuple(f.name for f in fields(Strategy))
+
+
 def check_fields(given: Mapping[str, object]) -> None:
     """Refuse names and values that no strategy has; for a part of one, too.
 
     Raises:
         UnknownNameError: no such field. UsageError: a value that is not allowed.
     """
-    known = [f.name for f in fields(Strategy)]
     for name, value in given.items():
-        if name not in known:
-            raise UnknownNameError("part of a strategy", name, known)
+        if name not in _NAMES:
+            raise UnknownNameError("part of a strategy", name, _NAMES)
         if name in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 24):
             raise UsageError(f"{name} = {clipped(repr(value))} must be a whole number, at least 1.")
         if name == "zero" and (isinstance(value, bool) or value not in (0, 1, 2, 3)):

@@ -10,6 +10,7 @@ from effcompile.ir.plan import Decision, MemoryTimeline, Plan
 from effcompile.report import figures as f
 from effcompile.report import levers as lever_table
 from effcompile.report.chart import dots_of, letter
+from effcompile.report.devices_html import devices_sections
 from effcompile.report.frontier import TITLES, Other, inference_row, other_row, title, training_row
 from effcompile.report.groups import Group, groups, refusals, share
 from effcompile.report.ledger import Ledger, choice, ledger_of
@@ -47,6 +48,8 @@ def frontier_html(plans: Sequence[Plan], others: Sequence[Other] = ()) -> str:
 
 
 def _plan_sections(plan: Plan) -> Iterable[str]:
+    if plan.distributed is not None:
+        return (*devices_sections(plan.distributed, _head(plan)), _declined(plan), _foot(plan))
     return (
         _head(plan),
         _totals(plan),

@@ -13,6 +13,7 @@ from effcompile.core.units import format_count, format_error, format_seconds
 from effcompile.ir.guards import counted
 from effcompile.ir.plan import Candidate, Check, Decision, Plan
 from effcompile.report import figures as f
+from effcompile.report.devices import print_devices
 from effcompile.report.groups import Group, Refusal, groups, refusals
 from effcompile.report.ledger import Figure, Ledger, choice, ledger_of
 from effcompile.report.levers import print_levers
@@ -35,6 +36,9 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
         directory: where plan.json and the artifact were written, for the commands at the end.
     """
     page = Page(console)
+    if plan.distributed is not None:
+        print_devices(page, plan, verbose)
+        return
     _head(page, plan)
     _goal(page, plan)
     print_totals(page, plan)

@@ -252,6 +252,11 @@ def simulate_unplanned(cut: Blocks) -> Trace:
     return simulate(cut, emit(cut, cut.decidable))
 
 
+def cut_step(step: Step, figures: Figures) -> Blocks:
+    """A step in blocks, with no options proposed yet."""
+    return _cut(step, _storages(step), figures)
+
+
 def _storages(step: Step) -> Storages:
     return graph_storages(step.graph, lambda node: node.meta["val"])
 
