@@ -44,7 +44,7 @@ def runs_of(model: nn.Module) -> tuple[Run, ...]:
         layers = list(module)
         if not all(any(True for _ in layer.parameters()) for layer in layers):
             continue
-        kinds = tuple(known.setdefault(_signature(layer, i), len(known)) for i, layer in enumerate(layers))
+        kinds = tuple(known.setdefault(signature, len(known)) for signature in _signatures(layers))
         found.append(Run(path=path, layers=layers, kinds=kinds, shown=_shown(kinds)))
     if not found:
         raise UsageError(
@@ -63,15 +63,23 @@ def _shown(kinds: tuple[int, ...]) -> int:
     return len(kinds)
 
 
-def _signature(layer: nn.Module, index: int) -> object:
-    shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-    plain = tuple(
-        (name, type(module).__qualname__, key, value)
+def _signatures(layers: Sequence[nn.Module]) -> list[object]:
+    """Of each layer what makes it one of a kind; what counts the layers (0, 1, 2 …) is left out."""
+    plain = [_attributes(layer) for layer in layers]
+    counting = {at for at in plain[0] if all(type(found.get(at)) is int and found[at] == i for i, found in enumerate(plain))}
+    shapes = [tuple((name, tuple(p.shape)) for name, p in layer.named_parameters()) for layer in layers]
+    kept = [tuple((at, value) for at, value in found.items() if at not in counting) for found in plain]
+    return list(zip(shapes, kept, strict=True))
+
+
+def _attributes(layer: nn.Module) -> dict[tuple[str, str, str], object]:
+    """The plain attributes of a layer's modules, and their classes."""
+    return {
+        (name, type(module).__qualname__, key): value
         for name, module in layer.named_modules()
-        for key, value in sorted(vars(module).items())
-        if isinstance(value, _PLAIN) and not key.startswith("_") and not (value == index and type(value) is int)
-    )
-    return shapes, plain
+        for key, value in sorted({**vars(module), "": None}.items())
+        if isinstance(value, _PLAIN) and not key.startswith("_")
+    }
 
 
 @contextmanager
