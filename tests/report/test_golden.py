@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+from test_report_devices import ASKED as DEVICES
 from test_report_sparsity import PAGES as SPARSE
 from test_report_text import GOLDEN, assert_golden, render
 
@@ -63,7 +64,7 @@ def test_golden(name: str) -> None:
 
 
 def test_there_is_no_golden_text_that_nothing_prints() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*PAGES, *SPARSE}
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*PAGES, *SPARSE, *DEVICES}
 
 
 @pytest.mark.parametrize("name", PAGES)
