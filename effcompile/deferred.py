@@ -21,7 +21,7 @@ from effcompile import compiler
 from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.mends import evaluating
 from effcompile.compiler import Executable, Request, TrainingExecutable
-from effcompile.core.errors import AutocastError, Fallback, GuardError, InputsError, UsageError
+from effcompile.core.errors import AutocastError, GuardError, InputsError, UsageError
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 
@@ -315,33 +315,33 @@ class _Replanned:
 
 
 class _UnderAutocast:
-    """Answers a step's calls within another torch.autocast by planning it there, too; `otherwise` answers what else is refused."""
+    """Answers a step's calls within another torch.autocast by planning it there, too; what else was refused stays so."""
 
-    def __init__(self, replanned: _Replanned, name: str, otherwise: Fallback | None) -> None:
-        self._replanned, self._name, self._otherwise, self._warned = replanned, name, otherwise, False
+    def __init__(self, replanned: _Replanned, name: str) -> None:
+        self._replanned, self._name, self._warned = replanned, name, False
 
     def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
-        if isinstance(error, AutocastError):
-            if not self._warned:
-                self._warned = True
-                said = "within the torch.autocast that it is called in, which is another one than it was planned in"
-                warnings.warn(f"effcompile plans the step of {self._name} again, under the same goal, {said}", stacklevel=5)
-            return self._replanned(error, args, kwargs)
-        if self._otherwise is None:
+        if not isinstance(error, AutocastError):
             raise error
-        return self._otherwise(error, args, kwargs)
+        if not self._warned:
+            self._warned = True
+            said = "within the torch.autocast that it is called in, which is another one than it was planned in"
+            warnings.warn(f"effcompile plans the step of {self._name} again, under the same goal, {said}", stacklevel=5)
+        return self._replanned(error, args, kwargs)
 
 
 def answering(executable: Planned, request: Request) -> Planned:
     """The executable with what it does in the place of a call that its plan does not hold for."""
     how = request.on_change or "error"
-    model, fallback = executable.unplanned(), executable._effcompile_fallback
     if how != "error":
+        model = executable.unplanned()
         run = model.forward if isinstance(executable, TrainingExecutable) else functools.partial(_run_evaluating, model)
         fallback = _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
+        executable.__dict__["_effcompile_fallback"] = fallback
     elif isinstance(executable, TrainingExecutable) and request.on_change is None and request.optimizer is None:
-        fallback = _UnderAutocast(_Replanned(executable, model, request), type(model).__name__, fallback)
-    executable.__dict__["_effcompile_fallback"] = fallback
+        model = executable.unplanned()
+        elsewhere = _UnderAutocast(_Replanned(executable, model, request), type(model).__name__)
+        executable.__dict__["_effcompile_fallback"] = elsewhere
     return executable
 
 
