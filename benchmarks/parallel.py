@@ -4,7 +4,8 @@
 
 `published` compares seconds and peaks of steps whose figures others published (named with each) with the closed form: none of
 the steps was run here. One rate and one half-width (planner/parallel/engines.py) were fitted to all of Megatron's rows together.
-`regret` solves and simulates every strategy of 64 devices and compares the best with the one that the search takes.
+`regret` solves and simulates every strategy of 64 devices (of two choices of what is free) and compares the best with the one that
+the search takes.
 `large` times plans of 70 B parameters on 64 devices and of 1 T on 3072.
 """
 
@@ -23,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from effcompile.compiler.parallel.describe import describe
 from effcompile.core.errors import InfeasibleError
-from effcompile.ir.strategy import Strategy
+from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
@@ -145,13 +146,14 @@ def print_regret() -> None:
     target = load_target("h100-sxm")
     assert target.cluster is not None
     model = described("Llama 3.1 8B", 8192, "h100-sxm")
-    for batch in (64, 256):
+    cases: tuple[tuple[int, StrategyFields], ...] = ((64, {"offload": "none", "cp": 1}), (256, {"offload": "none", "micro_batch": 1}))
+    for batch, asked in cases:
         problem = Problem(model=model, cluster=Cluster.of(target.cluster, 64), target=target, global_batch=batch)
-        found = search(problem, {})
+        found = search(problem, asked)
         assert found.best is not None
         room, best, count = int(target.memory_bytes / 1.1), float("inf"), 0
         start = time.monotonic()
-        for strategy in strategies(problem, {}):
+        for strategy in strategies(problem, asked):
             division = Division(problem=problem, strategy=strategy)
             try:
                 best = min(best, division.solve(room).seconds)
@@ -160,7 +162,8 @@ def print_regret() -> None:
                 continue
         took = time.monotonic() - start
         print(
-            f"8B, 64 devices, batch {batch}: search {found.best.seconds:.4f} s after {found.solves} solves in {found.seconds:.1f} s; "
+            f"8B, 64 devices, batch {batch}, {asked}: "
+            f"search {found.best.seconds:.4f} s after {found.solves} solves in {found.seconds:.1f} s; "
             f"exhaustive {best:.4f} s over {count} in {took:.0f} s; regret {found.best.seconds / best - 1:+.3%}",
             flush=True,
         )
