@@ -94,3 +94,10 @@ def test_a_cache_that_is_a_folder_of_others_is_left_alone(
     assert status == 2
     assert "thesis.tex" in err
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_a_plan_of_a_newer_version_says_to_update(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"format": "effcompile-plan", "version": 999}))
+    status, _, err = run(capsys, "explain", tmp_path)
+    assert status == 2
+    assert "Update effcompile" in " ".join(err.split())

@@ -378,9 +378,9 @@ class Plan:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise FormatError(f"{source} is not an effcompile plan: it has no 'format': {FORMAT!r}. Make one with `effcompile plan`.")
         if data.get("version") != VERSION:
-            raise FormatError(
-                f"{source} has plan version {str(data.get('version'))[:20]}; this effcompile reads version {VERSION}. Plan again."
-            )
+            version = data.get("version")
+            mend = "Update effcompile, or plan again" if isinstance(version, int) and version > VERSION else "Plan again"
+            raise FormatError(f"{source} has plan version {str(version)[:20]}; this effcompile reads version {VERSION}. {mend}.")
         try:
             plan = msgspec.convert({k: v for k, v in data.items() if k not in ("format", "version")}, cls, dec_hook=_reason)
             wrong = objection(plan)
