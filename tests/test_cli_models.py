@@ -109,7 +109,7 @@ def test_infeasible_names_the_memory_that_would_do(capsys: pytest.CaptureFixture
         ("x = = 1", "", "line 1"),
         ("import torch", "", "defines no `model`"),
         ("import torch\nmodel = 3\ninputs = (torch.ones(1),)", "", "not a torch.nn.Module"),
-        ("import torch\nmodel = torch.nn.Linear(4, 4)", "", "defines no `inputs`"),
+        ("import torch\nmodel = torch.nn.Bilinear(4, 4, 4)", "", "defines no `inputs`"),
         ("raise RuntimeError('not today')", "", "not today"),
         (GOOD + "inputs = (torch.ones(2, 17),)", "", "17"),
         (GOOD + "inputs = {'nonsense': torch.ones(2, 16)}", "", "nonsense"),
