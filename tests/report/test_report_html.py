@@ -85,3 +85,13 @@ def test_time_bars_are_as_long_as_the_totals() -> None:
     before, after = figure.split('text-anchor="end">after')
     lengths = [sum(float(w) + 1.5 for w in re.findall(r'<rect[^>]* width="([\d.]+)"', part) if w != "0.5") for part in (before, after)]
     assert lengths[1] / lengths[0] == pytest.approx(44.1 / 168, rel=0.02)
+
+
+def test_a_notebook_shows_the_report() -> None:
+    """What a cell's value is shown as: the printed report, its texts escaped."""
+    shown = samples.bert(model="<b>Bert</b>")._repr_html_()
+    checker = Checker()
+    checker.feed(shown)
+    assert checker.open == []
+    assert "b" not in checker.tags
+    assert "least time" in "".join(checker.text)
