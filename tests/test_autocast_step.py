@@ -70,3 +70,23 @@ def test_what_stands_for_a_refused_call_is_no_change_of_the_model(how: str | Non
     for halved in (False, True):
         for ours, wanted in zip(gradients(step, halved=halved), gradients(ByName().train(), halved=halved), strict=True):
             torch.testing.assert_close(ours, wanted, atol=0 if not halved else 1e-2, rtol=0 if not halved else 2e-2)
+
+
+def test_a_forward_that_is_wrapped_afterwards_says_what_to_do_instead() -> None:
+    """accelerate's prepare sets a forward of its own on the instance, for bf16."""
+    step = effcompile.optimize(ByName().train(), (X,), mode="training", passes=PASSES)
+    own = step.forward
+    step.forward = lambda *args: own(*args)
+    with pytest.raises(GuardError, match=r"passes=\['precision'\]"):
+        step(X)
+
+
+class Labelled(Model):
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return (self.down(torch.relu(self.up(x))) - labels).square().mean()
+
+
+def test_labels_that_are_taken_away_say_by_whom() -> None:
+    step = effcompile.optimize(Labelled().train(), {"x": X, "labels": torch.ones(4, 1)}, mode="training", passes=PASSES)
+    with pytest.raises(GuardError, match="label_smoothing_factor: leave that out"):
+        step(x=X)

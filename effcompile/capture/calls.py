@@ -275,7 +275,8 @@ class CallGuards:
             if strange := [name for name in new if not accepted.accepts(name)]:
                 raise GuardError(f"{self._name} cannot be called so: it takes no {strange[0]!r}.", place=Place(strange[0]).guarded)
             parts = [f"not planned for: {', '.join(new)}"] * bool(new) + [f"missing: {', '.join(missing)}"] * bool(missing)
-            said = f"The inputs differ from those the plan was made with ({'; '.join(parts)}). {_AGAIN}"
+            smoothed = " HuggingFace's Trainer takes the labels away for label_smoothing_factor: leave that out." * ("labels" in missing)
+            said = f"The inputs differ from those the plan was made with ({'; '.join(parts)}).{smoothed} {_AGAIN}"
             raise GuardError(said, place=Place((new or missing)[0]).guarded)
         return [self._nodes[name] if name not in nothing else _Value(Place(name), None) for name in names]
 

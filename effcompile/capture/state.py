@@ -133,6 +133,12 @@ class ModelGuards:
 
 def _refusal(name: str, change: Change) -> str:
     """The error's text: what it was, what it is, and what to do."""
+    if change.place == "executable.forward":
+        return (
+            f"The forward of the planned {name} was wrapped after it was planned, as accelerate and Trainer do for mixed precision "
+            "(bf16=True, fp16=True). Leave that out and let the plan compute in 16 bits: effcompile.optimize(model, ..., "
+            "passes=['precision']); or call the step within torch.autocast(...) yourself."
+        )
     was, now = (None if fact is None else fact.text for fact in (change.was, change.now))
     said = (
         f"is new ({now})" if was is None else
