@@ -12,6 +12,7 @@ EffcompileError                 anything below; the CLI prints it without a trac
 ├── InfeasibleError             exit 1: no plan meets the goal; carries the explanation
 ├── LoweringError               exit 1: a backend could not build what the plan says
 ├── VerificationError           exit 1: the result is not within the declared error
+├── RankError                   exit 1: a rank of a run on many devices fell out; names it
 ├── OutOfMemoryError            exit 1: this machine has not the memory for planning or verifying
 └── InternalError               exit 1: an error that nobody foresaw; names the stage, keeps its cause, says what to report
 """
@@ -143,6 +144,10 @@ class LoweringError(EffcompileError):
 
 class VerificationError(EffcompileError):
     """The lowered model differs from the original by more than the goal allows."""
+
+
+class RankError(EffcompileError):
+    """A rank of a run on many devices did not answer, or ended. Its number is in the message."""
 
 
 class InternalError(EffcompileError):

@@ -26,6 +26,7 @@ TRAINING_PASSES: Mapping[str, str] = {
     "attention": "attention without its matrix of scores, forward and backward",
     "loss_head": "computes logits and loss in chunks; adds tied gradients in place",
     "pointwise": "runs chains of element-wise operators as one kernel",
+    "shard": "data-parallel ranks: replicates parameters, or shards and gathers them",
     "states": "holds the optimizer's states in 8 bits, or on the host",
     "checkpoint": "chooses what each block keeps from forward to backward, and what it computes again",
     "offload": "holds kept activations on the host",

@@ -14,8 +14,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from effcompile.core.torch_compat import UNCOUNTED_FLOPS
+from effcompile.machine.cluster import Cluster
 from effcompile.machine.target import Target
-from effcompile.ops import grouped
+from effcompile.ops import collectives, grouped
+
+#: How often gloo moves a byte through memory from one process to another on a CPU: into a socket, out of it, and a sum (measured: some 16).
+_COPIES = 16
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32", torch.int8: "int8"}
 
@@ -25,9 +29,24 @@ _LOSS_HEADS = {"loss_head_gradients": (0, 1, 10), "loss_head_forward": (0, 1, No
 
 def roofline_seconds(node: fx.Node, target: Target) -> float:
     """Modelled seconds of one call_function node with `meta["val"]` on it and its operands."""
+    if collectives.is_collective(node.target):
+        return _collective_seconds(node, target)
     peak = target.peak_flops.get(_dtype(node)) or target.peak_flops.get("fp32", 0.0)
     compute = flops(node) / peak if peak else 0.0
     return max(compute, moved_bytes(node) / target.memory_bandwidth) / target.efficiency + target.launch_seconds
+
+
+def _collective_seconds(node: fx.Node, target: Target) -> float:
+    """A ring over the links of the target's cluster (Thakur et al. 2005); processes of one CPU copy through memory, several times each."""
+    args: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+    crossing, ranks = collectives.link_bytes(node.target, args) or 0.0, int(args[-1])
+    if target.cluster is None:
+        bandwidth = target.memory_bandwidth / _COPIES if target.device == "cpu" else target.link_bandwidth
+        return crossing / bandwidth + target.launch_seconds
+    per_node = target.cluster.devices_per_node
+    nodes, each = (1, ranks) if ranks <= per_node else (-(-ranks // per_node), per_node)
+    there = Cluster(nodes=nodes, per_node=each, links=target.cluster)
+    return crossing / there.bandwidth(each, ranks) + (ranks - 1) * there.latency(each, ranks) + target.launch_seconds
 
 
 def flops(node: fx.Node) -> float:

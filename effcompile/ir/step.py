@@ -16,6 +16,20 @@ from effcompile.ir.program import Traced
 from effcompile.ir.roles import Entering, Leaving, Roles
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How the parameters of a step lie over data-parallel ranks, each of which runs it on a part of the batch of its own.
+
+    Attributes:
+        ranks: how many.
+        shapes: qualified name → whole shape, of the parameters that are sharded along their first axis: the step's placeholder of one,
+            and its gradient, have ⌈N / ranks⌉ rows. All others are whole on every rank.
+    """
+
+    ranks: int
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step(Traced):
     """A captured training step: AOTAutograd's joint graph, with the roles of its inputs and outputs.
@@ -41,6 +55,7 @@ class Step(Traced):
         fixed: lists the guards of the arguments, which `leaves` checks.
         consumed: qualified names of the parameters whose gradients the backward itself hands to the optimizer
             (ops/consume.py): they are no results.
+        spread: how its parameters lie over ranks; None where there is one process.
         resident_bytes: of all that is there before the step begins: the model's storages, whether the step reads them or not,
             its inputs and constants. None where no model is known: then only what the graph reads is counted.
     """
@@ -50,6 +65,7 @@ class Step(Traced):
     rebuild: Callable[[Any, list[Any]], Any]
     dropped: Mapping[str, int] = field(default_factory=dict)
     consumed: tuple[str, ...] = ()
+    spread: Spread | None = None
     resident_bytes: int | None = None
     cut_off: Mapping[int, str] = field(default_factory=dict)
     fixed: Callable[[], Iterable[Guard]] = tuple

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from effcompile.ops import attention_workspace, block_sparse, compress, consume, embedding, grouped, loss_head
+from effcompile.ops import attention_workspace, block_sparse, collectives, compress, consume, embedding, grouped, loss_head
 from effcompile.ops.products import Scratch, measured
 
 
@@ -29,7 +29,7 @@ def workspace_bytes(
     with_products = (module.workspace_bytes(name.removesuffix(".default"), args, scratch) for module in (loss_head, grouped))
     if (found := next((nbytes for nbytes in with_products if nbytes is not None), None)) is not None:
         return found
-    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (embedding, block_sparse, compress))
+    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (embedding, block_sparse, compress, collectives))
     if (of_attention := attention_workspace.workspace_bytes(name.removesuffix(".default"), args, kwargs)) is not None:
         return of_attention
     return next((nbytes for nbytes in known if nbytes is not None), None)

@@ -13,6 +13,7 @@ from torch import nn
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import times, unscaled_factor
+from effcompile.backends.torch.ranks import Ranks
 from effcompile.backends.torch.training import StepRunner, first_order, held
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Value
@@ -23,8 +24,10 @@ from effcompile.schedule.emit import Emitted
 class MicrobatchRunner(StepRunner):
     """A divided step bound to a model. `step`: one micro-batch as planned, which hands its gradients on."""
 
-    def __init__(self, model: nn.Module, divided: DividedStep, step: Step, emitted: Emitted, *, scaled: bool = False) -> None:
-        super().__init__(model, step, emitted, scaled=scaled)
+    def __init__(
+        self, model: nn.Module, divided: DividedStep, step: Step, emitted: Emitted, *, scaled: bool = False, ranks: Ranks | None = None
+    ) -> None:
+        super().__init__(model, step, emitted, scaled=scaled, ranks=ranks)
         self.divided = divided
         self._counts = None if divided.counts is None else boxed(divided.counts)
         self._dtypes = {name: node.meta["val"].dtype for name, node in divided.part.gradients.items()}
@@ -78,7 +81,8 @@ class MicrobatchRunner(StepRunner):
         """
         weights = self.weights(parts)
         names = self.step.consumed
-        sums = {name: torch.zeros_like(held(self.model, name), dtype=self._dtypes[name], requires_grad=False) for name in names}
+        here = {name: self._local(name, held(self.model, name)) for name in names}
+        sums = {name: torch.zeros_like(here[name], dtype=self._dtypes[name], requires_grad=False) for name in names}
         total: torch.Tensor | None = None
 
         def add(name: str, gradient: torch.Tensor) -> None:
@@ -87,13 +91,15 @@ class MicrobatchRunner(StepRunner):
         self.sink = add
         try:
             for leaves, weight in zip(parts, weights, strict=True):
-                if weight == 0.0:
+                if weight == 0.0 and self.ranks is None:  # on ranks it may be another's turn to weigh something
                     continue
                 total = self._one(leaves, weight) if total is None else total.add_(self._one(leaves, weight))
         finally:
             self.sink = None
         assert total is not None
         gradients: list[torch.Tensor | None] = list(sums.values())
+        if self.ranks is not None:
+            gradients = [self.ranks.gradient(name, gradient) for name, gradient in zip(names, gradients, strict=True)]
         return total, gradients if self.loss_scale is None else self.loss_scale.unscaled(gradients)
 
     def _one(self, leaves: list[Value], weight: float) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import fx, nn
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
+from effcompile.backends.torch.ranks import Ranks, refuse_distributed
 from effcompile.backends.torch.refusing import refusing
 from effcompile.core import torch_compat
 from effcompile.core.errors import AutocastError, GuardError, InputsError
@@ -34,8 +35,8 @@ class StepRunner:
     autograd node of the loss, and is freed as the backward reads it.
     """
 
-    def __init__(self, model: nn.Module, step: Step, emitted: Emitted, *, scaled: bool = False) -> None:
-        self.model, self.step = model, step
+    def __init__(self, model: nn.Module, step: Step, emitted: Emitted, *, scaled: bool = False, ranks: Ranks | None = None) -> None:
+        self.model, self.step, self.ranks = model, step, ranks
         self.forward_graph, self.backward_graph = boxed(emitted.forward), boxed(emitted.backward)
         self._forward_inputs = [n for n in step.graph.nodes if n.op == "placeholder" and n is not step.tangent]
         self._overwritten = overwritten(step, emitted)
@@ -132,11 +133,26 @@ class StepRunner:
         step = step or self.step
         values: dict[fx.Node, Any] = {node: _laid_out(node, leaf) for node, leaf in zip(step.inputs, leaves, strict=True)}
         for node, name in step.parameters.items():
-            values[node] = _fitting(node, name, held(self.model, name).detach())
+            values[node] = _fitting(node, name, self._local(name, held(self.model, name)).detach())
         for node, name in step.buffers.items():
             values[node] = _fitting(node, name, held(self.model, name))
         values.update(step.constants)
         return values
+
+    def _local(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        """What the graph takes for a parameter."""
+        if self.ranks is None:
+            refuse_distributed(name, parameter)
+            return parameter
+        self.ranks.check(name, parameter)
+        return self.ranks.local(name, parameter)
+
+    def _gradients(self, found: Args) -> Args:
+        """What the backward graph makes, as the user's parameters have it."""
+        if self.ranks is None:
+            return found
+        names = (*self._differentiated, *[None] * (len(found) - len(self._differentiated)))
+        return tuple(g if name is None else self.ranks.gradient(name, g) for name, g in zip(names, found, strict=True))
 
     def run_forward(self, values: Mapping[fx.Node, Value]) -> tuple[list[Value], list[Value]]:
         """(loss and shown outputs, what is handed to the backward). New values of buffers are written."""
@@ -154,10 +170,10 @@ class StepRunner:
         """
         scale = self.loss_scale
         if scale is None:
-            return (*self.differentiate(saved, values, tangent), *[None] * len(self.step.consumed))
+            return (*self._gradients(self.differentiate(saved, values, tangent)), *[None] * len(self.step.consumed))
         factor = unscaled_factor(tangent)
         gradients = scale.unscaled(self.differentiate(saved, values, scale.scaled(torch.ones_like(tangent))))
-        return (*times(gradients, factor), *[None] * len(self.step.consumed))
+        return (*self._gradients(tuple(times(gradients, factor))), *[None] * len(self.step.consumed))
 
     def differentiate(self, saved: list[Value], values: Mapping[fx.Node, object], tangent: torch.Tensor) -> Args:
         """What the backward graph makes of a gradient at the loss; what it consumes goes to `sink`. Empties `saved`."""
@@ -177,6 +193,8 @@ class StepRunner:
     def _without_autocast(self, graph: Any, values: list[Value]) -> Args:
         """Run a graph, in which every cast is an operator of its own: with autocast off, also where the step has it on."""
         with contextlib.ExitStack() as stack:
+            if self.ranks is not None:
+                stack.enter_context(self.ranks.running())
             for device in filter(torch.is_autocast_enabled, self._devices):
                 stack.enter_context(torch.autocast(device, enabled=False))
             result: tuple[Any, ...] = graph(values)

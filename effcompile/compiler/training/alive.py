@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: What belongs to the program and not to the model: walking on from it would reach every tensor of the process.
 _NOT_OWNED = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType)
@@ -30,7 +31,9 @@ def alive_bytes(device: str, *roots: Any) -> int:
         seen[id(found)] = found
         if isinstance(found, torch.Tensor):
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()
-            if found.device.type == device and found.layout is torch.strided:
+            if is_traceable_wrapper_subclass(found):  # a distributed tensor has no memory but that of what it wraps
+                waiting += [getattr(found, name) for name in found.__tensor_flatten__()[0]]
+            elif found.device.type == device and found.layout is torch.strided:
                 storage = found.untyped_storage()
                 storages[storage.data_ptr() or storage._cdata] = storage.nbytes()
         elif isinstance(found, types.FunctionType):

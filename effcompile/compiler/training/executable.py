@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.planned import PlannedModel
 from effcompile.core.errors import GuardError, UsageError
+from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given.follow(self)
         if not (self.training and torch.is_grad_enabled()):
-            return own(self, *args, **kwargs)
+            return _unplanned(self, own, args, kwargs)
         try:
             return self.runner(args, kwargs)
         except GuardError as error:
@@ -124,6 +125,14 @@ class _Given:
         for key in known.keys() - held.keys():
             planned.__dict__.pop(key, None)
         self._known = dict(held)
+
+
+def _unplanned(model: TrainingExecutable, own: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """What the model's own forward returns; of one whose parameters are sharded, on all ranks together."""
+    if model.runner.ranks is None:
+        return own(model, *args, **kwargs)
+    with model.runner.ranks.whole(model):
+        return own(model, *args, **kwargs)
 
 
 def _set(module: nn.Module, attributes: Mapping[str, Any]) -> None:

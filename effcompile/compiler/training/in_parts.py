@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from effcompile.backends.torch.microbatch import MicrobatchRunner
+from effcompile.backends.torch.ranks import Ranks
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.work import Work
@@ -19,11 +20,11 @@ from effcompile.passes.training.microbatch import KIND, part_of
 from effcompile.schedule.emit import Emitted
 
 
-def runner_of(model: torch.nn.Module, case: Case, emitted: Emitted) -> StepRunner:
+def runner_of(model: torch.nn.Module, case: Case, emitted: Emitted, ranks: Ranks | None = None) -> StepRunner:
     """What runs a plan."""
     if case.division is None:
-        return StepRunner(model, case.step, emitted, scaled=case.scaled)
-    return MicrobatchRunner(model, case.division, case.step, emitted, scaled=case.scaled)
+        return StepRunner(model, case.step, emitted, scaled=case.scaled, ranks=ranks)
+    return MicrobatchRunner(model, case.division, case.step, emitted, scaled=case.scaled, ranks=ranks)
 
 
 def inseparable(message: str) -> RefutedError:

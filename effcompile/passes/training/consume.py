@@ -5,7 +5,7 @@ Source: LOMO (Lv et al. 2023, arXiv 2306.09782); torch's register_post_accumulat
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +50,12 @@ def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: M
     graph.lint()
     step.module.recompile()
     return replace(step, roles=replace(step.roles, leaving=tuple(result for result, _ in kept)), consumed=tuple(taken))
+
+
+def completing(graph: fx.Graph) -> Callable[[fx.Node], tuple[fx.Node, list[fx.Node]]]:
+    """Gradient → (it, [it, and what writes into it]): it is complete after the last of these."""
+    views = _views(graph)
+    return lambda gradient: (gradient, [gradient, *(n for n in views.get(_made(gradient), []) if _writes(n) and n is not gradient)])
 
 
 def _made(node: fx.Node) -> fx.Node:

@@ -133,7 +133,8 @@ def applied(each: StepPass, case: Case, choice: StepChoice, option: StepOption) 
         changed = option.made or (option.make() if option.make is not None else each.apply(case, choice, option))
         if changed.step is not case.step:
             changed.step.graph.lint()
-        if changed.division is case.division:  # of another part of the batch it has other shapes
+        # of another part of the batch, or of the parameters, it has other shapes
+        if changed.division is case.division and changed.step.spread is case.step.spread:
             _same_results(case.step, changed.step)
     light = {one.name: replace(one, made=None, make=None) for one in (*choice.options, option)}
     chosen = Chosen(

@@ -1,0 +1,70 @@
+"""What effcompile takes of torch.distributed that is not documented, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, get_process_group_ranks, get_rank
+from torch.distributed.distributed_c10d import Store
+
+_COUNT = getattr(torch._C, "_storage_Use_Count", None)
+#: Seconds to wait for gloo's thread at the most: it is on its way, but a loaded machine may let it wait.
+_PATIENCE = 1.0
+
+
+def gather_into(wholes: Sequence[Tensor], shards: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Every rank's shards, one after the other in each whole tensor, in one launch where the backend has that."""
+    group.allgather_into_tensor_coalesced(list(wholes), list(shards)).wait()
+
+
+def reduce_scatter_into(shards: Sequence[Tensor], wholes: Sequence[Tensor], group: ProcessGroup) -> None:
+    """The rank's shard of the sum of each whole tensor, in one launch where the backend has that."""
+    group.reduce_scatter_tensor_coalesced(list(shards), list(wholes)).wait()
+
+
+@contextlib.contextmanager
+def lent(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Tensors that a backend works on within: afterwards they are the caller's alone.
+
+    gloo's thread lets go of a tensor a moment after its work is done, and as long as it does not, the memory cannot be freed.
+    """
+    if _COUNT is None:
+        yield
+        return
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    before = [_COUNT(storage._cdata) for storage in storages]
+    yield
+    end = time.monotonic() + _PATIENCE
+    for storage, count in zip(storages, before, strict=True):
+        while _COUNT(storage._cdata) > count and time.monotonic() < end:
+            time.sleep(0)
+
+
+def store() -> Store:
+    """The rendezvous store of the processes: keys and values that all of them see."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+#: Seconds in which the other ranks notice that one fell out, too.
+_NOTICE = 3.0
+
+
+def missing(group: ProcessGroup) -> list[int]:
+    """Of a group in which a collective failed, the ranks (global numbers) that do not say within moments that it failed for them."""
+    others = {rank for rank in get_process_group_ranks(group) if rank != get_rank()}
+    try:
+        there = store()
+        there.set(f"effcompile/noticed/{get_rank()}", "yes")
+        end = time.monotonic() + _NOTICE
+        while others and time.monotonic() < end:
+            others = {rank for rank in others if not there.check([f"effcompile/noticed/{rank}"])}
+            time.sleep(0.05)
+    except RuntimeError:  # whoever kept the store is gone
+        return [0] if 0 in others else sorted(others)
+    return sorted(others)
