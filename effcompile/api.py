@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Unpack, overload
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from effcompile.capture.training import Loss
 from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable, load
@@ -48,6 +49,7 @@ class Options(Limits, total=False):
     loss: Loss | None
     keep_outputs: bool
     on_change: OnChange | None
+    mesh: DeviceMesh | None
 
 
 class Decorator:
@@ -101,6 +103,7 @@ def optimize(
     loss: Loss | None = None,
     keep_outputs: bool = False,
     on_change: OnChange | None = None,
+    mesh: DeviceMesh | None = None,
     **goal_fields: Unpack[GoalFields],
 ) -> Executable | TrainingExecutable | Deferred | Decorator | Callable[..., Deferred]:
     """Turn a model into one that meets the goal, verified against the original.
@@ -131,6 +134,8 @@ def optimize(
         on_change: what a call does that the plan does not hold for, because its arguments, or the model's attributes, hooks or weights, are
             not as they were: "error" says what changed, "eager" runs the model's own forward with one warning, "replan" plans again. None
             is "error", and "replan" for a Deferred.
+        mesh: in training under torchrun: the data-parallel ranks, each of which gives the inputs of its own part of the batch. One plan is
+            made for all, `memory` is each rank's, and the model's parameters become DTensors: make the optimizer of those of the result.
         **goal_fields: mode="training", memory="6GiB", minimize="memory", max_error=0.01, reads="last".
 
     Returns:
@@ -155,7 +160,10 @@ def optimize(
         batch=batch,
         lr=lr,
         on_change=on_change,
+        mesh=mesh,
     )
+    if mesh is not None and (model is None or inputs is None):
+        raise UsageError("A step on a mesh is planned by all ranks together: give the model and `inputs`.")
     if model is None:
         return Decorator(request)
     if inputs is None or (isinstance(model, type) and issubclass(model, nn.Module)):

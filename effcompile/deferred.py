@@ -46,7 +46,8 @@ def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
     with PLANNING:
         if request.training:
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
-                return compiler.optimize_training(model, args, kwargs, **request.whole)
+                made = compiler.optimize_training if request.mesh is None else compiler.optimize_on_ranks
+                return made(model, args, kwargs, **request.whole)
         return compiler.optimize(model, args, kwargs, **request.whole)
 
 

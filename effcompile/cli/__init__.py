@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from effcompile import console
-from effcompile.cli import deciding, reading, running, upkeep
+from effcompile.cli import deciding, ranks, reading, running, upkeep
 from effcompile.core.errors import EffcompileError, InternalError
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ app.command()(reading.explain)
 app.command()(reading.diff)
 app.command()(reading.targets)
 app.command()(running.run)
+app.command()(ranks.verify)
 app.command()(running.calibrate)
 app.command()(upkeep.passes)
 app.command()(upkeep.cache)

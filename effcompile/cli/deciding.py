@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from effcompile import console, report
+from effcompile.cli import ranks
 from effcompile.cli.job import Job, Many, parsed_shape
 from effcompile.cli.options import (
     HOW,
@@ -18,6 +19,7 @@ from effcompile.cli.options import (
     Batch,
     BatchTokens,
     DeviceCount,
+    Devices,
     Dynamic,
     GlobalBatch,
     KeepOutputs,
@@ -71,6 +73,7 @@ def optimize(
     backend: BackendName = None,
     passes: PassNames = None,
     dynamic: Dynamic = None,
+    devices: Devices = None,
     plan: SavedPlan = None,
     output: Output = None,
     verbose: Verbose = False,
@@ -79,6 +82,9 @@ def optimize(
     """Plan, lower and verify a model; print what was decided and measured."""
     given = None if plan is None else Plan.load(plan)
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    if devices is not None:
+        ranks.check_devices(devices, mode, backend)
+        passes = [*(passes or ()), f"shard.ranks={devices}"]
     reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
         file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
@@ -90,15 +96,22 @@ def optimize(
     with console.steps(as_json, verbose) as steps:
         wanted = job.load(steps, given)
         with console.explaining(wanted.request.goal, as_json, context.obj):
-            executable = wanted.carried_out()
-        if output is not None:
-            written = _write(executable, output)
+            if devices is not None and devices > 1:
+                made, written = ranks.plan_for_ranks(wanted, devices, output, model, reading)
+            else:
+                executable = wanted.carried_out()
+                made = executable.plan
+                if output is not None:
+                    written = _write(executable, output)
     if as_json:
-        console.emit({**executable.plan.to_dict(), "met": executable.plan.met, "written": [str(path) for path in written]})
+        console.emit({**made.to_dict(), "met": made.met, "written": [str(path) for path in written]})
     else:
         what = "plan.json and report.html" if wanted.request.training else "plan.json, report.html and the artifact"
-        _print_plan(executable.plan, verbose, output, hint=f"Add -o DIR to write {what}.")
-    if not executable.plan.met:
+        _print_plan(made, verbose, output, hint=f"Add -o DIR to write {what}.")
+        if devices is not None and devices > 1 and output is not None:
+            typer.echo("\n launch   " + "\n          ".join(ranks.launch_lines(output, devices)))
+            typer.echo(f" verify   effcompile verify {output} --ranks 2")
+    if not made.met:
         raise typer.Exit(1)
 
 

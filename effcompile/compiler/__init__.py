@@ -5,6 +5,7 @@ from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.loaded import LoadedExecutable, load
 from effcompile.compiler.machine import calibrate
+from effcompile.compiler.parallel import optimize_on_ranks
 from effcompile.compiler.parallel.plan import plan_devices
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.request import AnyOptimizer, Batch, Dynamic, OnChange, Request
@@ -30,6 +31,7 @@ __all__ = [
     "make_plan",
     "open_artifact",
     "optimize",
+    "optimize_on_ranks",
     "optimize_training",
     "plan_devices",
     "plan_training",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Required, TypedDict, get_args
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from effcompile.capture.training import Loss
@@ -47,6 +48,7 @@ class Asked(TypedDict, total=False):
     batch: Batch
     lr: tuple[float, int] | None
     on_change: OnChange | None
+    mesh: DeviceMesh | None
     progress: Progress
 
 
@@ -68,6 +70,7 @@ class Request:
         batch: sizes of a step's batch to choose from, see planner/batch.py; None takes that of the inputs.
         lr: a learning rate and the batch that it is good for, from which the plan says one for the batch that is chosen.
         on_change: what a call does that the plan does not hold for.
+        mesh: the processes that run a step together, each on a part of the batch of its own; None for this one alone.
         progress: is told what is being done.
         devices: the step is divided among so many; None: one device.
 
@@ -88,6 +91,7 @@ class Request:
     batch: Batch = None
     lr: tuple[float, int] | None = None
     on_change: OnChange | None = None
+    mesh: DeviceMesh | None = None
     progress: Progress = QUIET
     devices: ManyDevices | None = None
 
@@ -103,6 +107,8 @@ class Request:
             )
         if self.on_change == "eager" and self.loss is not None:
             raise UsageError("on_change='eager' runs the model's own forward, which here returns no loss. Leave out on_change, or `loss`.")
+        if self.mesh is not None:
+            self._check_mesh()
         if self.loss is not None and not callable(self.loss):
             raise UsageError(f"loss is a {type(self.loss).__name__}. Give a function: loss(outputs, inputs) returns a scalar tensor.")
         if self.devices is not None and not self.training:
@@ -129,6 +135,17 @@ class Request:
                 missing = "batch" if self.batch is None else "optimizer"
                 raise UsageError(f"lr follows the batch by the law of the optimizer: give {missing}, too, or leave lr out.")
 
+    def _check_mesh(self) -> None:
+        if not self.training:
+            raise UsageError("mesh is for a training step. Leave it out, or ask for mode='training'.")
+        if self.on_change in ("replan", "eager"):
+            raise UsageError(f"on_change={self.on_change!r} would be one rank's choice, and a step on a mesh is all ranks'. Leave it out.")
+        if self.optimizer is not None:
+            raise UsageError(
+                "The optimizer of a step on a mesh is of the sharded parameters, which are there only when it is planned: leave "
+                "`optimizer` out, and make it of the returned model's parameters()."
+            )
+
     @property
     def training(self) -> bool:
         return self.goal.mode == "training"
@@ -150,7 +167,8 @@ class Request:
     @property
     def whole(self) -> Asked:
         """What planning and carrying out take in this mode, as keyword arguments."""
-        return {**self.asked, "backend": self.backend, "plan": self.plan}
+        found: Asked = {**self.asked, "backend": self.backend, "plan": self.plan}
+        return found if self.mesh is None else {**found, "mesh": self.mesh}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from torch import nn
@@ -21,6 +21,7 @@ from effcompile.compiler.training.fit import within_machine
 from effcompile.compiler.training.in_parts import runner_of
 from effcompile.compiler.training.items import taking_items
 from effcompile.compiler.training.levers import Subsets, lever_rows
+from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.solve import frontier
 from effcompile.compiler.training.work import Work, as_planned, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
@@ -28,11 +29,13 @@ from effcompile.core.types import Args, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
+from effcompile.ir.step import Step
 from effcompile.passes import WAYS
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.saved_blocks import chosen, held
 from effcompile.planner.remat import BlockFront
+from effcompile.schedule.emit import Emitted
 
 #: How a step is planned whose gradients do not fit on the machine together.
 IN_BACKWARD = "states.in_backward"
@@ -139,8 +142,23 @@ def frontier_training(model: nn.Module, args: Args, kwargs: Kwargs, *, points: i
     return [build_plan(s, branches.chosen_from(s), work.figures, replace(goal, memory=s.peak_bytes), work.notes) for s in thinned]
 
 
-def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
-    """Carry out a saved plan: nothing is solved; it is simulated, verified and measured again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """A saved plan on a step: its form and its schedule. `plan`: without what was measured of it."""
+
+    work: Work
+    step: Step
+    prepared: Prepared
+    emitted: Emitted
+    plan: Plan
+
+
+def applied_plan(task: Task, plan: Plan) -> Applied:
+    """A saved plan's decisions on this model's step: nothing is solved, and nothing of it is run.
+
+    Raises:
+        FormatError: the plan is for another step, or its schedule is not within its budget.
+    """
     blocks = held(plan)
     work = as_planned(make_work(as_saved(task.for_plan(plan), plan)), plan)
     checkpoint = work.passes.checkpoint
@@ -161,8 +179,20 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
             "it was changed, or made by another version. Plan again."
         )
     fresh = replace(plan, checks=(), measured=None, measured_baseline=None)
-    made = verified(work, prepared, runner_of(task.model, prepared.case, emitted), fresh)[0]
-    return taking_items(made, work, case.step)
+    return Applied(work=work, step=case.step, prepared=prepared, emitted=emitted, plan=fresh)
+
+
+def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
+    """Carry out a saved plan: it is simulated, verified and measured again."""
+    found = applied_plan(task, plan)
+    if (spread := found.prepared.step.spread) is not None:
+        raise UsageError(
+            f"The plan is for {spread.ranks} data-parallel ranks. Run it under torchrun --nproc-per-node {spread.ranks}, with "
+            "effcompile.optimize(model, inputs=..., plan=..., mesh=torch.distributed.device_mesh.init_device_mesh(...))."
+        )
+    runner = runner_of(task.model, found.prepared.case, found.emitted)
+    made = verified(found.work, found.prepared, runner, found.plan)[0]
+    return taking_items(made, found.work, found.step)
 
 
 def _another(plan: Plan) -> FormatError:

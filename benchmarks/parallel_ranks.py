@@ -1,0 +1,162 @@
+"""Training on gloo ranks of this machine: planned (ZeRO by block, decided by the solver) against stock FSDP2 with full checkpointing.
+
+    python benchmarks/parallel_ranks.py [llama] [gpt2] [--ranks 2] [--layers 4] [--width 256]
+
+Both train the same model for the same steps, in turn within one pair of processes, so that what else the machine does falls on both. Peaks
+are torch's allocator's on the fullest rank, parameters' shards included, optimizer states not; seconds the median over steps. The plan is
+given three budgets: the peak of FSDP2 with full checkpointing, the least, and no limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import transformers as hf
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import effcompile
+from effcompile.compiler.parallel import on_ranks
+from effcompile.compiler.training.alive import alive_bytes
+from effcompile.core import torch_compat
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.units import format_bytes, parse_bytes
+from effcompile.ir.plan import Plan
+
+ROWS, TOKENS, EXAMPLES, STEPS = 1024, 128, 2, 6
+PASSES = ["checkpoint", "shard.forms=block,weight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one way to train took on one rank."""
+
+    name: str
+    losses: list[float]
+    peak: int
+    seconds: float
+    predicted: int = 0
+
+
+def model_of(kind: str, layers: int, width: int) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = hf.GPT2Config(
+            vocab_size=ROWS, n_embd=width, n_layer=layers, n_head=8, n_positions=TOKENS, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        return hf.GPT2LMHeadModel(config).train()
+    config = hf.LlamaConfig(
+        vocab_size=ROWS, hidden_size=width, intermediate_size=width * 11 // 4 // 8 * 8, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=TOKENS, use_cache=False,
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config).train()
+
+
+def batch(ranks: int) -> Tensor:
+    return torch.randint(0, ROWS, (EXAMPLES * ranks, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def stock(kind: str, layers: int, width: int, *, checkpointed: bool) -> nn.Module:
+    """FSDP2 around every layer and the whole."""
+    model = model_of(kind, layers, width)
+    blocks = model.model.layers if kind == "llama" else model.transformer.h
+    for block in blocks:
+        if checkpointed:
+            own = block.forward
+            block.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan]) -> list[Row]:
+    """Every way, step by step in turn."""
+    ranks = dist.get_world_size()
+    ids = batch(ranks).chunk(ranks)[rank].clone()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    models = {f"FSDP2{', full checkpointing' if full else ''}": stock(kind, layers, width, checkpointed=full) for full in (False, True)}
+    predicted = dict.fromkeys(models, 0)
+    for name, plan in plans.items():
+        inputs = {"input_ids": ids, "labels": ids}
+        models[name] = effcompile.optimize(model_of(kind, layers, width), inputs=inputs, plan=plan, mesh=mesh)
+        predicted[name] = plan.predicted.peak_bytes or 0
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False) for name, model in models.items()}
+    bases = {name: alive_bytes("cpu", *model.parameters(), ids) for name, model in models.items()}
+    losses: dict[str, list[float]] = {name: [] for name in models}
+    peaks, seconds = dict.fromkeys(models, 0), {name: list[float]() for name in models}
+    for _ in range(STEPS):
+        for name, model in models.items():
+            dist.barrier()
+            loss, peak, spent = one(model, ids)
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+            dist.all_reduce(loss)
+            losses[name].append(float(loss) / ranks)
+            peaks[name] = max(peaks[name], bases[name] + peak)
+            seconds[name].append(spent)
+    return [
+        Row(name=name, losses=losses[name], peak=peaks[name], seconds=statistics.median(seconds[name][1:]), predicted=predicted[name])
+        for name in models
+    ]
+
+
+def one(model: nn.Module, ids: Tensor) -> tuple[Tensor, int, float]:
+    """(loss, peak, seconds) of one forward and backward. Watching slows the step: each is run watched, and its seconds are of that run."""
+    with torch_compat.watched_memory("cpu") as peak:
+        start = perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        spent = perf_counter() - start
+        found = loss.detach().clone()
+        del loss
+    return found, peak(), spent
+
+
+def plans_of(kind: str, layers: int, width: int, ranks: int, middle: int | None) -> dict[str, Plan]:
+    ids = batch(ranks)[:EXAMPLES]
+    inputs, spec = {"input_ids": ids, "labels": ids}, [*PASSES, f"shard.ranks={ranks}"]
+
+    def plan(memory: int | None) -> Plan:
+        model = model_of(kind, layers, width)
+        return effcompile.plan(model, inputs, mode="training", passes=spec, memory=memory)
+
+    try:
+        plan(1 << 20)
+        least = 1 << 20
+    except InfeasibleError as error:
+        least = error.needed
+    found = {"planned, no limit": plan(None), "planned, the least": plan(least)}
+    if middle is not None and middle > least:
+        found["planned, at the given budget"] = plan(middle)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", default=["llama", "gpt2"])
+    for name, value in (("ranks", 2), ("layers", 4), ("width", 256)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--budget", type=parse_bytes, default=None, help="one more budget, such as 24MiB")
+    asked = parser.parse_args()
+    for kind in asked.kinds:
+        plans = plans_of(kind, asked.layers, asked.width, asked.ranks, asked.budget)
+        found = on_ranks(run, asked.ranks, kind, asked.layers, asked.width, plans, seconds=500.0)
+        print(f"\n{kind}, {asked.layers} layers of width {asked.width}, {asked.ranks} ranks × {EXAMPLES} × {TOKENS} tokens, fp32")
+        print(f"{'':<30}{'peak':>12}{'predicted':>12}{'s a step':>10}   losses")
+        for rows in zip(*found, strict=True):
+            worst = max(rows, key=lambda row: row.peak)
+            said = format_bytes(worst.predicted) if worst.predicted else "–"
+            losses = ", ".join(f"{loss:.5f}" for loss in worst.losses[:3])
+            print(f"{worst.name:<30}{format_bytes(worst.peak):>12}{said:>12}{max(row.seconds for row in rows):>10.3f}   {losses}")
+
+
+if __name__ == "__main__":
+    main()

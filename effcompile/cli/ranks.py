@@ -1,0 +1,209 @@
+"""Many devices on the command line: what `optimize --devices` writes for torchrun, and `verify`."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from effcompile import console, report
+from effcompile.cli.options import AsJson, PlanFile
+from effcompile.core.errors import UsageError
+from effcompile.core.units import format_bytes
+from effcompile.ir import saved
+from effcompile.ir.plan import Plan
+from effcompile.loader.source import Reading
+
+if TYPE_CHECKING:
+    from effcompile.cli.job import Wanted
+    from effcompile.compiler.parallel.verify import Proof
+
+TRAIN = "train.py"
+
+
+def check_devices(devices: int, mode: object, backend: str | None) -> None:
+    """Raises UsageError for a number of devices that nothing can be planned for, before torch is loaded."""
+    if devices < 1:
+        raise UsageError(f"--devices {devices}: give the number of ranks, at least 1.")
+    if mode == "inference":
+        raise UsageError("--devices divides a training step. Add --mode training, or leave --devices out.")
+    if backend not in (None, "torch"):
+        raise UsageError(f"--backend {backend}: a training step runs on the backend 'torch'. Leave the backend out.")
+
+
+def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str, reading: Reading) -> tuple[Plan, list[Path]]:
+    """The plan for so many data-parallel ranks; with a folder, also written, with the script that torchrun runs."""
+    if not wanted.request.training:
+        raise UsageError("--devices divides a training step. Add --mode training, or leave --devices out.")
+    # An optimizer of the sharded parameters is there only on the ranks.
+    made = replace(wanted, request=replace(wanted.request, optimizer=None)).planned()
+    if wanted.request.optimizer is not None:
+        made = made.with_changes(notes=(*made.notes, "the optimizer's states, of one rank's shards, are not in the plan: leave them room"))
+    if output is None:
+        return made, []
+    text = _SCRIPT.format(model=_absolute(spec), reading=replace(reading, training=True), devices=devices)
+
+    def write(folder: Path) -> list[Path]:
+        (folder / TRAIN).write_text(text, encoding="utf-8")
+        return [folder / TRAIN]
+
+    written = saved.save(made, output, artifact=write, beside={saved.REPORT: report.html_report(made)})
+    return written, sorted(output.iterdir())
+
+
+def _absolute(spec: str) -> str:
+    """What names a model, wherever the script is started: a file (with a name in it), a folder, or an id."""
+    file, colon, name = spec.rpartition(":")
+    whole = Path(spec).exists() or not colon
+    path = Path(spec if whole else file)
+    if not path.exists():
+        return spec
+    return str(path.resolve()) + ("" if whole else f":{name}")
+
+
+def launch_lines(output: Path, devices: int) -> list[str]:
+    """What to type: on one machine, and under Slurm."""
+    script = output / TRAIN
+    torchrun = f"torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devices} --max-restarts 3 {script}"
+    nodes = "srun --nodes $NODES --ntasks-per-node 1 torchrun --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 --nnodes $NODES"
+    return [torchrun, f"{nodes} --nproc-per-node $(({devices}/NODES)) --max-restarts 3 {script}"]
+
+
+def verify(
+    plan: PlanFile,
+    ranks: Annotated[int, typer.Option("--ranks", help="Processes of this machine, 2 or more.")] = 2,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL.PY", help="What was planned; without it, the file that train.py names.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small copy of a plan for many devices on gloo ranks of this machine, and compare with one process."""
+    if not 2 <= ranks <= 16:
+        raise UsageError(f"--ranks {ranks}: give 2 to 16 processes of this machine.")
+    loaded_plan = Plan.load(plan)
+    spec = model or _model_of(plan)
+    with console.steps(as_json) as steps:
+        from effcompile.compiler.parallel.verify import verify_plan
+        from effcompile.loader.reading import load
+
+        with steps.step("load the model"):
+            loaded = load(spec, Reading(training=True))
+        proof = verify_plan(loaded_plan, loaded.model.train(), loaded.args, loaded.kwargs, ranks=ranks, loss=loaded.loss, progress=steps)
+    if as_json:
+        console.emit(_data(proof))
+    else:
+        _print(proof)
+    if not proof.passed:
+        raise typer.Exit(1)
+
+
+def _model_of(plan: Path) -> str:
+    """The model that the script beside a plan names.
+
+    Raises:
+        UsageError: there is no such script.
+    """
+    script = (plan if plan.is_dir() else plan.parent) / TRAIN
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError) as error:
+        raise UsageError(f"There is no {str(script)!r} that names the model. Give it: --model MODEL.PY.") from error
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "MODEL" and isinstance(node.value, ast.Constant):
+            return str(node.value.value)
+    raise UsageError(f"{str(script)!r} has no line MODEL = ... Give the model: --model MODEL.PY.")
+
+
+def _data(proof: Proof) -> dict[str, object]:
+    ranks = [
+        {
+            "loss_error": rank.loss, "gradient_error": rank.gradient[0], "gradient": rank.gradient[1], "parameter_error": rank.parameter[0],
+            "parameter": rank.parameter[1], "peak_bytes": max(rank.peaks), "predicted_bytes": rank.predicted,
+        }
+        for rank in proof.ranks
+    ]  # fmt: skip
+    return {"passed": proof.passed, "subject": proof.subject, "form": proof.form, "limit": proof.limit, "ranks": ranks}
+
+
+def _print(proof: Proof) -> None:
+    steps = len(proof.ranks[0].peaks)
+    typer.echo(f"{proof.subject}, {proof.form}: {steps} steps on {len(proof.ranks)} gloo ranks against one process (limit {proof.limit:g})")
+    typer.echo("rank  loss      gradient  parameter  peak        predicted")
+    for number, rank in enumerate(proof.ranks):
+        errors = f"{rank.loss:<9.1e} {rank.gradient[0]:<9.1e} {rank.parameter[0]:<10.1e}"
+        typer.echo(f"{number:<5} {errors} {format_bytes(max(rank.peaks)):<11} {format_bytes(rank.predicted)}")
+    worst = max(proof.ranks, key=lambda rank: rank.error)
+    if proof.passed:
+        typer.echo("Passed: every loss, gradient and parameter, and every rank's peak.")
+    else:
+        where = worst.gradient[1] if worst.error == worst.gradient[0] else worst.parameter[1]
+        typer.echo(f"Not passed: the largest error is {worst.error:.1e}, at {where or 'the loss'}.")
+
+
+_SCRIPT = '''"""One rank of a planned training step. It reads nothing but what torchrun sets, and its own checkpoints.
+
+torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devices} --max-restarts 3 train.py
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+
+import effcompile
+from effcompile.loader.reading import load
+from effcompile.loader.source import Reading
+
+MODEL = {model!r}
+READING = {reading!r}
+HERE = Path(__file__).resolve().parent
+CHECKPOINTS = Path(os.environ.get("CHECKPOINTS", "checkpoints"))
+STEPS = int(os.environ.get("STEPS", "10"))
+
+
+def main() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    loaded = load(MODEL, READING)
+    given = loaded.kwargs or loaded.args  # of one rank: put your data loader's batches of this rank in their place
+    model = effcompile.optimize(loaded.model.train(), inputs=given, plan=HERE / "plan.json", loss=loaded.loss, mesh=mesh)
+    make = loaded.optimizer if callable(loaded.optimizer) else torch.optim.AdamW
+    optimizer = make(list(model.parameters()))
+
+    first = last_step()
+    if first:
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.load(state, checkpoint_id=CHECKPOINTS / str(first))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for step in range(first, STEPS):
+        outputs = model(*loaded.args, **loaded.kwargs)
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"] if isinstance(outputs, dict) else outputs.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            print(f"step {{step}} loss {{float(total) / dist.get_world_size():.7f}}", flush=True)
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.save(state, checkpoint_id=CHECKPOINTS / str(step + 1))
+    dist.destroy_process_group()
+
+
+def last_step() -> int:
+    """The last step whose checkpoint is whole; 0 for none."""
+    done = [int(each.name) for each in CHECKPOINTS.glob("*") if each.name.isdigit() and (each / ".metadata").exists()]
+    return max(done, default=0)
+
+
+if __name__ == "__main__":
+    main()
+'''

@@ -1,0 +1,199 @@
+"""Is a plan for many ranks right? A small copy of it is trained on gloo ranks of this machine, beside the same in one process.
+
+Three steps: the first one alone hides weights that are not tied, or whose gradients are not summed. The plan of the copy has the same
+decisions about the whole step, and a budget in the same place between its least and all kept.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from effcompile.capture.training import Loss
+from effcompile.compiler.parallel.lower import optimize_on_ranks, ranks_of
+from effcompile.compiler.parallel.processes import on_ranks
+from effcompile.compiler.parallel.shrink import shrunk
+from effcompile.compiler.progress import QUIET, Progress
+from effcompile.compiler.training import verify
+from effcompile.compiler.training.alive import alive_bytes
+from effcompile.compiler.training.compile import plan_training
+from effcompile.core import torch_compat
+from effcompile.core.errors import InfeasibleError, UsageError
+from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.types import Args, Inputs, Kwargs
+from effcompile.ir.plan import Plan
+from effcompile.passes.training import microbatch, shard
+
+#: Steps, and examples of a rank.
+STEPS, _EXAMPLES = 3, 2
+_WORDS = {shard.REPLICATED: "replicated", shard.BY_BLOCK: "block", shard.BY_WEIGHT: "weight"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRank:
+    """What one rank found in STEPS steps, against one process: relative errors with where they are largest, and its peaks."""
+
+    loss: float
+    gradient: tuple[float, str]
+    parameter: tuple[float, str]
+    peaks: tuple[int, ...]
+    predicted: int
+
+    @property
+    def error(self) -> float:
+        return max(self.loss, self.gradient[0], self.parameter[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was run, and what every rank found."""
+
+    subject: str
+    form: str
+    ranks: tuple[OnRank, ...]
+    limit: float = EXACT_TOLERANCE
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rank trains as one process does, and none takes more memory than was predicted, but for 2 %."""
+        return all(rank.error <= self.limit and max(rank.peaks) <= 1.02 * rank.predicted for rank in self.ranks)
+
+
+def verify_plan(
+    plan: Plan, model: nn.Module, args: Args, kwargs: Kwargs, *, ranks: int, loss: Loss | None = None, progress: Progress = QUIET
+) -> Proof:
+    """Train a small copy of what was planned on so many ranks of this machine.
+
+    Raises:
+        UsageError: the plan is for one process, or there are as few ranks. RankError: a rank fell out.
+    """
+    if ranks_of(plan) < 2:
+        raise UsageError("The plan is for one process: there is nothing between ranks to verify. Plan with --devices 2 or more.")
+    if ranks < 2:
+        raise UsageError(f"ranks = {ranks}: give 2 or more, which need not be as many as the plan's.")
+    small, whole, said = shrunk(model, args, kwargs, ranks * _EXAMPLES)
+    form = next(d.option for d in plan.decisions if d.kind == shard.KIND)
+    with progress.step("plan the copy"):
+        made = _planned_alike(plan, small, _part(whole, 0, ranks), form, ranks, loss)
+    with progress.step("train the copy in one process"):
+        wanted = _trained(small, whole, loss)
+    with progress.step(f"train the copy on {ranks} ranks"):
+        found = on_ranks(_prove, ranks, small, whole, made, wanted, loss)
+    return Proof(subject=said, form=form, ranks=tuple(found))
+
+
+def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, form: str, ranks: int, loss: Loss | None) -> Plan:
+    """The copy's plan: the same form, the same share of the memory that the whole step takes unplanned."""
+    by = {d.by for d in plan.decisions} - {shard.Shard.name, microbatch.Microbatch.name, "states"}
+    spec = (*sorted(by | {"checkpoint"}), f"shard.ranks={ranks}", f"shard.forms={_WORDS[form]}")
+    goal = replace(plan.goal, memory=None)
+    free = plan_training(small, *inputs, goal=goal, passes=spec, loss=loss)
+    most, whole, unplanned = free.predicted.peak_bytes, plan.predicted.peak_bytes, plan.baseline.peak_bytes
+    if plan.goal.memory is None or not (most and whole and unplanned):
+        return free
+    try:
+        return plan_training(small, *inputs, goal=replace(goal, memory=int(most * min(1.0, whole / unplanned))), passes=spec, loss=loss)
+    except InfeasibleError as error:
+        if not error.needed:
+            raise
+        return plan_training(small, *inputs, goal=replace(goal, memory=error.needed), passes=spec, loss=loss)
+
+
+def _part(inputs: Inputs, rank: int, ranks: int) -> Inputs:
+    """One rank's examples."""
+    size = ranks * _EXAMPLES
+    cut: Inputs = pytree.tree_map_only(
+        Tensor, lambda t: t.narrow(0, rank * _EXAMPLES, _EXAMPLES).clone() if t.dim() and t.shape[0] == size else t, inputs
+    )
+    return cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trained:
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+    parameters: list[dict[str, Tensor]]
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, foreach=False)
+
+
+def _trained(model: nn.Module, inputs: Inputs, loss: Loss | None) -> _Trained:
+    """The oracle: a copy of the model in one process, on the whole batch."""
+    model = copy.deepcopy(model)
+    optimizer = _optimizer(model)
+    found = _Trained(losses=[], gradients=[], parameters=[])
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        value = _eager_loss(model, inputs, loss)
+        value.backward()
+        found.losses.append(float(value.detach()))
+        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+        found.parameters.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    return found
+
+
+def _eager_loss(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Tensor:
+    args, kwargs = inputs
+    taken = inspect.signature(model.forward).parameters
+    named = dict(kwargs)
+    if loss is not None and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+        named = {name: value for name, value in named.items() if name in taken}
+    return verify.loss_of(model(*args, **named), inputs if args and kwargs else args or dict(kwargs), loss)
+
+
+def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trained, loss: Loss | None) -> OnRank:
+    """STEPS steps on this rank, by the user's own way in."""
+    ranks = dist.get_world_size()
+    args, kwargs = _part(whole, rank, ranks)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=(shard.AXIS,))
+    planned = optimize_on_ranks(model, args, kwargs, goal=plan.goal, plan=plan, mesh=mesh, loss=loss)
+    optimizer = _optimizer(planned)
+    base = alive_bytes("cpu", model, args, dict(kwargs), list(planned.runner.step.constants.values()))
+    found = _Errors(), _Errors(), list[int]()
+    apart = 0.0
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        with torch_compat.watched_memory("cpu") as peak:
+            value = planned.runner.loss(args, kwargs)
+            value.backward()
+        found[2].append(base + peak())
+        total = value.detach().clone()
+        del value
+        dist.all_reduce(total)
+        apart = max(apart, abs(float(total) / ranks - wanted.losses[step]) / abs(wanted.losses[step]))
+        found[0].add({n: p.grad for n, p in planned.named_parameters() if p.grad is not None}, wanted.gradients[step])
+        optimizer.step()
+        optimizer.zero_grad()
+        found[1].add(dict(planned.named_parameters()), wanted.parameters[step])
+    predicted = plan.predicted.peak_bytes or 0
+    return OnRank(loss=apart, gradient=found[0].worst, parameter=found[1].worst, peaks=tuple(found[2]), predicted=predicted)
+
+
+class _Errors:
+    """The largest relative error, and whose it is. A tensor that is nothing but rounding counts by the usual size."""
+
+    def __init__(self) -> None:
+        self.worst: tuple[float, str] = (0.0, "")
+
+    def add(self, found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
+        count = sum(v.numel() for v in wanted.values())
+        usual = (sum(float(v.double().square().sum()) for v in wanted.values()) / max(1, count)) ** 0.5
+        for name, value in wanted.items():
+            ours = found[name].detach()
+            ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+            scale = max(float(value.norm()), 1e-3 * usual * value.numel() ** 0.5, 1e-30)
+            self.worst = max(self.worst, (float((ours - value).norm()) / scale, name))

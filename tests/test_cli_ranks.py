@@ -1,0 +1,119 @@
+"""`optimize --devices` and `verify` on the command line: what they write and say, and that torchrun runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from effcompile.cli import main
+from effcompile.loader.reading import load
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.cross_entropy(self.head(x), labels)
+
+
+torch.manual_seed(0)
+model = Small()
+inputs = {"x": torch.randn(4, 8), "labels": torch.arange(4) % 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `optimize --devices 2 -o` writes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "small.py").write_text(MODEL)
+    run(["optimize", str(folder / "small.py"), "--mode", "training", "--devices", "2", "-o", str(folder / "out")])
+    return folder / "out"
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return int(left.value.code or 0)
+
+
+def test_plan_script_and_report_are_written(written: Path) -> None:
+    assert sorted(each.name for each in written.iterdir()) == ["plan.json", "report.html", "train.py"]
+    plan = json.loads((written / "plan.json").read_text())
+    assert [d["settings"]["ranks"] for d in plan["decisions"] if d["kind"] == "data parallel"] == [2]
+    compile((written / "train.py").read_text(), "train.py", "exec")
+
+
+def test_verify_trains_a_copy(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(written), "--ranks", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert [rank["gradient_error"] < found["limit"] for rank in found["ranks"]] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "0"], "give the number of ranks, at least 1"),
+        (["--devices", "2", "--mode", "inference"], "--devices divides a training step"),
+        (["--devices", "2", "--backend", "onnxruntime"], "a training step runs on the backend 'torch'"),
+    ],
+)
+def test_wrong_devices_are_told(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small.py").write_text(MODEL)
+    assert run(["optimize", str(tmp_path / "small.py"), *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_wrong_ranks_are_told(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(written), "--ranks", "1"]) == 2
+    assert "--ranks 1: give 2 to 16" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_torchrun_trains_and_goes_on_from_a_checkpoint(written: Path, tmp_path: Path) -> None:
+    """Two steps, and in another run two more from the checkpoint, are four steps of one process: both ranks have its batch."""
+    found = losses(written, tmp_path, 2) + losses(written, tmp_path, 4)
+    loaded = load(str(written.parent / "small.py"))
+    optimizer = torch.optim.AdamW(loaded.model.parameters())
+    wanted = []
+    for _ in range(4):
+        loss = loaded.model(**loaded.kwargs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+    assert [float(line.split()[-1]) for line in found] == pytest.approx(wanted, rel=1e-5)
+    assert [int(line.split()[1]) for line in found] == [0, 1, 2, 3]
+
+
+def losses(written: Path, checkpoints: Path, steps: int) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command += ["--nproc-per-node", "2", str(written / "train.py")]
+    environment = {**os.environ, "STEPS": str(steps), "CHECKPOINTS": str(checkpoints), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("step")]
