@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import effcompile
-from effcompile.compiler.parallel import on_ranks
+from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.training.alive import alive_bytes
 from effcompile.core import torch_compat
 from effcompile.core.errors import InfeasibleError

@@ -5,7 +5,7 @@ from effcompile.compiler.compile import frontier, make_plan, optimize
 from effcompile.compiler.executable import Executable
 from effcompile.compiler.loaded import LoadedExecutable, load
 from effcompile.compiler.machine import calibrate
-from effcompile.compiler.parallel import optimize_on_ranks
+from effcompile.compiler.parallel.lower import optimize_on_ranks
 from effcompile.compiler.parallel.plan import plan_devices
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.request import AnyOptimizer, Batch, Dynamic, OnChange, Request

@@ -140,6 +140,8 @@ class Request:
             raise UsageError("mesh is for a training step. Leave it out, or ask for mode='training'.")
         if self.on_change in ("replan", "eager"):
             raise UsageError(f"on_change={self.on_change!r} would be one rank's choice, and a step on a mesh is all ranks'. Leave it out.")
+        if self.batch is not None:
+            raise UsageError("batch: on a mesh a step has the batch of each rank's inputs. Leave batch out, or choose it on one device.")
         if self.optimizer is not None:
             raise UsageError(
                 "The optimizer of a step on a mesh is of the sharded parameters, which are there only when it is planned: leave "

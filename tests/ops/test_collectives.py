@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from effcompile.compiler.parallel import on_ranks
+from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError, RankError, UsageError
 from effcompile.ops import collectives

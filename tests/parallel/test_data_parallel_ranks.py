@@ -8,7 +8,7 @@ import pytest
 from rank_helpers import MODELS, STEPS, Inputs, OnRank, Trained, captured, run_rank, schedules, trained
 from torch import nn
 
-from effcompile.compiler.parallel import on_ranks
+from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.ir.step import Step
 from effcompile.passes.training.shard import BY_BLOCK, BY_WEIGHT, REPLICATED, spread_over
 

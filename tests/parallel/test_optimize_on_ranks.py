@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import effcompile
-from effcompile.compiler.parallel import on_ranks
 from effcompile.compiler.parallel.lower import ranks_of
+from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.parallel.verify import verify_plan
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
 from effcompile.ir.plan import Plan

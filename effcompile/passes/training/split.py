@@ -1,0 +1,269 @@
+"""Tensor parallelism in the graph: the structures that pruning removes units of are divided among ranks, with sums at their edges.
+
+Source: Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, sec. 3). A structure (hidden neurons, heads with their keys) is made by some
+linears, whose rows are divided, and read by others, whose columns are. Each rank has its own units of it:
+
+- what enters the region between them is the same on every rank, and its gradient is the sum over ranks: of the makers' input, and of
+  every replicated weight that is read inside, such as the norm of each head in Qwen3, whose gradient on one rank is that of its heads;
+- what the readers make is a part of a sum over ranks, and its gradient the same on every rank; their bias is added once, after the sum.
+
+The exported forward is changed before autograd is traced through it, so that the gradients are autograd's. The model's parameters are
+this rank's parts while that is done (`Split.undone` puts the whole ones back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from effcompile.capture.training_graph import WRAPPED
+from effcompile.core.reasons import Unsupported
+from effcompile.core.types import Args
+from effcompile.ir.program import Program
+from effcompile.ops import collectives
+from effcompile.passes.prunable_groups import Structure, cut, structures
+from effcompile.sites.parts import LinearSite, linears
+
+__all__ = ["AXIS", "Part", "Split"]
+
+#: The axis of the mesh along which structures are divided.
+AXIS = "tp"
+aten = torch.ops.aten
+_PRUNED = "_pruned"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a rank has of a parameter: the places along an axis."""
+
+    axis: int
+    places: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The rank's part of a tensor of the parameter's shape."""
+        return whole.index_select(self.axis, self.places)
+
+
+@dataclass(kw_only=True)
+class Split:
+    """The part of one rank among `ranks` of a model.
+
+    Attributes:
+        parts: qualified name of a parameter → what the rank has of it, once the step is captured with `edit`.
+        taken: the structures that were divided. declined: those that were not → the reason.
+    """
+
+    model: nn.Module
+    ranks: int
+    rank: int
+    parts: dict[str, Part] = field(default_factory=dict)
+    taken: list[str] = field(default_factory=list)
+    declined: dict[str, Unsupported] = field(default_factory=dict)
+    _whole: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
+
+    def edit(self, front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+        """Divide an exported forward, as `capture_training(..., edit=...)` wants it; the model has the rank's parts from now on."""
+        program = Program(name=type(self.model).__name__, module=front, inputs=(), outputs=())
+        _without_idle_casts(front.graph)
+        known = structures(program)
+        found = [each for each in known if self._divides(each)]
+        self._tell_others(program, known)
+        for structure in found:
+            self._note(structure)
+            cut(program, structure, self._mine(structure))
+        local = self._localise(front)
+        sites = {site.site: site for site in linears(program)}
+        for structure in found:
+            _Edges(front.graph, self.ranks, local).put(structure, sites)
+        front.graph.lint()
+
+    def undone(self) -> None:
+        """Give the model its whole parameters back."""
+        for module, name, whole in self._whole:
+            module._parameters[name] = whole
+        self._whole.clear()
+
+    def _divides(self, structure: Structure) -> bool:
+        """Whether a structure is divided; else the reason is noted."""
+        site = structure.site.rpartition(f"{WRAPPED}.")[2]
+        reason = structure.refused
+        if reason is None and structure.count % self.ranks:
+            reason = Unsupported(f"its {structure.count} {structure.kind} do not divide by {self.ranks}")
+        if reason is not None:
+            self.declined[site] = reason
+            return False
+        self.taken.append(site)
+        return True
+
+    def _tell_others(self, program: Program, known: Sequence[Structure]) -> None:
+        """Linears of repeated modules that make and read no structure are whole on every rank."""
+        members = {member.site for structure in known for member in structure.members}
+        for site in linears(program):
+            name = site.site.rpartition(f"{WRAPPED}.")[2]
+            if site.site not in members and any(part.isdigit() for part in name.split(".")):
+                self.declined[name] = Unsupported("it makes and reads no heads or neurons that can be told apart: whole on every rank")
+
+    def _mine(self, structure: Structure) -> Tensor:
+        """The units (U) of this rank: a run of them."""
+        each = structure.count // self.ranks
+        keep = torch.zeros(structure.count, dtype=torch.bool)
+        keep[self.rank * each : (self.rank + 1) * each] = True
+        return keep
+
+    def _note(self, structure: Structure) -> None:
+        keep = self._mine(structure)
+        for rows, sites in ((True, structure.makes), (False, structure.reads)):
+            for site, units in sites:
+                places = keep[units].nonzero().squeeze(1)
+                self.parts[_name(site.weight)] = Part(axis=int(rows == site.transposed), places=places)
+                if rows and site.bias is not None:
+                    self.parts[_name(site.bias)] = Part(axis=0, places=places)
+
+    def _localise(self, front: fx.GraphModule) -> set[fx.Node]:
+        """The nodes of what was cut. Parameters keep their names: the model has this rank's parts under them."""
+        known = dict(self.model.named_parameters())
+        local = {node for node in front.graph.find_nodes(op="get_attr") if str(node.target).endswith(_PRUNED)}
+        for node in local:
+            target = str(node.target).removesuffix(_PRUNED)
+            name = target.rpartition(f"{WRAPPED}.")[2]
+            if name not in known:
+                continue  # a constant that is applied by unit
+            owner, _, leaf = target.rpartition(".")
+            holder = front.get_submodule(owner)
+            part = nn.Parameter(getattr(holder, f"{leaf}{_PRUNED}").detach(), requires_grad=known[name].requires_grad)
+            delattr(holder, f"{leaf}{_PRUNED}")
+            holder.register_parameter(leaf, part)
+            node.target = target
+            path, _, own = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            self._whole.append((module, own, known[name]))
+            module._parameters[own] = part
+        return local
+
+
+def _without_idle_casts(graph: fx.Graph) -> None:
+    """Remove casts to the dtype that a value has, as models write them around norms, and what export asserts of them."""
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device) and isinstance(source := node.args[0], fx.Node):
+            mine, given = node.meta.get("val"), source.meta.get("val")
+            if isinstance(mine, Tensor) and isinstance(given, Tensor) and (mine.dtype, mine.device) == (given.dtype, given.device):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.target).rpartition(f"{WRAPPED}.")[2]
+
+
+class _Edges:
+    """Puts identities and sums at the edges of the region between those that make a structure's units and those that read them."""
+
+    def __init__(self, graph: fx.Graph, ranks: int, local: set[fx.Node]) -> None:
+        self.graph, self.ranks, self.local = graph, ranks, local
+
+    def put(self, structure: Structure, sites: Mapping[str, LinearSite]) -> None:
+        makes = [sites[site.site] for site, _ in structure.makes]
+        reads = [sites[site.site] for site, _ in structure.reads]
+        for site in reads:
+            self._leave(site)
+        self._enter(_between([site.node for site in makes], [site.node for site in reads]))
+
+    def _enter(self, inside: set[fx.Node]) -> None:
+        """Whatever floating value enters from outside: what was cut for this rank is its own."""
+        ordered = [node for node in self.graph.nodes if node in inside]
+        entered: dict[fx.Node, fx.Node] = {}
+        for node in ordered:
+            for operand in node.all_input_nodes:
+                if operand in inside or operand in self.local or not _is_floating(operand):
+                    continue
+                if operand not in entered:
+                    with self.graph.inserting_before(node):
+                        entered[operand] = self._call(enter, operand)
+                node.replace_input_with(operand, entered[operand])
+
+    def _leave(self, site: LinearSite) -> None:
+        """The sum of what a reader makes, then its bias."""
+        node, users = site.node, list(site.node.users)
+        bias = site.bias
+        if bias is not None:
+            node.target, node.args, node.kwargs = _without_bias(node), _operands(node), {}
+        with self.graph.inserting_before(node.next):
+            made = self._call(leave, node)
+            if bias is not None:
+                total, made = made, self.graph.call_function(aten.add.Tensor, (made, bias))
+                made.meta = dict(total.meta)
+        for user in users:
+            user.replace_input_with(node, made)
+
+    def _call(self, function: Callable[..., Tensor], operand: fx.Node) -> fx.Node:
+        node = self.graph.call_function(function, (operand, AXIS, self.ranks))
+        node.meta = {key: value for key, value in operand.meta.items() if key in ("val", "nn_module_stack", "stack_trace")}
+        return node
+
+
+def _between(makes: Sequence[fx.Node], reads: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes on the way from those that make units to those that read them, these among them."""
+    inside, waiting = set[fx.Node](), list(makes)
+    while waiting:
+        node = waiting.pop()
+        if node not in inside:
+            inside.add(node)
+            if node not in reads:
+                waiting += node.users
+    return inside
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def _without_bias(node: fx.Node) -> Callable[..., Any]:
+    return aten.linear.default if node.target is aten.linear.default else aten.mm.default
+
+
+def _operands(node: fx.Node) -> tuple[Any, ...]:
+    return node.args[:2] if node.target is aten.linear.default else node.args[1:3]
+
+
+# ------------------------------------------------------------------ what autograd makes of the edges
+
+
+def enter(x: Tensor, axis: str, ranks: int) -> Tensor:
+    """x; its gradient is summed over ranks."""
+    entered: Tensor = _Enter.apply(x, axis, ranks)
+    return entered
+
+
+def leave(x: Tensor, axis: str, ranks: int) -> Tensor:
+    """The sum of x over ranks; its gradient is what arrives."""
+    left: Tensor = _Leave.apply(x, axis, ranks)
+    return left
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, ranks: int) -> Tensor:
+        ctx.over = axis, ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Args:
+        return collectives.SUMMED([gradient], *ctx.over)[0], None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str, ranks: int) -> Tensor:
+        total: Tensor = collectives.SUMMED([x], axis, ranks)[0]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Args:
+        return gradient, None, None

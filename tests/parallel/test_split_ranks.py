@@ -1,0 +1,134 @@
+"""Tensor parallelism on gloo ranks, alone and beside data parallelism, is training in one process; what cannot be divided is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_helpers import STEPS, Trained, batch_of, blocks_of, model_of, optimizer_of, part, trained, worst_error
+from torch.distributed.device_mesh import init_device_mesh
+
+from effcompile.backends.torch.ranks import Ranks, spread_parameters
+from effcompile.backends.torch.training import StepRunner
+from effcompile.capture.training import capture_training
+from effcompile.compiler.parallel.processes import on_ranks
+from effcompile.compiler.training.alive import alive_bytes
+from effcompile.core import torch_compat
+from effcompile.ir.step import Spread
+from effcompile.passes.training.shard import BY_BLOCK, spread_over
+from effcompile.passes.training.split import Split
+from effcompile.schedule.emit import emit
+from effcompile.schedule.simulate import simulate
+
+RELATIVE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    losses: list[float]
+    errors: list[tuple[float, str]]
+    taken: list[str]
+    declined: dict[str, str]
+    local: int
+    peaks: list[int]
+    predicted: int
+    replicas_equal: bool
+
+
+def run(rank: int, name: str, wanted: Trained, dp: int, tp: int) -> Found:
+    """STEPS steps with a graph divided over tp ranks and a batch divided over dp."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    data, along = mesh["dp"], mesh["tp"].get_group()
+    model = model_of(name)
+    mine = part(batch_of(name, 2 * dp), data.get_local_rank(), dp)
+    split = Split(model=model, ranks=tp, rank=mesh["tp"].get_local_rank())
+    step = capture_training(model, (), mine, edit=split.edit)
+    step = spread_over(step, model, dp, BY_BLOCK) if dp > 1 else step
+    spread = step.spread or Spread(ranks=1)
+    cut = blocks_of(step)
+    emitted = emit(cut, frozenset(s for block in cut.blocks for s in block.entering))
+    runner = StepRunner(model, step, emitted, ranks=Ranks(mesh=data, spread=spread, beside={"tp": along}))
+    runner.guarded = False
+    if dp > 1:
+        spread_parameters(model, spread, data)
+    optimizer = optimizer_of(model)
+    base = alive_bytes("cpu", model, mine, list(step.constants.values()))
+    losses, errors, peaks = [], [], []
+    for at in range(STEPS):
+        with torch_compat.watched_memory("cpu") as peak:
+            loss = runner.loss((), mine)
+            loss.backward()
+        peaks.append(base + peak())
+        total = loss.detach().clone()
+        del loss
+        dist.all_reduce(total)
+        losses.append(float(total) / dp / tp)
+        errors.append(
+            worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, parts(split, wanted.gradients[at]))
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        errors.append(worst_error(dict(model.named_parameters()), parts(split, wanted.parameters[at])))
+    replicas = [p.detach() for n, p in model.named_parameters() if n not in split.parts]
+    return Found(
+        losses=losses, errors=errors, taken=split.taken, declined={site: reason.text for site, reason in split.declined.items()},
+        local=sum(p.numel() for p in model.parameters()), peaks=peaks, predicted=simulate(cut, emitted).peak_bytes,
+        replicas_equal=dp > 1 or all(equal_everywhere(p, tp) for p in replicas),
+    )  # fmt: skip
+
+
+def parts(split: Split, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: split.parts[name].of(value) if name in split.parts else value for name, value in whole.items()}
+
+
+def equal_everywhere(tensor: torch.Tensor, ranks: int) -> bool:
+    found = [torch.empty_like(tensor) for _ in range(ranks)]
+    dist.all_gather(found, tensor.contiguous())
+    return all(torch.equal(tensor, other) for other in found)
+
+
+def check(found: list[Found], wanted: Any) -> None:
+    for rank in found:
+        assert rank.losses == pytest.approx(wanted.losses, rel=RELATIVE)
+        assert max(rank.errors)[0] < RELATIVE, max(rank.errors)
+        assert rank.replicas_equal
+        assert max(rank.peaks) <= 1.02 * rank.predicted, (rank.peaks, rank.predicted)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "qwen3"])
+def test_two_ranks_with_half_of_the_heads_and_neurons_each(name: str) -> None:
+    """Grouped queries (llama), a fused transposed QKV (gpt2), biases (bert, vit), and norms of each head that all ranks have (qwen3)."""
+    model = model_of(name)
+    wanted = trained(model, batch_of(name, 2))
+    found = on_ranks(run, 2, name, wanted, 1, 2)
+    check(found, wanted)
+    kinds = [site.rpartition(":")[2] for site in found[0].taken]
+    assert kinds.count("neurons") == kinds.count("heads") == 2, (found[0].taken, found[0].declined)
+    assert found[0].local < sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_four_ranks_two_along_each_axis(name: str) -> None:
+    """The rank's parts of the weights are sharded over the data-parallel ranks, and gathered there."""
+    wanted = trained(model_of(name), batch_of(name, 4))
+    check(on_ranks(run, 4, name, wanted, 2, 2), wanted)
+
+
+def declined(name: str, tp: int) -> Split:
+    model = model_of(name)
+    split = Split(model=model, ranks=tp, rank=0)
+    capture_training(model, (), dict(batch_of(name, 2)), edit=split.edit)
+    split.undone()
+    return split
+
+
+def test_what_does_not_divide_is_said_and_the_model_stays_whole() -> None:
+    """Two key heads over three ranks; 48 neurons divide."""
+    split = declined("llama", 3)
+    assert [reason.text for site, reason in split.declined.items() if site.endswith("heads")] == ["its 2 heads do not divide by 3"] * 2
+    assert [site.rpartition(":")[2] for site in split.taken] == ["neurons", "neurons"]
+    fresh, left = dict(model_of("llama").named_parameters()), dict(split.model.named_parameters())
+    assert {n: p.shape for n, p in fresh.items()} == {n: p.shape for n, p in left.items()}
