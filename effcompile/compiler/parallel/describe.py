@@ -70,17 +70,31 @@ class _Reader:
         self.model, self.runs, self.cut, self.figures, self.width = model, runs, cut, figures, width
         self.step: Step = cut.step
         self.of_layer = {(r, i): self._blocks(f"{run.path}.{i}") for r, run in enumerate(runs) for i in range(run.shown)}
-        if missing := [key for key, blocks in self.of_layer.items() if not blocks]:
-            path = f"{runs[missing[0][0]].path}.{missing[0][1]}"
-            raise UsageError(f"The layer {path!r} of {type(model).__name__} is no block of its own: its step cannot be divided by layers.")
         self.shape = self._stream()
 
     def _blocks(self, path: str) -> list[Block]:
-        return [block for block in self.cut.blocks if block.name == path or block.name.startswith((f"{path}.", f"{path} "))]
+        return [block for block in self.cut.blocks if block.name == path or block.name.startswith((f"{path}.", f"{path}#"))]
+
+    def _found(self, run: int, i: int) -> list[Block]:
+        """The blocks of a layer that is read.
+
+        Raises:
+            UsageError: it has none of its own.
+        """
+        if not self.of_layer[run, i]:
+            path, names = f"{self.runs[run].path}.{i}", ", ".join(block.name for block in self.cut.blocks)
+            raise UsageError(
+                f"The layer {path!r} of {type(self.model).__name__} is no block of its own: its step cannot be divided by layers. "
+                f"Its blocks: {names}."
+            )
+        return self.of_layer[run, i]
 
     def _stream(self) -> _Shape:
-        block = self.of_layer[0, min(1, self.runs[0].shown - 1)][0]
-        shapes = [shape_of(self.cut.maker[s]) for s in block.entering if s in self.cut.maker]
+        blocks = self._found(0, min(1, self.runs[0].shown - 1))
+        shapes = [shape_of(self.cut.maker[s]) for s in blocks[0].entering if s in self.cut.maker]
+        if not any(len(shape) == 3 for shape in shapes):  # kept for several blocks, so no block's own: the layer's last residual sum
+            shapes = [shape_of(node) for block in blocks for node in block.forward if "aten.add.Tensor" in str(node.target)]
+            shapes = [shape for shape in shapes if len(shape) == 3 and shape[-1] > 1][-1:]
         found = max((shape for shape in shapes if len(shape) == 3), default=None, key=lambda s: s[0] * s[1] * s[2])
         if found is None:
             raise UsageError(
@@ -161,7 +175,7 @@ class _Reader:
             (r, i) for wanted in (True, False) for r, run in enumerate(self.runs) for i in range(run.shown)
             if run.kinds[i] == kind and (0 < i < run.shown - 1 or not wanted)
         )  # fmt: skip
-        blocks = self.of_layer[run, i]
+        blocks = self._found(run, i)
         parts = [_Part(self, block) for block in blocks]
         rules = {rule: _joined([part.rule(rule) for part in parts]) for rule in ("none", "op", "full")}
         fronts = [part.front() for part in parts]

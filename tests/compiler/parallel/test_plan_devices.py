@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 import effcompile
@@ -81,6 +81,25 @@ def test_attributes_that_happen_to_be_a_layer_s_number_tell_nothing_apart(descri
     """Layer 2 of a model with 2 queries to each key, layer 8 of one with heads of 8."""
     assert len(described.layers) == 1
     assert runs_of(llama())[0].kinds == (0,) * 12
+
+
+def test_a_layer_that_is_cut_in_two_is_put_together():
+    """Qwen3's norms of queries and keys make narrow places within a layer."""
+    config = Qwen3Config(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=300,
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    (layer,) = describe(model, (), inputs(), target=load_target("h100-sxm")).layers
+    linears = [m for m in model.model.layers[0].modules() if isinstance(m, nn.Linear)]
+    assert layer.forward.products == sum(2 * TOKENS * m.in_features * m.out_features for m in linears)
+    assert layer.rules["full"].kept.total <= layer.rules["none"].kept.total
 
 
 def test_a_tied_table_counts_once():
