@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from effcompile.capture.training import Edit, Loss, capture_training
+from effcompile.capture.training import Edit, Exported, Loss, capture_training, copied
 from effcompile.core.torch_compat import is_fake
 from effcompile.ir.step import Step
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Source:
     """A model with example inputs. Arguments as in `capture_training`; by: it, or the same under autocast.
 
-    made: what was captured again, by the name of the change.
+    made: what was captured again, by the name of the change; by "", the forward before any change; "as it is", the step without one.
     """
 
     model: nn.Module
@@ -39,17 +39,21 @@ class Source:
         return found
 
     def capture(self, edit: Edit | None = None) -> Step:
-        """The step, its forward changed by `edit`. Raises what `capture_training` does."""
-        return self.by(self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=self.keep_outputs, edit=edit)
+        """The step, its forward changed by `edit`; the forward is traced once. Raises what `capture_training` does."""
+        exported = self.once("", Exported)
+        return self.by(
+            self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=self.keep_outputs, edit=edit, exported=exported
+        )  # fmt: skip
 
     def capture_with_front(self) -> tuple[Step, fx.GraphModule | None]:
-        """The step, and a copy of the forward that autograd was traced through; None where Dynamo gave it."""
+        """The step, and a copy of the forward that autograd was traced through; None where Dynamo gave it. Captured but once."""
+        return self.once("as it is", self._capture_with_front)
+
+    def _capture_with_front(self) -> tuple[Step, fx.GraphModule | None]:
         fronts: list[fx.GraphModule] = []
 
         def keep(front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-            graph = fx.Graph()
-            graph.output(graph.graph_copy(front.graph, {}))
-            fronts.append(fx.GraphModule(front, graph))
+            fronts.append(copied(front))
 
         step = self.capture(keep)
         return step, fronts[-1] if fronts else None

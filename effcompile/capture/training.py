@@ -39,6 +39,22 @@ _DYNAMO = "traced by Dynamo, for torch.export cannot take "
 
 
 @dataclass(slots=True, kw_only=True)
+class Exported:
+    """The forward as torch.export gave it, for further captures of the same model with the same inputs, edited otherwise.
+
+    front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the forward returned.
+    """
+
+    front: fx.GraphModule | None = None
+    layout: Layout | None = None
+
+    def keep(self, front: fx.GraphModule, layout: Layout | None) -> None:
+        """Graphs within the graph are changed in place on their way to autograd: such a forward is not kept."""
+        if not any(isinstance(part, fx.GraphModule) for part in front.modules() if part is not front):
+            self.front, self.layout = front, layout
+
+
+@dataclass(slots=True, kw_only=True)
 class _Subject:
     """What is captured, and, once the forward has run, what it returned."""
 
@@ -51,6 +67,7 @@ class _Subject:
     edit: Edit | None
     tensors: list[Tensor]
     refill: Refill
+    exported: Exported
     mends: list[str] = field(default_factory=list)
     layout: Layout | None = None
 
@@ -63,6 +80,7 @@ def capture_training(
     loss: Loss | None = None,
     keep_outputs: bool = False,
     edit: Edit | None = None,
+    exported: Exported | None = None,
 ) -> Step:
     """Capture one training step. The model is left as it was, and runs in its own mode: call `model.train()` for dropout.
 
@@ -76,6 +94,7 @@ def capture_training(
         keep_outputs: also return what the model returns beside the loss (logits, ...), for show: no gradient goes through it.
         edit: changes the exported forward, a flat aten graph whose parameters are get_attr nodes, before autograd is traced
             through it. Called with no graph that Dynamo gave: its operators are not aten's.
+        exported: the forward of an earlier capture, which is not traced again; filled where it is empty.
 
     Raises:
         InputsError: the model itself raises with these inputs, one of them is neither tensor nor plain value, or the model has a
@@ -100,7 +119,7 @@ def capture_training(
     tensors, refill = split_tensors(inputs, args, kwargs)
     subject = _Subject(
         model=model, args=args, kwargs=kwargs, inputs=inputs, loss=loss, keep_outputs=keep_outputs, edit=edit,
-        tensors=tensors, refill=refill,
+        tensors=tensors, refill=refill, exported=exported or Exported(),
     )  # fmt: skip
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
         step = _step(subject, _joint(subject))
@@ -116,8 +135,8 @@ class _StepModule(nn.Module):
         self._subject = subject
 
     @property
-    def edit(self) -> Edit | None:
-        return self._subject.edit
+    def subject(self) -> _Subject:
+        return self._subject
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         subject = self._subject
@@ -142,7 +161,7 @@ def _joint(subject: _Subject) -> training_graph.Joint:
         CaptureError: none does; says what torch.export, the first of them, stumbled over.
     """
     try:
-        return _joined(subject, _export_front)
+        return _joined(subject, _known_front)
     except Exception as error:
         _raise_ours(error)
         first = error
@@ -177,16 +196,42 @@ class _PythonGradientError(Exception):
     """The forward defines a gradient in Python, which torch.export does not record. Says what, and where."""
 
 
+def _known_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
+    """As an earlier capture traced it, else traced."""
+    known = module.subject.exported
+    if known.front is None:
+        front = _traced(module, tensors)
+        known.keep(copied(front), module.subject.layout)
+    else:
+        front, module.subject.layout = copied(known.front), known.layout
+    return _edited(front, module, tensors)
+
+
 def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
+    return _edited(_traced(module, tensors), module, tensors)
+
+
+def _traced(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     with _no_python_randomness(), torch_compat_aot.python_gradients() as noted:
         front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
     if noted:
         raise _PythonGradientError(noted[0])
     assert isinstance(front, fx.GraphModule)
-    if module.edit is not None:
-        module.edit(front, tensors)
+    return front
+
+
+def _edited(front: fx.GraphModule, module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
+    if module.subject.edit is not None:
+        module.subject.edit(front, tensors)
         front.recompile()
     return front
+
+
+def copied(front: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes in a graph of their own, with the same tensors."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(front.graph, {}))
+    return fx.GraphModule(front, graph)
 
 
 @contextlib.contextmanager

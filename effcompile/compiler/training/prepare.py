@@ -114,6 +114,7 @@ class Figures:
         known: operator → what was measured.
         modelled: operators that had to be modelled.
         progress: is told what is being measured.
+        traced: graphs of steps, which do not change, → their storages.
     """
 
     target: Target
@@ -121,6 +122,7 @@ class Figures:
     known: MutableMapping[str, Measured] = field(default_factory=dict)
     modelled: set[str] = field(default_factory=set)
     progress: Progress = QUIET
+    traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
     def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], str] = _NOTHING) -> Context:
         """What passes propose for, with these figures. `forbidden`: (kind, option) → why it is out of the question."""
@@ -147,9 +149,15 @@ class Figures:
 
     def unplanned(self, *steps: Step) -> list[tuple[float, int]]:
         """Of each step the seconds of its operators, and the bytes that the largest of them reads, makes and needs for itself."""
-        held = [(step, _storages(step)) for step in steps]
+        held = [(step, self.storages(step)) for step in steps]
         self.measure([node for step, storages in held for node in _costly(step, storages)])
         return [(_seconds(step, storages, self), _largest(step, storages, self)) for step, storages in held]
+
+    def storages(self, step: Step) -> Storages:
+        """What each value of a step holds, traced once."""
+        if step.graph not in self.traced:
+            self.traced[step.graph] = graph_storages(step.graph, lambda node: node.meta["val"])
+        return self.traced[step.graph]
 
     def workspace(self, node: fx.Node, traced: int) -> int:
         """Bytes that an operator needs for itself: the most of what was traced, measured and is known of our own operators.
@@ -211,8 +219,8 @@ def prepare(
     progress = figures.progress
     steps = {id(form.step): form.step for form in forms}
     with progress.step("trace storages"):
-        traced = {key: _storages(step) for key, step in steps.items()}
-        plain = traced[id(captured)] if id(captured) in traced else _storages(captured)
+        traced = {key: figures.storages(step) for key, step in steps.items()}
+        plain = figures.storages(captured)
     with progress.step("measure operators"):
         figures.measure([*_costly(captured, plain), *(n for key, held in traced.items() for n in _costly(steps[key], held))])
     solved = {} if solved is None else solved
@@ -254,11 +262,7 @@ def simulate_unplanned(cut: Blocks) -> Trace:
 
 def cut_step(step: Step, figures: Figures) -> Blocks:
     """A step in blocks, with no options proposed yet."""
-    return _cut(step, _storages(step), figures)
-
-
-def _storages(step: Step) -> Storages:
-    return graph_storages(step.graph, lambda node: node.meta["val"])
+    return _cut(step, figures.storages(step), figures)
 
 
 def _cut(step: Step, held: Storages, figures: Figures) -> Blocks:
