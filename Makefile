@@ -8,14 +8,15 @@ OUT ?= out/bert
 demo: .venv/demo
 	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
 
-# Examples of a page share their names, so that the docs are run by one process.
+# Examples of a page share their names, so that the docs are run by one process. worksteal: tests of a file, which share what they capture,
+# stay in one process where they can.
 test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests/test_overloads.py
 	OMP_NUM_THREADS=1 $(BIN)/pytest docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests
 
 # Takes hours: as many random cases of each fuzzer (2,000 of files), drawn anew at every run; the suite runs a few fixed ones.
 CASES ?= 5000

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from captured_once import captured_once
 
 from effcompile.compiler.machine import AUTO, resolve
 from effcompile.estimate import operators
@@ -25,4 +26,5 @@ def quick_training(_calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     measured = operators._seconds
     monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
-    return _calibrated
+    with captured_once(monkeypatch):
+        yield _calibrated

@@ -1,0 +1,91 @@
+"""Equal models with equal batches are captured once for all plans of a test process: a captured step does not change."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from effcompile.capture.source import Source
+from effcompile.capture.state import ModelGuards
+from effcompile.compiler.training import work
+from effcompile.ir.step import Step
+
+#: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last, with all that was captured.
+_MOST = 16
+_sources: dict[object, tuple[Source, Source]] = {}
+
+
+def _value(tensor: torch.Tensor) -> object:
+    content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    figures = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.storage_offset()
+    return *figures, hashlib.sha256(content).hexdigest()
+
+
+def _held(module: nn.Module) -> object:
+    """What a forward may read of a module beside its tensors and parts, and its hooks."""
+    own = {name: value for name, value in vars(module).items() if not isinstance(value, torch.Tensor)}
+    plain = [(name, repr(value)) for name, value in own.items() if not name.startswith("_")]
+    hooks = [(name, tuple(map(id, value.values()))) for name, value in own.items() if name.endswith("_hooks")]
+    return type(module), tuple(plain), tuple(hooks)
+
+
+def _key(source: Source) -> object | None:
+    """Equal for captures of which one can serve; None where that cannot be told."""
+    model, (leaves, spec) = source.model, pytree.tree_flatten((source.args, dict(source.kwargs)))
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tensors = [*(tensor for _, tensor in named), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+    known = all(type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided for t in tensors)
+    if not known or torch.is_autocast_enabled("cpu") or any(t.dtype.is_complex for t in tensors):
+        return None
+    given = tuple(_value(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+    places = [t.data_ptr() for t in tensors]
+    shared = tuple(places.index(place) for place in places)
+    modules = tuple((name, _held(module)) for name, module in model.named_modules(remove_duplicate=False))
+    return spec, given, shared, modules, tuple((name, _value(t)) for name, t in named), id(source.loss), source.keep_outputs
+
+
+def _of(model: nn.Module, made: Any) -> Any:
+    """What was captured, for an equal model: its guards look at that one."""
+    if isinstance(made, Step):
+        return replace(made, state=ModelGuards(model, training=True))
+    if isinstance(made, Source):
+        return replace(made, model=model, made={name: _of(model, value) for name, value in made.made.items()})
+    return tuple(_of(model, part) for part in made) if type(made) is tuple else made
+
+
+def shared_source(**given: Any) -> Source:
+    """A source with what was captured of an equal one."""
+    source = Source(**given)
+    key = _key(source)
+    if key is None:
+        return source
+    first, last = _sources.pop(key, (source, source))
+    found = replace(source, made=_of(source.model, last).made)
+    while len(_sources) >= _MOST:
+        del _sources[next(iter(_sources))]
+    _sources[key] = first, found
+    return found
+
+
+def _texts() -> dict[int, tuple[fx.Graph, str]]:
+    parts = (part for _, source in _sources.values() for made in source.made.values() if type(made) is tuple for part in made)
+    return {id(part.graph): (part.graph, str(part.graph)) for part in parts if isinstance(part, Step)}
+
+
+@contextmanager
+def captured_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plans within share what is captured; what was captured before is as it was afterwards."""
+    before = _texts()
+    monkeypatch.setattr(work, "Source", shared_source)
+    yield
+    after = _texts()
+    changed = [key for key in before.keys() & after.keys() if before[key][1] != after[key][1]]
+    assert not changed, "a plan changed a captured step"
