@@ -21,10 +21,16 @@ def _calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def quick_training(_calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def quick_training(_calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache folder of these tests, which keep their operators' figures there between them."""
     measured = operators._seconds
     monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
+    return _calibrated
+
+
+@pytest.fixture
+def shared_captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Equal models with equal batches are captured once."""
     with captured_once(monkeypatch):
-        yield _calibrated
+        yield

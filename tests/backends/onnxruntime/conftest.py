@@ -36,8 +36,8 @@ def gpt2():
     return model, capture(model, (), _inputs())
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _exported_once() -> Iterator[None]:
+@pytest.fixture(scope="package")
+def exported_once() -> Iterator[None]:
     """Lowering changes what was exported, so each is given one of its own, read from the bytes of the first."""
     known: dict[object, tuple[Exported, bytes, list[torch.Tensor]]] = {}
     export = lowering.export

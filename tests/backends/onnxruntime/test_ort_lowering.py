@@ -21,6 +21,7 @@ from effcompile.ir.export import resized
 from effcompile.ir.formats import NOT_FOUND
 from effcompile.sites import parts as sites
 
+pytestmark = pytest.mark.usefixtures("exported_once")
 LINEAR_OPTIONS = ["fp32", "int8_dynamic", "int8_channel", "int8_static", "w8", "w4", "w4g16", "w8g64"]
 
 
