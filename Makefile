@@ -22,7 +22,8 @@ test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(FORKS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests --ignore $(FORKS)
 
-# Takes hours: as many random cases of each fuzzer (2,000 of files), drawn anew at every run; the suite runs a few fixed ones.
+# Takes hours: about as many random cases of training and of inference (2,000 of files), drawn anew at every run; the suite runs a few
+# fixed ones. tests/fuzz/soak.py runs one kind of them from a seed, goes on after a failure, and writes down how to make it again.
 CASES ?= 5000
 fuzz: .venv/dev
 	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2

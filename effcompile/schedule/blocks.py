@@ -20,8 +20,10 @@ from functools import cached_property
 
 from torch import fx
 
+from effcompile.core.torch_compat_aot import is_random
 from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.step import Step
+from effcompile.ops.replay import CPU_STATE_BYTES
 from effcompile.planner.remat.problem import BackwardStep, BlockProblem, Op, Stage
 from effcompile.schedule.cuts import cut
 from effcompile.schedule.ways import Way
@@ -259,7 +261,9 @@ class _Cutter:
             made = tuple(names[s] for s in own)
             if not made:
                 continue
-            ops.append(Op(name=name, reads=known, makes=made, seconds=self.seconds(node), workspace=self.held.workspace[node]))
+            state = CPU_STATE_BYTES if is_random(node.target) else 0
+            seconds, workspace = self.seconds(node), self.held.workspace[node]
+            ops.append(Op(name=name, reads=known, makes=made, seconds=seconds, workspace=workspace, state=state))
             operators[name] = node
         return ops, operators
 

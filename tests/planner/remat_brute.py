@@ -36,25 +36,28 @@ def replay(problem: BlockProblem, kept: frozenset[str]) -> tuple[int, int, int, 
     for _, what in schedule:
         if any(v not in kept and v not in remade for v in what.reads):
             return None
+    waiting = states = sum(op.state for op in again)  # of the generator before each draw that is made again
     backward, alive = [], {v: problem.nbytes[v] for v in kept}
     for i, (t, what) in enumerate(schedule):
         if isinstance(what, Op):
             between = min(problem.backward[t - 1].live if t else 0, problem.backward[t].live)
             double = sum(problem.nbytes[v] for v in what.makes if v in kept)
             alive.update({v: problem.nbytes[v] for v in what.makes if v not in kept})
-            backward.append(sum(alive.values()) + between + what.workspace + double)
+            backward.append(sum(alive.values()) + between + what.workspace + double + waiting + what.state)
+            waiting -= what.state
         else:
-            backward.append(sum(alive.values()) + what.live)
+            backward.append(sum(alive.values()) + what.live + waiting)
         later = {v for _, other in schedule[i + 1 :] for v in other.reads}
         ever = later | {v for _, other in schedule[: i + 1] for v in other.reads}
         alive = {v: b for v, b in alive.items() if v in later or (v in kept and v not in ever)}
-    forward, alive = [], {v: problem.nbytes[v] for v in problem.entering}
+    forward, alive, drawn = [], {v: problem.nbytes[v] for v in problem.entering}, 0
     for u, op in enumerate(problem.forward):
         alive.update({v: problem.nbytes[v] for v in op.makes})
-        forward.append(sum(alive.values()) + op.workspace)
+        drawn += op.state if op in again else 0
+        forward.append(sum(alive.values()) + op.workspace + drawn)
         later = {v for other in problem.forward[u + 1 :] for v in other.reads} | kept | set(problem.leaving)
         alive = {v: b for v, b in alive.items() if v in later}
-    size = sum(problem.nbytes[v] for v in kept)
+    size = sum(problem.nbytes[v] for v in kept) + states
     total = sum(problem.nbytes[v] for v in problem.entering)
     return size, max(forward, default=total), max(backward, default=size), sum(op.seconds for op in again)
 
@@ -90,6 +93,7 @@ def blocks(draw: st.DrawFn, values: int = 10) -> BlockProblem:
                 seconds=draw(st.sampled_from([0.0, 1.0, 2.0, 3.0, 0.25])),
                 workspace=draw(st.sampled_from([0, 0, 3, 9])),
                 repeatable=draw(st.integers(0, 7)) > 0,
+                state=draw(st.sampled_from([0, 0, 0, 5])),
             )
         )
         names += made

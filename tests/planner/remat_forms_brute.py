@@ -39,22 +39,25 @@ def played(problem: BlockProblem, kept: frozenset[str], names: Mapping[str, str]
     remade = {v for _, kind, what in schedule if kind == "again" for v in what.makes}
     if any(v not in held and v not in remade for _, _, what in schedule for v in what.reads):
         return None
-    size = sum(problem.nbytes[v] for v in kept) + sum(f.held for f in forms.values())
+    drawn = {what.name for _, kind, what in schedule if kind == "again"}
+    states = sum(op.state for op in problem.forward if op.name in drawn)
+    size = sum(problem.nbytes[v] for v in kept) + sum(f.held for f in forms.values()) + states
     again = sum(what.seconds for _, kind, what in schedule if kind == "again") + sum(f.seconds for f in forms.values())
     return (
         size,
-        _forward(problem, kept, forms),
+        _forward(problem, kept, forms, drawn),
         max(_backward(problem, kept, forms, schedule, need), default=size),
         again + _waits(problem, forms, need),
         sum(f.host for f in forms.values()),
     )
 
 
-def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Form]) -> int:
-    loads, values, packed = [], set(problem.entering), 0
+def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Form], drawn: set[str]) -> int:
+    """`drawn`: operators that run again, the generator's state before which is kept where they draw."""
+    loads, values, packed, states = [], set(problem.entering), 0, 0
 
     def there() -> int:
-        return sum(problem.nbytes[v] for v in values) + packed
+        return sum(problem.nbytes[v] for v in values) + packed + states
 
     def put(v: str) -> None:
         nonlocal packed
@@ -71,6 +74,7 @@ def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Fo
         values = buried(0, set(first[i + 1 :]))
     for u, op in enumerate(problem.forward):
         values |= set(op.makes)
+        states += op.state if op.name in drawn else 0
         loads.append(there() + op.workspace)
         todo = [v for v in op.makes if v in forms]
         values = buried(u + 1, set(todo))
@@ -86,6 +90,7 @@ def _backward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, F
     packed = {v: f.packed for v, f in forms.items() if f.packed and f.staged}
     alive.update({v: problem.nbytes[v] for v, f in forms.items() if f.staged and not f.packed})
     done: set[int] = set()
+    waiting = sum(what.state for _, kind, what in schedule if kind == "again")  # generators' states, until their draws are repeated
     for i, (t, kind, what) in enumerate(schedule):
         between = min(problem.backward[t - 1].live if t else 0, problem.backward[t].live)
         if t not in done:
@@ -93,16 +98,17 @@ def _backward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, F
             coming = [v for v in forms if need[v] == t]
             alive.update({v: problem.nbytes[v] for v in coming})
             packed.update({v: forms[v].packed for v in coming})
-            loads += [sum(alive.values()) + sum(packed.values()) + between + forms[v].workspace for v in coming]
+            loads += [sum(alive.values()) + sum(packed.values()) + between + forms[v].workspace + waiting for v in coming]
             for v in coming:
                 del packed[v]
         if kind == "again":
             own = set(kept) | set(forms)
             double = sum(problem.nbytes[v] for v in what.makes if v in own)
             alive.update({v: problem.nbytes[v] for v in what.makes if v not in own})
-            loads.append(sum(alive.values()) + sum(packed.values()) + between + what.workspace + double)
+            loads.append(sum(alive.values()) + sum(packed.values()) + between + what.workspace + double + waiting + what.state)
+            waiting -= what.state
         else:
-            loads.append(sum(alive.values()) + sum(packed.values()) + what.live)
+            loads.append(sum(alive.values()) + sum(packed.values()) + what.live + waiting)
         later = {v for _, _, other in schedule[i + 1 :] for v in other.reads}
         ever = later | {v for _, _, other in schedule[: i + 1] for v in other.reads}
         alive = {v: b for v, b in alive.items() if v in later or (v in kept and v not in ever)}

@@ -50,6 +50,14 @@ def test_a_recomputed_operator_makes_what_is_kept_once_more() -> None:
     assert simulate_block(problem, {"x"}, ("pair",))[PEAK] == 10 + 60 + 7
 
 
+def test_a_draw_that_is_made_again_holds_the_generators_state() -> None:
+    ops = (Op(name="draw", reads=(), makes=("a",), seconds=0.0, state=50), Op(name="use", reads=("a",), makes=("b",), seconds=1.0))
+    steps = (BackwardStep(name="s", reads=("b",), live=1), BackwardStep(name="t", reads=("a",), live=2))
+    problem = BlockProblem(nbytes={"a": 4, "b": 4}, entering=(), leaving=(), forced=frozenset(), forward=ops, backward=steps)
+    assert simulate_block(problem, {"b"}, ("draw",)) == (4 + 50, 4 + 4 + 50, 4 + 50 + 50 + 1, 0.0)  # a free operator, and not a free draw
+    assert [o.kept for o in block_options(problem)] == [{"a", "b"}, {"a"}]
+
+
 @settings(max_examples=80, deadline=None)
 @given(problem=blocks(7))
 def test_the_simulator_equals_a_replay(problem: BlockProblem) -> None:

@@ -169,7 +169,7 @@ def joint_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
 def _option(problem: BlockProblem, small: Layout, codes: frozenset[int]) -> BlockOption | None:
     held = [small.held(code) for code in codes]
     forms = {small.names[v]: form.name for v, form in held if form is not None}
-    return option(problem, (small.names[v] for v, form in held if form is None), forms)
+    return option(problem, (name for v, form in held if form is None and (name := small.names[v]) in problem.nbytes), forms)
 
 
 def _greedy(small: Layout, front: Front) -> None:

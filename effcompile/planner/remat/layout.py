@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import gcd, lcm
 
-from effcompile.planner.remat.problem import BlockProblem, Form
+from effcompile.planner.remat.problem import BlockProblem, Form, with_states
 
 NEVER = 1 << 40
 _FINE = 1 << 30  # ticks of the block's whole time when the seconds are no multiples of a coarser one
@@ -49,7 +49,7 @@ class Layout:
     Attributes:
         names: of the values; `size`: their bytes; `maker`: operator index or −1.
         makes, reads: operator → values. `ticks`: operator → time in whole units of `tick` seconds.
-        workspace, repeatable: of the operators.
+        workspace, repeatable: of the operators, where they run again.
         used: value → reading steps that read it, ascending. `readers`: value → operators that read it.
         steps: per reading step, the backward's bytes while it runs; `gaps`: right before it; `runs`: per j = −1 …, the most
             bytes after reading step j and before the next one, None when that cannot be the highest instant.
@@ -99,7 +99,8 @@ class Layout:
 
 
 def layout(problem: BlockProblem) -> Layout:
-    """The block by index."""
+    """The block by index, the states of generators among its values."""
+    problem = with_states(problem)
     names = tuple(problem.nbytes)
     index = {v: i for i, v in enumerate(names)}
     maker = [-1] * len(names)
@@ -126,7 +127,7 @@ def layout(problem: BlockProblem) -> Layout:
         reads=tuple(tuple(index[v] for v in dict.fromkeys(op.reads)) for op in problem.forward),
         ticks=ticks,
         tick=tick,
-        workspace=tuple(op.workspace for op in problem.forward),
+        workspace=tuple(op.workspace + op.state for op in problem.forward),
         repeatable=tuple(op.repeatable for op in problem.forward),
         used=tuple(map(tuple, used)),
         readers=tuple(map(tuple, readers)),

@@ -11,8 +11,8 @@ throughout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Op:
         seconds: time to run it (again).
         workspace: bytes alive only while it runs.
         repeatable: whether it may run again in the backward.
+        state: of one that draws, the bytes of the generator's state: kept from its run on where it runs again, and held once more
+            while it does, so that the numbers are the same.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Op:
     seconds: float
     workspace: int = 0
     repeatable: bool = True
+    state: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,32 @@ class BlockProblem:
     forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
     hidden: tuple[float, ...] | None = None
     scarce: bool = False
+
+
+def with_states(problem: BlockProblem, drawn: Collection[str] | None = None) -> BlockProblem:
+    """The block with the states of generators as values: each is made right before the operator that draws, which reads it.
+
+    What makes one does not run again, so that a draw can only be repeated where its state is kept.
+
+    Args:
+        problem: the block.
+        drawn: names of the operators whose states are wanted; None for all.
+    """
+    ops: list[Op] = []
+    nbytes = dict(problem.nbytes)
+    for op in problem.forward:
+        if op.state and (drawn is None or op.name in drawn):
+            name = state_of(op)
+            nbytes[name] = op.state
+            ops.append(Op(name=name, reads=(), makes=(name,), seconds=0.0, repeatable=False))
+            op = replace(op, reads=(*op.reads, name))
+        ops.append(op)
+    return problem if len(ops) == len(problem.forward) else replace(problem, forward=tuple(ops), nbytes=nbytes)
+
+
+def state_of(op: Op) -> str:
+    """The name of the value that is the generator's state before an operator; no other value has it."""
+    return f"state of {op.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from itertools import accumulate
 from math import fsum
 
 from effcompile.core.errors import UsageError
-from effcompile.planner.remat.problem import BlockOption, BlockProblem, Form, Op
+from effcompile.planner.remat.problem import BlockOption, BlockProblem, Form, Op, state_of, with_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ def simulate_block(
     kept, again = frozenset(kept), frozenset(recomputed)
     away = _away(problem, kept, forms or {})
     _possible(problem, kept, again, away)
+    problem, kept = _with_states(problem, kept, again)
     placed, first = _places(problem, kept | away.keys(), again)
     seconds = fsum(op.seconds for op in problem.forward if op.name in again) + fsum(f.seconds for f in away.values())
     return (
@@ -64,6 +65,12 @@ def simulate_block(
         _backward_peak(problem, kept, away, placed, first),
         seconds + stall(problem, away, first),
     )
+
+
+def _with_states(problem: BlockProblem, kept: frozenset[str], again: frozenset[str]) -> tuple[BlockProblem, frozenset[str]]:
+    """The block with the states of the draws that are repeated as values, which are kept."""
+    states = [state_of(op) for op in problem.forward if op.state and op.name in again]
+    return (with_states(problem, again), kept.union(states)) if states else (problem, kept)
 
 
 def stall(problem: BlockProblem, away: Mapping[str, Form], first: Mapping[str, int]) -> float:
@@ -270,7 +277,7 @@ def _backward_peak(
         for op in placed.get(t, ()):
             copies = sum(problem.nbytes[v] for v in op.makes if v in kept or v in away)
             fresh = tuple(v for v in op.makes if v not in kept and v not in away)
-            instants.append(_Instant(op.reads, fresh, gap + op.workspace + copies))
+            instants.append(_Instant(op.reads, fresh, gap + op.workspace + op.state + copies))
         instants.append(_Instant(step.reads, (), step.live))
         before = step.live
     read = {v for i in instants for v in i.reads}
