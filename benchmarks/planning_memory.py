@@ -1,4 +1,4 @@
-"""Peak resident memory of planning: a whole `optimize` of a training step in a process of its own, sampled from outside.
+"""Peak resident memory of planning: a whole `optimize` of a training step, or of inference, in a process of its own, sampled from outside.
 
     python benchmarks/planning_memory.py [model ...] [--threads 2]
 
@@ -26,10 +26,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One model: how it is made, and what is asked for."""
+    """One model: how it is made, and what is asked for; `backend`: of inference, where that is asked for."""
 
     make: Callable[[], tuple[Any, dict[str, Any]]]
-    budget: int
+    budget: int = 0
+    backend: str = ""
     max_error: float | None = None
     passes: tuple[str, ...] | None = None
     optimizer: bool = True
@@ -89,6 +90,10 @@ ROWS: Mapping[str, Row] = {
     "bert-110m": Row(make=bert, budget=1 * GIB, optimizer=False),
     "llama-0.2b": Row(make=lambda: llama(1024, 8, 512), budget=2 * GIB),
     "llama-0.9b": Row(make=lambda: llama(2048, 16, 512), budget=9 * GIB, max_error=0.02, passes=("offload",)),
+    **{
+        f"llama-0.1b {backend}": Row(make=lambda: llama(768, 8, 128), backend=backend)
+        for backend in ("torch-eager", "torch-inductor", "onnxruntime", "openvino")
+    },
     "llama-1.7b": Row(make=lambda: llama(2560, 20, 256, "bfloat16"), budget=14 * GIB, max_error=0.02, passes=("offload",)),
 }
 
@@ -101,6 +106,8 @@ def child(name: str) -> None:
 
     row = ROWS[name]
     model, inputs = row.make()
+    if row.backend:
+        return answered(model, {"input_ids": inputs["input_ids"]}, row.backend)
     optimizer = (lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)) if row.optimizer else None
     goal: dict[str, Any] = {"mode": "training", "memory": row.budget, "max_error": row.max_error}
     planned = effcompile.optimize(model, inputs=inputs, optimizer=optimizer, passes=list(row.passes) if row.passes else None, **goal)
@@ -112,6 +119,20 @@ def child(name: str) -> None:
         "model": sum(p.numel() * p.element_size() for p in model.parameters()), "predicted": plan.predicted.peak_bytes,
         "measured": plan.measured.peak_bytes if plan.measured else None, "checks": [f"{c.error:.1e}" for c in plan.checks],
         "original": next((n.partition(": it ")[2] for n in plan.notes if n.startswith("the original step was not")), "measured"),
+    }  # fmt: skip
+    print(json.dumps(told))
+
+
+def answered(model: Any, inputs: dict[str, Any], backend: str) -> None:
+    """Plan, verify and measure inference, then call it once."""
+    import effcompile
+
+    planned = effcompile.optimize(model.eval(), inputs=inputs, backend=backend)
+    planned(**inputs)
+    plan = planned.plan
+    told = {
+        "model": sum(p.numel() * p.element_size() for p in model.parameters()), "predicted": plan.predicted.peak_bytes,
+        "measured": plan.measured.peak_bytes, "checks": [f"{c.error:.1e}" for c in plan.checks], "original": "measured",
     }  # fmt: skip
     print(json.dumps(told))
 
@@ -138,7 +159,7 @@ def watched(name: str, threads: int) -> tuple[dict[str, Any] | None, int, float]
 
 def line(name: str, row: Row, told: Mapping[str, Any] | None, peak: int, seconds: float) -> str:
     """One model's row of the table."""
-    size = lambda nbytes: f"{nbytes / GIB:.2f} GiB"  # noqa: E731
+    size = lambda nbytes: "–" if nbytes is None else f"{nbytes / GIB:.2f} GiB"  # noqa: E731
     if told is None:
         cells = ["–", size(row.budget), "–", size(peak), "failed", "–", "–"]
     else:

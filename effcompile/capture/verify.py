@@ -23,6 +23,9 @@ from effcompile.ir.program import Program, TensorSpec
 #: Relative L2 that re-ordered fp32 arithmetic may cost.
 LIMIT = 1e-5
 
+#: Elements that are compared at a time: in float64 they take some tens of MiB.
+_PIECE = 1 << 20
+
 #: How another length is made from the example's, in the order of trial.
 _STEPS: tuple[Callable[[int], int], ...] = (
     lambda size: size + max(size // 2, 2) if size < 64 else size // 2 + 1,  # long ones are cut: comparing them costs seconds
@@ -199,13 +202,15 @@ def _unpadded(program: Program, variant: Variant) -> Inputs:
 def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         return math.inf
-    a, b = found.detach().to(torch.float64), wanted.detach().to(torch.float64)
-    same = (a == b) | (a.isnan() & b.isnan())  # equal infinities and NaNs carry no error
-    if not bool((same | (a.isfinite() & b.isfinite())).all()):
-        return math.inf
-    difference = float(torch.where(same, 0.0, a - b).norm())
-    norm = float(torch.where(b.isfinite(), b, 0.0).norm())
-    return 0.0 if difference == 0 else difference / norm if norm > 0 else math.inf
+    apart = size = 0.0
+    for ours, theirs in zip(*(t.detach().reshape(-1).split(_PIECE) for t in (found, wanted)), strict=True):
+        a, b = ours.to(torch.float64), theirs.to(torch.float64)
+        same = (a == b) | (a.isnan() & b.isnan())  # equal infinities and NaNs carry no error
+        if not bool((same | (a.isfinite() & b.isfinite())).all()):
+            return math.inf
+        apart += float(torch.where(same, 0.0, a - b).square().sum())
+        size += float(torch.where(b.isfinite(), b, 0.0).square().sum())
+    return 0.0 if apart == 0 else math.sqrt(apart / size) if size > 0 else math.inf
 
 
 def _guarded(call: Callable[..., object]) -> Callable[..., Any]:

@@ -156,8 +156,8 @@ def test_a_link_to_a_folder_stays_one(made, tmp_path):
 
 
 def test_big_weights_are_read_with_the_model_that_they_belong_to_only(tmp_path, monkeypatch):
-    """Beyond 2 GiB the weights are a file of their own, here beyond 64 bytes: its name says what is in it."""
-    monkeypatch.setattr(lowering, "PROTOBUF_LIMIT", 64)
+    """Beyond 64 MiB the weights are a file of their own, here beyond 64 bytes: its name says what is in it."""
+    monkeypatch.setattr(lowering, "BESIDE", 64)
     x, scale = inputs()
     for seed in (0, 1):
         torch.manual_seed(seed)

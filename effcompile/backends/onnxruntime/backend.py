@@ -71,10 +71,7 @@ class OnnxRuntime:
         names = [spec.name for spec in program.inputs]
         feeds = session.numpy_feeds(names, program.flat_inputs())
         chosen, seconds = session.tune(built.path, feeds)
-        tried = (
-            ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
-            or "none: memory does not hold a second session"
-        )
+        tried = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
         settings = {**session.settings_dict(chosen), "opset": built.opset, "tried": tried}
         if (library := library_for(built.path)) is not None:
             settings["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
@@ -107,7 +104,7 @@ class OnnxModel:
         return [torch.from_numpy(np.asarray(array)) for array in session.run(self._session, self._feeds(inputs))]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Copy model.onnx, and beyond 2 GiB its data beside it, into `directory`."""
+        """Copy model.onnx, and the data of a large one beside it, into `directory`."""
         directory.mkdir(parents=True, exist_ok=True)
         parts = sorted(self._path.parent.glob(f"{self._path.name}*"))  # the data's names begin with the model's
         return tuple(Path(shutil.copyfile(part, directory / part.name)) for part in parts)

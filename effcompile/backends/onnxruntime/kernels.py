@@ -7,7 +7,7 @@ layer's weights have been pushed out by the others before they are read again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -20,8 +20,12 @@ from effcompile.backends.onnxruntime.session import default_settings, open_sessi
 from effcompile.core.errors import LoweringError
 from effcompile.core.timing import median_seconds
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, LINEAR_FORMATS, TABLE_INT8, W4, W8, WeightFormat
+from effcompile.machine.memory import give_back
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.sparse.pattern import BlockPattern
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machines we saw
 _MOST_COPIES = 12
@@ -41,11 +45,18 @@ def measure(call: KernelCall) -> float | None:
     if call.kernel == "linear/sparse":
         custom_ops_library()
     try:
-        model, feeds, copies = builder(call.dims)
-        session = open_session(model.SerializeToString(), default_settings())
+        session, feeds, copies = _opened(builder, call.dims)
         return median_seconds(lambda: run(session, feeds), min_rounds=5, budget=0.08) / copies
     except LoweringError:
         return None
+    finally:
+        give_back()  # a vocabulary's weights, several times over
+
+
+def _opened(builder: Callable[[Dims], _Built], dims: Dims) -> tuple[onnxruntime.InferenceSession, dict[str, np.ndarray], int]:
+    """A session of the kernels, their inputs, and how many there are; the model that it was made of is let go."""
+    model, feeds, copies = builder(dims)
+    return open_session(model.SerializeToString(), default_settings()), feeds, copies
 
 
 def lacks(call: KernelCall) -> str | None:
@@ -93,7 +104,9 @@ def _sparse(dims: Dims) -> _Built:
 
 
 def _repeated(model: onnx.ModelProto, copies: int) -> onnx.ModelProto:
-    """The model `copies` times side by side on the same input, each with weights of its own."""
+    """The model `copies` times side by side on the same input, each with weights of its own; itself for one, whose weights are large."""
+    if copies == 1:
+        return model
     nodes, tensors, outputs = [], [], []
     own = {t.name for t in model.graph.initializer} | {o for node in model.graph.node for o in node.output}
     for copy in range(copies):

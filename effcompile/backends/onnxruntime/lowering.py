@@ -15,12 +15,16 @@ from effcompile.backends.onnxruntime.export import OPSETS, Exported, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul
 from effcompile.backends.onnxruntime.quantise import found_formats, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
-from effcompile.backends.onnxruntime.session import PROTOBUF_LIMIT, numpy_feeds, open_session, run
+from effcompile.backends.onnxruntime.session import numpy_feeds, open_session, run
 from effcompile.backends.onnxruntime.sparse import found_forms, make_sparse
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
+
+#: Bytes of weights above which they stand in a file beside the model. ONNX Runtime maps that file, one tensor at a time, where a model
+#: that holds its weights is serialised, read, parsed and copied whole: four times the weights at once.
+BESIDE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +113,7 @@ def _serialised(model: ir.Model, path: Path, *, quantising: bool) -> onnx.ModelP
     """The model as protobuf for the quantisers, or None after writing it as it is."""
     if quantising:
         return ir.serde.serialize_model(model)
-    ir.save(model, str(path), external_data=f"{path.name}.{_digest(model)}.data" if _weight_bytes(model) > PROTOBUF_LIMIT else None)
+    ir.save(model, str(path), external_data=f"{path.name}.{_digest(model)}.data" if _weight_bytes(model) > BESIDE else None)
     return None
 
 

@@ -19,13 +19,13 @@ from effcompile.core.arrays import Array
 from effcompile.core.errors import FormatError, LoweringError, clipped
 from effcompile.core.stages import first_line
 from effcompile.core.timing import faster_half_median, interleaved
-from effcompile.machine.memory import free_bytes, give_back
+from effcompile.machine.memory import give_back
 
 if TYPE_CHECKING:
     import onnxruntime
 
 _open: weakref.WeakSet[onnxruntime.InferenceSession] = weakref.WeakSet()
-#: Bytes above which a protobuf message cannot be serialised; weights then go to a file beside the model.
+#: Bytes above which a protobuf message, as the quantisers take it, cannot be serialised.
 PROTOBUF_LIMIT = 2**31 - 2**20
 
 
@@ -127,35 +127,29 @@ def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> li
 
 
 def tune(path: Path, feeds: Mapping[str, Array], *, rounds: int = 6) -> tuple[Settings, dict[str, float]]:
-    """The fastest settings by measurement, each candidate interleaved with the defaults, and each one's seconds.
+    """The fastest settings by measurement, each candidate between two runs of the defaults, and each one's seconds.
 
-    Defaults stay unless another candidate is at least 2 % faster: a smaller difference is noise. A session holds the weights: two are
-    open at a time, and where memory does not hold two, none is, and the defaults stay.
+    A session holds the weights, so that one is open at a time. Defaults stay unless another candidate is at least 2 % faster: a smaller
+    difference is noise.
     """
     default, *others = candidates()
-    if (free := free_bytes()) is not None and 2 * _stored_bytes(path) > 0.5 * free:
-        return default, {}
-    seconds: dict[str, float] = {}
-    best, ratio = default, 0.98
+    before = _seconds(path, feeds, default, rounds)
+    seconds, best, ratio = {default.describe(): before}, default, 0.98
     for other in others:
-        mine, theirs = _paired(path, feeds, default, other, rounds)
-        seconds.setdefault(default.describe(), mine)
-        seconds[other.describe()] = theirs
-        if theirs < ratio * mine:
-            best, ratio = other, theirs / mine
-    give_back()
+        found = seconds[other.describe()] = _seconds(path, feeds, other, rounds)
+        after = _seconds(path, feeds, default, rounds)
+        beside, before = (before + after) / 2, after
+        if found < ratio * beside:
+            best, ratio = other, found / beside
     return best, seconds
 
 
-def _paired(path: Path, feeds: Mapping[str, Array], a: Settings, b: Settings, rounds: int) -> tuple[float, float]:
-    """Seconds of a call with either, interleaved."""
-    samples = interleaved({s.describe(): partial(run, open_session(path, s), feeds) for s in (a, b)}, rounds)
-    return faster_half_median(samples[a.describe()]), faster_half_median(samples[b.describe()])
-
-
-def _stored_bytes(path: Path) -> int:
-    """Bytes of a model file and of the data beside it."""
-    return sum(part.stat().st_size for part in path.parent.glob(f"{path.name}*"))
+def _seconds(path: Path, feeds: Mapping[str, Array], settings: Settings, rounds: int) -> float:
+    """Seconds of a call, of a session that is closed again."""
+    name = settings.describe()
+    samples = interleaved({name: partial(run, open_session(path, settings), feeds)}, rounds)
+    give_back()
+    return faster_half_median(samples[name])
 
 
 _MEASURE_PEAK = """
