@@ -26,6 +26,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.saved import PLAN, check_artifact
 from effcompile.ir.signature import Signature, TensorInput
 from effcompile.machine.hardware import this_hardware
+from effcompile.machine.memory import give_back
 
 _INPUT = re.compile(r"(?P<name>\S+) \[(?P<dims>.*)\] (?P<dtype>\w+)")
 _SIZE = re.compile(r"[0-9]{1,18}")
@@ -178,7 +179,9 @@ def _opened(folder: Path) -> Artifact:
     if plan.signature is None or [given.name for given in plan.signature.inputs] != [line.partition(" ")[0] for line in plan.inputs]:
         raise FormatError(f"{str(folder / PLAN)!r} does not say what its artifact takes. {_AGAIN}")
     backends, _ = usable_backends(plan.backend)
-    return Artifact(plan=plan, signature=plan.signature, folder=folder, opened=backends[0].open(folder, plan))
+    opened = backends[0].open(folder, plan)
+    give_back()  # what was read of the file beside what the runtime made of it: the weights are held once
+    return Artifact(plan=plan, signature=plan.signature, folder=folder, opened=opened)
 
 
 def _generated(plan: Plan) -> dict[str, torch.Tensor]:
