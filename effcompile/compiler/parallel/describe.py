@@ -5,6 +5,7 @@ What a kind of layer computes and keeps, and the options of its block, are read 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -91,11 +92,11 @@ class _Reader:
 
     def _stream(self) -> _Shape:
         blocks = self._found(0, min(1, self.runs[0].shown - 1))
-        shapes = [shape_of(self.cut.maker[s]) for s in blocks[0].entering if s in self.cut.maker]
+        shapes: Sequence[tuple[int, ...]] = [shape_of(self.cut.maker[s]) for s in blocks[0].entering if s in self.cut.maker]
         if not any(len(shape) == 3 for shape in shapes):  # kept for several blocks, so no block's own: the layer's last residual sum
             shapes = [shape_of(node) for block in blocks for node in block.forward if "aten.add.Tensor" in str(node.target)]
             shapes = [shape for shape in shapes if len(shape) == 3 and shape[-1] > 1][-1:]
-        found = max((shape for shape in shapes if len(shape) == 3), default=None, key=lambda s: s[0] * s[1] * s[2])
+        found = max(((a, b, c) for a, b, c in (s for s in shapes if len(s) == 3)), default=None, key=math.prod)
         if found is None:
             raise UsageError(
                 f"The layers of {type(self.model).__name__} hand on no (batch, tokens, width): {shapes}. They cannot be divided."
