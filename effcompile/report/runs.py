@@ -10,7 +10,7 @@ from rich.text import Text
 
 from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.plan import Plan
-from effcompile.report.page import DIM, STRONG, Column, Page, Row
+from effcompile.report.page import STRONG, Column, Page, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def print_run(rows: Sequence[StageRow], console: Console | None = None) -> None:
     page.line(Text(f" goal      {budget} in every stage"))
     page.blank()
     heads = ("batch", "steps", "peak", "per step", "in all", "learning rate")
-    columns = [Column(header="stage"), *(Column(header=head, right=True) for head in heads), Column(style=DIM, fit="wrap")]
+    columns = [Column(header="stage"), *(Column(header=head, right=True) for head in heads)]
     page.table(columns, [_row(row) for row in rows])
     page.blank()
     seconds, examples = sum(_whole(row) for row in rows), sum(row.steps * row.batch for row in rows)
@@ -58,7 +58,6 @@ def _row(row: StageRow) -> Row:
     cells = [
         row.name, f"{row.batch}", f"{row.steps:,}", "–" if peak is None else format_bytes(peak),
         format_seconds(row.plan.predicted.seconds or 0.0), format_seconds(_whole(row)), "–" if row.rate is None else f"{row.rate:.3g}",
-        " · ".join(row.plan.inputs),
     ]  # fmt: skip
     return Row(cells=cells)
 
