@@ -11,7 +11,7 @@ from effcompile.compiler.progress import entry
 from effcompile.compiler.refine import refine
 from effcompile.compiler.request import Asked, Task
 from effcompile.compiler.training.attempt import ROUNDS, Attempt
-from effcompile.compiler.training.batch import as_saved, sized
+from effcompile.compiler.training.batch import Planned, Sized, as_saved, sized
 from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.build import build_plan, fingerprint
 from effcompile.compiler.training.cases import Joint
@@ -52,30 +52,33 @@ def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[
         CaptureError, InputsError: the step cannot be captured. InfeasibleError: no schedule is within the budget.
     """
     work = make_work(task := Task.of(model, args, kwargs, asked))
-    goal = work.goal
-    if task.request.batch is not None:
-        made = (chosen := sized(task, work)).planned
-        plan = build_plan(made.joint, made.branches.chosen_from(made.joint), work.figures, goal, work.notes)
-        return chosen.told_in(_with_levers(made.branches, made.joint, plan))
-    branches = Branches(work=work, case=work.capture(task.request.keep_outputs))
+    captured: list[Case] = []
     try:
-        joint = _within(branches)
+        found, size = _decided(task, work, captured)
     except InfeasibleError:
         spec = tuple(task.request.passes or ())
         if work.figures.here or work.optimizer is None or any(name.startswith(IN_BACKWARD) for name in spec):
             raise
         work = make_work(replace(task, request=replace(task.request, passes=(*spec, f"{IN_BACKWARD}=true"))))
         work.notes.append(f"nothing fits with all gradients there at once: planned with --pass {IN_BACKWARD}=true")
-        joint = _within(branches := Branches(work=work, case=branches.case))
-    return _with_levers(branches, joint, build_plan(joint, branches.chosen_from(joint), work.figures, goal, work.notes))
+        found, size = _decided(task, work, captured)
+    plan = build_plan(found.joint, found.branches.chosen_from(found.joint), work.figures, work.goal, work.notes)
+    plan = _with_levers(found.branches, found.joint, plan)
+    return plan if size is None else size.told_in(plan)
 
 
-def _within(branches: Branches) -> Joint:
-    """The best plan within the goal and the machine."""
-    goal, figures = branches.work.goal, branches.work.figures
-    if not figures.here and (goal.memory is None or goal.memory > figures.target.memory_bytes):
-        return within_machine(figures.target, branches.solve)
-    return branches.solve(goal.memory)
+def _decided(task: Task, work: Work, captured: list[Case]) -> tuple[Planned, Sized | None]:
+    """The best plan within the goal and the machine, at the best size of those asked for. `captured`: the step, put there the first time."""
+    if task.request.batch is not None:
+        size = sized(task, work)
+        return size.planned, size
+    goal, figures = work.goal, work.figures
+    if not captured:
+        captured.append(work.capture(task.request.keep_outputs))
+    branches = Branches(work=work, case=(case := captured[0]))
+    elsewhere = not figures.here and (goal.memory is None or goal.memory > figures.target.memory_bytes)
+    joint = within_machine(figures.target, branches.solve) if elsewhere else branches.solve(goal.memory)
+    return Planned(work=work, case=case, branches=branches, joint=joint), None
 
 
 @entry("optimize")
