@@ -68,7 +68,7 @@ def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[
 
 
 def _decided(task: Task, work: Work, captured: list[Case]) -> tuple[Planned, Sized | None]:
-    """The best plan within the goal and the machine, at the best size of those asked for. `captured`: the step, put there the first time."""
+    """The best plan within the goal and the machine, at the best size of those asked for. `captured`: the step, once it is."""
     if task.request.batch is not None:
         size = sized(task, work)
         return size.planned, size
