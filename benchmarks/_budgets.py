@@ -18,7 +18,7 @@ from effcompile.core.goal import Goal
 from effcompile.machine.machines import load_target
 from effcompile.passes import load_training_passes
 from effcompile.passes.training.base import Case, forms
-from effcompile.schedule.emit import emit
+from effcompile.schedules.emit import emit
 
 
 @dataclass(frozen=True, kw_only=True)

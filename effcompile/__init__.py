@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from effcompile.ir.strategy import Strategy
     from effcompile.machine.cluster import Cluster
     from effcompile.machine.target import Target
-    from effcompile.runs import Run, Stage
+    from effcompile.runs import Run, Stage, schedule
     from effcompile.sparse.controller import DynamicSparsity
 
 _HOME = {
@@ -44,6 +44,7 @@ _HOME = {
     "plan": "api",
     "Run": "runs",
     "Stage": "runs",
+    "schedule": "runs",
     "Executable": "api",
     "compilations": "dynamo",
     "DynamicSparsity": "sparse.controller",
@@ -88,6 +89,7 @@ __all__ = [
     "load",
     "optimize",
     "plan",
+    "schedule",
 ]
 
 

@@ -17,7 +17,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("sites", "sparse"),
     ("capture",),
     ("estimate", "planner"),
-    ("schedule",),
+    ("schedules",),
     ("passes", "backends"),
     ("loader",),
     ("compiler",),

@@ -35,6 +35,7 @@ NAMES = [
     "load",
     "optimize",
     "plan",
+    "schedule",
 ]
 
 

@@ -26,8 +26,8 @@ from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.training.base import Case, Context, StepPass
 from effcompile.passes.training.forms import forms
 from effcompile.planner.remat import Group
-from effcompile.schedule.blocks import Blocks, cut_into_blocks
-from effcompile.schedule.emit import emit
+from effcompile.schedules.blocks import Blocks, cut_into_blocks
+from effcompile.schedules.emit import emit
 
 VOCABULARY = 96
 Batch = dict[str, torch.Tensor]

@@ -31,7 +31,7 @@ from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.states import States
-from effcompile.schedule.ways import Way
+from effcompile.schedules.ways import Way
 
 __all__ = [
     "OPTIONAL",

@@ -11,7 +11,7 @@ from train_helpers import VOCABULARY, Batch, cut_step, differing, eager, everyth
 from effcompile.capture import capture_training
 from effcompile.core.errors import CaptureError
 from effcompile.estimate.roofline import flops
-from effcompile.schedule.blocks import Blocks, split
+from effcompile.schedules.blocks import Blocks, split
 
 peft = pytest.importorskip("peft")
 

@@ -22,9 +22,9 @@ from effcompile.core import torch_compat
 from effcompile.estimate.storages import graph_storages
 from effcompile.ir.step import Step
 from effcompile.ops.workspace import workspace_bytes
-from effcompile.schedule.blocks import Blocks, cut_into_blocks
-from effcompile.schedule.emit import Emitted, emit
-from effcompile.schedule.simulate import simulate
+from effcompile.schedules.blocks import Blocks, cut_into_blocks
+from effcompile.schedules.emit import Emitted, emit
+from effcompile.schedules.simulate import simulate
 
 VOCABULARY, WIDTH = 67, 32  # 67 rows divide by no number of ranks
 STEPS = 3

@@ -20,8 +20,8 @@ from effcompile.core import torch_compat
 from effcompile.ir.step import Spread
 from effcompile.passes.training.shard import BY_BLOCK, spread_over
 from effcompile.passes.training.split import Split
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import simulate
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import simulate
 
 RELATIVE = 1e-5
 

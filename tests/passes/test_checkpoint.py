@@ -8,9 +8,9 @@ from train_helpers import MODELS, cut_model, differing, eager, everything, run_s
 
 from effcompile.passes.training.checkpoint import Checkpoint, kept_storages, label
 from effcompile.planner.remat import BlockOption
-from effcompile.schedule.blocks import Block, Blocks
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import simulate
+from effcompile.schedules.blocks import Block, Blocks
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import simulate
 
 
 @pytest.fixture(autouse=True)

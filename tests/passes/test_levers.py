@@ -24,7 +24,7 @@ from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.states import States
 from effcompile.planner.remat import smallest_budget
-from effcompile.schedule.blocks import Blocks
+from effcompile.schedules.blocks import Blocks
 
 RATES = Rates(out=1e-9, back=2e-9, pack={"compress": 3e-10}, call=1e-6, host_bytes=1 << 40)
 EVERY = Levers(values=(Offload(share=0.0), Compress(share=0.0)))

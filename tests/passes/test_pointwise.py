@@ -25,9 +25,9 @@ from effcompile.passes.training.accumulate import accumulate_embeddings
 from effcompile.passes.training.base import Case, Outcome
 from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.pointwise import Pointwise, fuse
-from effcompile.schedule.blocks import Blocks, cut_into_blocks, split
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import simulate
+from effcompile.schedules.blocks import Blocks, cut_into_blocks, split
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import simulate
 
 aten = torch.ops.aten
 TOLERANCE = 1e-6

@@ -18,7 +18,7 @@ from effcompile.backends.torch.training import StepRunner, first_order, held
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Value
 from effcompile.ir.step import DividedStep, Step
-from effcompile.schedule.emit import Emitted
+from effcompile.schedules.emit import Emitted
 
 
 class MicrobatchRunner(StepRunner):

@@ -24,8 +24,8 @@ from effcompile.core.errors import AutocastError, GuardError, InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Outputs, Value
 from effcompile.ir.step import Step
 from effcompile.ops.consume import Sink, consuming
-from effcompile.schedule.emit import Emitted
-from effcompile.schedule.simulate import overwritten
+from effcompile.schedules.emit import Emitted
+from effcompile.schedules.simulate import overwritten
 
 
 class StepRunner:

@@ -28,7 +28,7 @@ from effcompile.machine.target import Target
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.planner.parallel.model import Bytes, Layer, Model, Option, Work
 from effcompile.planner.remat import BlockOption, BlockProblem, option, simulate_block
-from effcompile.schedule.blocks import Block, Blocks
+from effcompile.schedules.blocks import Block, Blocks
 
 #: Options of a layer at the most.
 _POINTS = 24

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from effcompile.ir.step import Step
-from effcompile.schedule.blocks import Block, Blocks
+from effcompile.schedules.blocks import Block, Blocks
 
 _PRODUCTS = ("mm", "addmm", "linear", "_grouped_mm")
 

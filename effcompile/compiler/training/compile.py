@@ -35,7 +35,7 @@ from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.saved_blocks import chosen, held
 from effcompile.planner.remat import BlockFront
-from effcompile.schedule.emit import Emitted
+from effcompile.schedules.emit import Emitted
 
 #: How a step is planned whose gradients do not fit on the machine together.
 IN_BACKWARD = "states.in_backward"

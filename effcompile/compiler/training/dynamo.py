@@ -28,7 +28,7 @@ from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
 from effcompile.passes.training.base import Case
-from effcompile.schedule.emit import Emitted
+from effcompile.schedules.emit import Emitted
 
 
 def training_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from effcompile.compiler.training.work import Work
 from effcompile.core.errors import UsageError, VerificationError
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.microbatch import KIND, part_of
-from effcompile.schedule.emit import Emitted
+from effcompile.schedules.emit import Emitted
 
 
 def runner_of(model: torch.nn.Module, case: Case, emitted: Emitted, ranks: Ranks | None = None) -> StepRunner:

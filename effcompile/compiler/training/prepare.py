@@ -27,9 +27,9 @@ from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.passes.training.levers import Levers
 from effcompile.planner.remat import BlockFront, BlockOption, Stage, keep_fronts
-from effcompile.schedule.blocks import Blocks, cut_into_blocks, reads_of
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import Trace, simulate
+from effcompile.schedules.blocks import Blocks, cut_into_blocks, reads_of
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import Trace, simulate
 
 #: Recomputation alone: what there is without asking.
 ALONE = Levers()

@@ -13,8 +13,8 @@ from effcompile.ir.footprint import excess
 from effcompile.passes.training.checkpoint import carried_out
 from effcompile.planner import OPTIMAL, UNPROVEN
 from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, ChainSolution, chain_frontier, smallest_budget, solve_chain
-from effcompile.schedule.emit import Emitted
-from effcompile.schedule.simulate import Trace, per_stage
+from effcompile.schedules.emit import Emitted
+from effcompile.schedules.simulate import Trace, per_stage
 
 #: Solves at the most per variant: a schedule above its budget is corrected and solved again.
 MAX_ROUNDS = 8

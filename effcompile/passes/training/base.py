@@ -23,7 +23,7 @@ from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import DividedStep, Step
 from effcompile.machine.target import Target
 from effcompile.passes.training.optimizer_ways import GivenOptimizer, StatesOption
-from effcompile.schedule.blocks import Blocks
+from effcompile.schedules.blocks import Blocks
 
 T = TypeVar("T", bound=Setting)
 

@@ -14,10 +14,10 @@ from typing import ClassVar
 from effcompile.core.units import format_bytes
 from effcompile.estimate.storages import Storage
 from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, Group, in_order_of_need, joint_front, option
-from effcompile.schedule.away import Away
-from effcompile.schedule.blocks import Block, Blocks
-from effcompile.schedule.emit import Emitted, emit
-from effcompile.schedule.simulate import Trace, simulate
+from effcompile.schedules.away import Away
+from effcompile.schedules.blocks import Block, Blocks
+from effcompile.schedules.emit import Emitted, emit
+from effcompile.schedules.simulate import Trace, simulate
 
 #: Options of a block are searched for so long at the most; then the best found stand.
 SECONDS_PER_BLOCK = 0.5

@@ -14,7 +14,7 @@ from effcompile.core.errors import UsageError
 from effcompile.machine.target import Target
 from effcompile.ops.compress import BITS, packed_bytes
 from effcompile.passes.training.levers import Rates
-from effcompile.schedule.ways import Codec, Way
+from effcompile.schedules.ways import Codec, Way
 
 _PROBE_ELEMENTS = 1 << 20
 

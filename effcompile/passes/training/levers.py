@@ -19,9 +19,9 @@ from torch import fx
 from effcompile.core.errors import UnknownNameError
 from effcompile.machine.target import Target
 from effcompile.planner.remat import BlockProblem, Form
-from effcompile.schedule.away import movable
-from effcompile.schedule.blocks import Block, Blocks, Host
-from effcompile.schedule.ways import Way
+from effcompile.schedules.away import movable
+from effcompile.schedules.blocks import Block, Blocks, Host
+from effcompile.schedules.ways import Way
 
 RECOMPUTE = "recompute"
 

@@ -16,7 +16,7 @@ from effcompile.machine.memory import free_bytes
 from effcompile.machine.target import Target
 from effcompile.ops.offload import link_seconds
 from effcompile.passes.training.levers import Rates
-from effcompile.schedule.ways import Way
+from effcompile.schedules.ways import Way
 
 OFFLOAD = Way(name="offload", by="offload", said="on the host", on_host=True, without="nothing is offloaded")
 

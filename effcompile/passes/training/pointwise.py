@@ -39,7 +39,7 @@ from effcompile.passes.training.pointwise_graph import (
     written,
 )
 from effcompile.passes.training.step_edit import copied
-from effcompile.schedule.blocks import split
+from effcompile.schedules.blocks import split
 
 #: Operators of one kernel at the most.
 _LARGEST = 48

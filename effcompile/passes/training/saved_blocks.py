@@ -15,8 +15,8 @@ from effcompile.ir.plan import Decision, Plan, Setting
 from effcompile.passes import WAYS
 from effcompile.passes.training.base import setting_of
 from effcompile.planner.remat import BlockOption, Group
-from effcompile.schedule.away import movable
-from effcompile.schedule.blocks import Block, Blocks
+from effcompile.schedules.away import movable
+from effcompile.schedules.blocks import Block, Blocks
 
 T = TypeVar("T", bound=Setting)
 

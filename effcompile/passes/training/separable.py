@@ -21,7 +21,7 @@ from effcompile.core.torch_compat_aot import is_random
 from effcompile.ir.program import module_path, shape_of
 from effcompile.ir.step import DividedStep, Step
 from effcompile.passes.training.step_edit import Refusal, operator_name
-from effcompile.schedule.blocks import split
+from effcompile.schedules.blocks import split
 
 aten = torch.ops.aten
 

@@ -37,7 +37,7 @@ from effcompile.ops.collectives import rows_of_shard
 from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
 from effcompile.passes.training.consume import completing
 from effcompile.passes.training.step_edit import Refusal, call, copied
-from effcompile.schedule.blocks import split
+from effcompile.schedules.blocks import split
 
 __all__ = ["AXIS", "BY_BLOCK", "BY_WEIGHT", "KIND", "REPLICATED", "SITE", "Shard", "spread_over"]
 

@@ -13,7 +13,7 @@ from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Decision, Declined
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.planner.remat import BlockFront, BlockOption, Group
-from effcompile.schedule.blocks import Blocks
+from effcompile.schedules.blocks import Blocks
 
 KEEP = "keep everything"
 

@@ -13,9 +13,9 @@ from train_helpers import Batch, cut_model, cut_step, differing, eager, everythi
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.core.errors import InputsError
-from effcompile.schedule.blocks import Blocks
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import overwritten, simulate
+from effcompile.schedules.blocks import Blocks
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import overwritten, simulate
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from effcompile.core.torch_compat_aot import is_random
 from effcompile.ops.replay import replay
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.planner.remat import Group
-from effcompile.schedule.blocks import Blocks
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import simulate
+from effcompile.schedules.blocks import Blocks
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import simulate
 
 #: Bytes by which the simulation may be off: scalars that kernels wrap as tensors for a moment.
 SLACK = 64

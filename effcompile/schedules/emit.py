@@ -23,9 +23,9 @@ from effcompile.estimate.storages import Storage
 from effcompile.ops.consume import consume
 from effcompile.ops.replay import random_state, replay
 from effcompile.planner.remat.problem import Group
-from effcompile.schedule.away import Away, Move, begun, ended, putting_away, restoring
-from effcompile.schedule.blocks import Block, Blocks
-from effcompile.schedule.ways import Way
+from effcompile.schedules.away import Away, Move, begun, ended, putting_away, restoring
+from effcompile.schedules.blocks import Block, Blocks
+from effcompile.schedules.ways import Way
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from torch import nn
 from train_helpers import MODELS, cut_model, cut_step, gpt2
 
 from effcompile.capture import capture_training
-from effcompile.schedule import cuts
-from effcompile.schedule.blocks import split
+from effcompile.schedules import cuts
+from effcompile.schedules.blocks import split
 
 
 @pytest.mark.parametrize("name", MODELS)

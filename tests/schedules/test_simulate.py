@@ -6,8 +6,8 @@ from torch import nn
 from train_helpers import MODELS, cut_model, cut_step, everything
 
 from effcompile.capture import capture_training
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import per_stage, simulate
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import per_stage, simulate
 
 
 class Product(nn.Module):

@@ -20,9 +20,9 @@ from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.footprint import GIVEN, GRADIENTS, KEPT, WORKING, Footprint
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES, replay
-from effcompile.schedule.away import Move
-from effcompile.schedule.blocks import Blocks
-from effcompile.schedule.emit import Emitted
+from effcompile.schedules.away import Move
+from effcompile.schedules.blocks import Blocks
+from effcompile.schedules.emit import Emitted
 
 Instance = tuple[Storage, int]  # a storage, and which copy of the operator made it
 

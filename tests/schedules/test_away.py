@@ -14,11 +14,11 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.ops.offload import host_pool
 from effcompile.passes import WAYS
 from effcompile.planner.remat import Group
-from effcompile.schedule.away import movable
-from effcompile.schedule.blocks import Blocks, Host
-from effcompile.schedule.emit import emit
-from effcompile.schedule.simulate import simulate
-from effcompile.schedule.ways import Way
+from effcompile.schedules.away import movable
+from effcompile.schedules.blocks import Blocks, Host
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import simulate
+from effcompile.schedules.ways import Way
 
 OFFLOAD, COMPRESS, BOTH = WAYS["offload"], WAYS["compress"], WAYS["compress+offload"]
 SLACK = 64  # as in test_emit

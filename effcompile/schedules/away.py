@@ -11,8 +11,8 @@ from torch import fx
 
 from effcompile.estimate.storages import Storage
 from effcompile.ops.offload import arrived, ask, fetch, is_dense, offload, send, sent
-from effcompile.schedule.blocks import Block, Blocks
-from effcompile.schedule.ways import Way
+from effcompile.schedules.blocks import Block, Blocks
+from effcompile.schedules.ways import Way
 
 #: Block's index → storage → the way in which the block holds it.
 Away = Mapping[int, Mapping[Storage, Way]]

@@ -25,8 +25,8 @@ from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES
 from effcompile.planner.remat.problem import BackwardStep, BlockProblem, Op, Stage
-from effcompile.schedule.cuts import cut
-from effcompile.schedule.ways import Way
+from effcompile.schedules.cuts import cut
+from effcompile.schedules.ways import Way
 
 Seconds = Callable[[fx.Node], float]
 
