@@ -76,7 +76,8 @@ def candidates(leaves: Sequence[Leaf]) -> list[dict[int, bool]]:
     """Axis → whether the user expects it to be dynamic, per leaf.
 
     Batch: axis 0, unless it is 1 where the batch is not (a broadcast input). Sequence: axis 1 of 2-D integers and
-    masks and of 3-D floats. Axis 1 of 2-D floats (raw audio, or plain features) and square masks are tried and not missed.
+    masks and of 3-D floats; axis 2 of the keys and values of a cache (`past...`, 4-D).
+    Axis 1 of 2-D floats (raw audio, or plain features) and square masks are tried and not missed.
     """
     batch = next((leaf.tensor.shape[0] for leaf in leaves if leaf.tensor.ndim), 1)
     wanted: list[dict[int, bool]] = []
@@ -89,10 +90,17 @@ def candidates(leaves: Sequence[Leaf]) -> list[dict[int, bool]]:
             axes[1] = True
         elif len(shape) == 2:
             axes[1] = False
+        if len(shape) == 4 and _cached(leaf):
+            axes[2] = True
         if mask and len(shape) in (3, 4):
             axes.update({axis: False for axis in range(len(shape) - 2, len(shape)) if shape[axis] > 1})
         wanted.append(axes)
     return wanted
+
+
+def _cached(leaf: Leaf) -> bool:
+    """Whether it holds keys or values of tokens that were seen before."""
+    return leaf.name.startswith("past") and leaf.tensor.is_floating_point()
 
 
 @dataclass(slots=True)
@@ -115,6 +123,12 @@ class Names:
             self.symbols[expression] = self._fresh(axis, leaf)
         return self.formula(size)
 
+    def add_symbols(self, leaf: Leaf, value: torch.Tensor) -> None:
+        """Name the axes that are symbols of their own."""
+        for axis, size in enumerate(value.shape):
+            if getattr(torch_compat.expression(size), "is_Symbol", False):
+                self.dim(size, axis, leaf)
+
     def formula(self, number: object) -> str:
         """A number that was computed from sizes, in the names of their axes."""
         expression = torch_compat.expression(number)
@@ -124,7 +138,7 @@ class Names:
     def _fresh(self, axis: int, leaf: Leaf | None) -> str:
         if leaf is None:
             return self._numbered()
-        role = "batch" if axis == 0 else "decoder_seq" if leaf.name.startswith(("decoder_", "tgt")) else "seq"
+        role = "batch" if axis == 0 else "past" if _cached(leaf) else "decoder_seq" if leaf.name.startswith(("decoder_", "tgt")) else "seq"
         size = int(leaf.tensor.shape[axis])
         same_kind = axis == 0 or "mask" in leaf.name or leaf.tensor.dtype in _INTEGERS
         if self.sizes.setdefault(role, size) == size and (same_kind or role not in self.symbols.values()):
@@ -162,6 +176,8 @@ def read_boundary(
     values = [v for n in graph.nodes if n.op == "placeholder" and isinstance(v := n.meta.get("val"), torch.Tensor)]
     places = torch_compat.specialised_at(values[0]) if values else {}
     names, inputs, fixed = Names(), [], []
+    for leaf, value in zip(leaves, values, strict=True):  # all symbols before any formula of them
+        names.add_symbols(leaf, value)
     for leaf, value, axes in zip(leaves, values, wanted, strict=True):
         shape = tuple(names.dim(size, axis, leaf) for axis, size in enumerate(value.shape))
         inputs.append(_spec(leaf.name, value, shape))

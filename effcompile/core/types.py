@@ -22,6 +22,9 @@ Forward = Callable[..., Outputs]
 Shape = Sequence[int]
 #: What a node of a graph stands for: a tensor, a size, a plain value, or a list of them.
 Value = Any
+#: A model of transformers, and its class: they have attributes that torch.nn.Module has not.
+HFModel = Any
+HFClass = Any
 #: An operator's arguments by name: tensors or nodes, numbers, and lists of them.
 Arguments = dict[str, Any]
 

@@ -1,0 +1,97 @@
+"""What a generation step keeps between its calls, as data. Loads without torch.
+
+A step is a graph of inference whose cache enters and leaves by flat tensors: the state that a call finds and the state that it
+leaves. A leaf is one such tensor; a layout is all of them, in the order in which they stand among the step's inputs.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+#: A window's buffer is longer than the window by this part of it.
+_SLACK = 8
+
+
+class Growth(enum.StrEnum):
+    """How a leaf follows the tokens."""
+
+    FULL = "full"  # one row for each token
+    WINDOW = "window"  # the rows of the last tokens
+    SOURCE = "source"  # one row for each position of the encoder's output; it is written once
+    STATE = "state"  # of one size, replaced at each call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLeaf:
+    """One tensor of the cache: (batch, heads, rows, width); a state is (batch, *shape).
+
+    Attributes:
+        name: where it is in the model's cache: `layers.3.keys`.
+        layer: of which layer.
+        shape: sizes without the batch and the rows.
+        window: rows that are kept at the most; 0 where all are.
+        item_bytes: of one element.
+        row_bytes: that stand beside the elements of a row: scales.
+    """
+
+    name: str
+    layer: int
+    growth: Growth
+    shape: tuple[int, ...]
+    window: int = 0
+    item_bytes: int = 4
+    row_bytes: int = 0
+
+    def rows(self, context: int, source: int = 0) -> int:
+        """Rows that are kept where so many tokens were seen; 1 of a state."""
+        match self.growth:
+            case Growth.FULL:
+                return context
+            case Growth.WINDOW:
+                return min(context, self.window)
+            case Growth.SOURCE:
+                return source
+            case Growth.STATE:
+                return 1
+
+    def capacity(self, context: int, source: int = 0) -> int:
+        """Rows of a buffer that never has to be replaced: of a window a few more than are kept, so that few appends move it."""
+        rows = self.rows(context, source)
+        return min(context, rows + 1 + rows // _SLACK) if self.growth is Growth.WINDOW else rows
+
+    def nbytes(self, rows: int, batch: int) -> int:
+        """Bytes of so many rows."""
+        per_row = math.prod(self.shape) * self.item_bytes + self.row_bytes * math.prod(self.shape[:-1])
+        return batch * rows * per_row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """All leaves of a step's cache."""
+
+    leaves: tuple[CacheLeaf, ...]
+
+    def __iter__(self) -> Iterator[CacheLeaf]:
+        return iter(self.leaves)
+
+    def __len__(self) -> int:
+        return len(self.leaves)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Places of the leaves that a step returns; the others stay as they are."""
+        return tuple(at for at, leaf in enumerate(self.leaves) if leaf.growth is not Growth.SOURCE)
+
+    def nbytes(self, context: int, batch: int, source: int = 0) -> int:
+        """Bytes of the buffers that hold the cache of so many tokens."""
+        return sum(leaf.nbytes(leaf.capacity(context, source), batch) for leaf in self.leaves)
+
+    def held_as(self, *, item_bytes: int, row_bytes: int = 0) -> CacheLayout:
+        """The same where rows are stored otherwise; states stay as they are."""
+        leaves = (
+            leaf if leaf.growth is Growth.STATE else replace(leaf, item_bytes=item_bytes, row_bytes=row_bytes) for leaf in self.leaves
+        )
+        return replace(self, leaves=tuple(leaves))

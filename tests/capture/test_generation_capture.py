@@ -1,0 +1,89 @@
+"""One captured graph is the model's forward in every regime: prefill, single tokens, chunks; its cache has the roles of state."""
+
+import pytest
+import torch
+from generation_models import ids, tiny
+from torch import nn
+
+from effcompile.backends.torch.lowered import lower_eager
+from effcompile.capture.generation import GenerationStep, capture_step
+from effcompile.core.errors import UsageError
+from effcompile.ir.cache import Growth
+from effcompile.ir.roles import Entering, Leaving
+
+KINDS = ("llama", "gemma3_text", "t5")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def captured(request: pytest.FixtureRequest) -> tuple[nn.Module, GenerationStep]:
+    model = tiny(request.param)
+    return model, capture_step(model)
+
+
+@pytest.mark.parametrize("sizes", [(5, 1, 1, 2, 1, 30), (40,), (1, 20, 19)])
+def test_a_step_is_the_forward_without_a_cache(captured: tuple[nn.Module, GenerationStep], sizes: tuple[int, ...]) -> None:
+    """The oracle is the model's own forward over the whole text, which has no cache."""
+    model, step = captured
+    text, run = ids(2, 40), lower_eager(step.program)
+    extra, leaves = {}, _empty(step)
+    if step.encoder is not None:
+        extra["encoder_outputs"] = model.get_encoder()(ids(2, 7, seed=2), return_dict=True)
+        made = iter(lower_eager(step.source)(extra["encoder_outputs"][0], text[:, :1]))
+        leaves = [next(made) if leaf.growth is Growth.SOURCE else old for leaf, old in zip(step.layout, leaves, strict=True)]
+    with torch.no_grad():
+        wanted = model(**{step.boundary.tokens: text}, **extra, use_cache=False).logits
+    past = 0
+    for new in sizes:
+        given = {
+            "tokens": text[:, past : past + new].contiguous(),
+            "mask": torch.ones(2, past + new, dtype=torch.int64),
+            "positions": torch.arange(past, past + new).expand(2, new),
+            "rows": torch.arange(new),
+            "source_mask": torch.ones(2, 7, dtype=torch.int64),
+        }
+        cache = iter(leaves)
+        logits, *after = run(*(next(cache) if spec.name.startswith("past") else given[spec.name] for spec in step.program.inputs))
+        torch.testing.assert_close(logits, wanted[:, past : past + new], rtol=1e-5, atol=1e-5)
+        for at, rows in zip(step.layout.written, after, strict=True):
+            window = step.layout.leaves[at].window
+            leaves[at] = rows[:, :, -window:] if window else rows
+        past += new
+
+
+def _empty(step: GenerationStep) -> list[torch.Tensor]:
+    return [torch.zeros(2, leaf.shape[0], 0, leaf.shape[1]) for leaf in step.layout]
+
+
+def test_past_and_new_tokens_are_sizes(captured: tuple[nn.Module, GenerationStep]) -> None:
+    _, step = captured
+    assert step.program.fixed == ()
+    shapes = {spec.name: spec.shape for spec in step.program.inputs}
+    assert all(isinstance(size, str) for size in shapes["tokens"] + shapes["mask"])
+    assert all(isinstance(shapes[f"past_{at}"][2], str) for at in range(len(step.layout)))
+
+
+def test_the_cache_is_state_that_enters_and_is_updated(captured: tuple[nn.Module, GenerationStep]) -> None:
+    _, step = captured
+    roles = step.program.roles
+    written = [f"past_{at}" for at in step.layout.written]
+    assert list(roles.named(Entering.STATE).values()) == written
+    assert list(roles.leaves(Leaving.UPDATED)) == written
+
+
+def test_layers_are_told_apart() -> None:
+    _, step = tiny("gemma3_text"), capture_step(tiny("gemma3_text", num_hidden_layers=2))
+    assert [(leaf.growth, leaf.window) for leaf in step.layout] == [(Growth.WINDOW, 15)] * 2 + [(Growth.FULL, 0)] * 2
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = tiny("gpt2").train()
+    model.config.use_cache = False
+    capture_step(model)
+    assert model.training
+    assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize(("model", "said"), [(nn.Linear(2, 2), "no Hugging Face model"), ("mamba", "returns no cache of keys and values")])
+def test_models_without_a_cache_of_keys_are_refused_in_words(model: nn.Module | str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        capture_step(tiny(model) if isinstance(model, str) else model)

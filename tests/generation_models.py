@@ -1,0 +1,42 @@
+"""Tiny Hugging Face models that generate: two layers, width 32, random weights."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+_TINY = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+    "intermediate_size": 48, "max_position_embeddings": 512,
+}  # fmt: skip
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("AutoModelForCausalLM", _TINY),
+    "gemma3_text": (
+        "AutoModelForCausalLM",
+        {**_TINY, "head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt2": ("AutoModelForCausalLM", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 512}),
+    "t5": (
+        "AutoModelForSeq2SeqLM",
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "vocab_size": 64},
+    ),
+    "mamba": ("AutoModelForCausalLM", {**_TINY, "state_size": 4}),
+}
+
+
+def tiny(kind: str, **changes: Any) -> nn.Module:
+    """A model of that kind in eval mode, which never stops by itself."""
+    auto, settings = _KINDS[kind]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**settings, **changes})
+    model = getattr(transformers, auto).from_config(config).eval().float()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+    if config.is_encoder_decoder:
+        model.generation_config.decoder_start_token_id = 1
+    return model
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Token ids that are no special ones."""
+    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
