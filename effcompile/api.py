@@ -8,7 +8,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +25,9 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
+
+if TYPE_CHECKING:  # its module needs transformers
+    from effcompile.compiler.generation.executable import GenerationExecutable
 
 __all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "load", "optimize", "plan"]
 
@@ -69,11 +72,15 @@ class Decorator:
 @overload
 def optimize(model: Model, inputs: Example, *, mode: Literal["training"], **options: Unpack[Options]) -> TrainingExecutable: ...
 @overload
+def optimize(  # type: ignore[overload-overlap] # without inputs another mode waits for them
+    model: Model, inputs: Example | None = ..., *, mode: Literal["generation"], **options: Unpack[Options]
+) -> GenerationExecutable: ...
+@overload
 def optimize(model: Model, inputs: Example, *, mode: Literal["inference"] = ..., **options: Unpack[Options]) -> Executable: ...
 @overload
 def optimize(
     model: Model, inputs: Example, *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
-) -> Executable | TrainingExecutable: ...
+) -> Executable | TrainingExecutable | GenerationExecutable: ...
 @overload
 def optimize(
     model: type[nn.Module], *, goal: GoalLike = ..., plan: PlanLike = ..., mode: Mode = ..., **options: Unpack[Options]
@@ -105,11 +112,13 @@ def optimize(
     on_change: OnChange | None = None,
     mesh: DeviceMesh | None = None,
     **goal_fields: Unpack[GoalFields],
-) -> Executable | TrainingExecutable | Deferred | Decorator | Callable[..., Deferred]:
+) -> Executable | TrainingExecutable | GenerationExecutable | Deferred | Decorator | Callable[..., Deferred]:
     """Turn a model into one that meets the goal, verified against the original.
 
     `effcompile.optimize(model, inputs=batch, mode="training", memory="900MiB")` plans the training step: its forward,
     loss and backward stay within the memory, and a plain loop or HF's Trainer runs on the result.
+    `effcompile.optimize(model, mode="generation", context=2048)` plans prefill and decoding of a Hugging Face model at once; the
+    result has its generate(), and `inputs` are text to measure errors on.
 
     Call it with a model, or use it as a decorator: on a function of tensors, on a `forward` method, or on an
     nn.Module class (which then makes optimized instances). Without `inputs` the work is done at the first call.
@@ -123,8 +132,9 @@ def optimize(
         plan: a Plan or the path of a plan.json to apply again, without solving.
         optimizer: in training: a torch optimizer of the model's parameters, or optimizer(parameters) that returns one. Its states
             then count, and are planned too; use the result's `optimizer`.
-        batch: in training, sizes of the batch to choose from: "auto", "8..64", a number or several. The plan is of the one that takes
-            most examples a second within the memory; `inputs` are repeated or cut to it, and the result is to be given such batches.
+        batch: in generation, rows that are generated at once. In training, sizes of the batch to choose from: "auto", "8..64", a
+            number or several. The plan is of the one that takes most examples a second within the memory; `inputs` are repeated or cut
+            to it, and the result is to be given such batches.
         lr: a learning rate and the batch that it is good for, (3e-4, 256): the plan says the one for its batch, by the optimizer's law.
         passes: the passes to use, e.g. ["quantize.group_size=64"]; None uses all.
         dynamic: True to keep batch and sequence free, False to fix all shapes, or torch.export's dynamic shapes.
@@ -166,6 +176,8 @@ def optimize(
         raise UsageError("A step on a mesh is planned by all ranks together: give the model and `inputs`.")
     if model is None:
         return Decorator(request)
+    if request.goal.mode == "generation":  # nothing is learned from a call: its inputs are text to compare with
+        return carry_out(request, as_module(model), *(((), {}) if inputs is None else as_inputs(inputs)))
     if inputs is None or (isinstance(model, type) and issubclass(model, nn.Module)):
         return _later(model, request)
     module = _ready(as_module(model), request)

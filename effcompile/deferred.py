@@ -21,6 +21,7 @@ from effcompile import compiler
 from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.mends import evaluating
 from effcompile.compiler import Executable, Request, TrainingExecutable
+from effcompile.compiler.generation import generating
 from effcompile.core.errors import AutocastError, GuardError, InputsError, UsageError
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
@@ -44,6 +45,8 @@ _MOST_REPLANS = 16
 def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Planned:
     """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
     with PLANNING:
+        if request.goal.mode == "generation":
+            return generating().optimize_generation(model, args, kwargs, **request.whole)
         if request.training:
             with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
                 made = compiler.optimize_training if request.mesh is None else compiler.optimize_on_ranks
@@ -56,11 +59,15 @@ def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
     with PLANNING:
         if request.devices is not None:
             return compiler.plan_devices(model, args, kwargs, request, progress=request.progress)
+        if request.goal.mode == "generation":
+            return generating().plan_generation(model, args, kwargs, **request.asked)
         return (compiler.plan_training if request.training else compiler.make_plan)(model, args, kwargs, **request.asked)
 
 
 def make_frontier(request: Request, model: nn.Module, args: Args, kwargs: Kwargs, points: int | None) -> list[Plan]:
     """Plans along the memory-time front; None for as many as the mode usually has."""
+    if request.goal.mode == "generation":
+        raise UsageError("There is no front of generation plans yet. Ask for one plan at each memory: effcompile.plan(..., memory=...).")
     made = compiler.frontier_training if request.training else compiler.frontier
     with PLANNING:
         return made(model, args, kwargs, **request.asked) if points is None else made(model, args, kwargs, points=points, **request.asked)

@@ -18,6 +18,7 @@ from effcompile.cli.options import (
     BackendName,
     Batch,
     BatchTokens,
+    Context,
     DeviceCount,
     Devices,
     Dynamic,
@@ -29,9 +30,11 @@ from effcompile.cli.options import (
     Minimize,
     Mode,
     ModelFile,
+    New,
     Nodes,
     Output,
     PassNames,
+    Prompt,
     Reads,
     Robust,
     SavedPlan,
@@ -68,6 +71,9 @@ def optimize(
     robust: Robust = None,
     keep_outputs: KeepOutputs = False,
     batch: Batch = None,
+    tokens: Context = None,
+    prompt: Prompt = None,
+    new: New = None,
     lr: LearningRate = None,
     target: TargetName = "auto",
     backend: BackendName = None,
@@ -82,6 +88,7 @@ def optimize(
     """Plan, lower and verify a model; print what was decided and measured."""
     given = None if plan is None else Plan.load(plan)
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    goal |= {"context": tokens, "prompt": prompt, "new": new}
     if devices is not None:
         ranks.check_devices(devices, mode, backend)
         passes = [*(passes or ()), f"shard.ranks={devices}"]
@@ -130,6 +137,9 @@ def plan(
     robust: Robust = None,
     keep_outputs: KeepOutputs = False,
     batch: Batch = None,
+    tokens: Context = None,
+    prompt: Prompt = None,
+    new: New = None,
     lr: LearningRate = None,
     target: TargetName = "auto",
     backend: BackendName = None,
@@ -149,6 +159,7 @@ def plan(
     """Decide without lowering, also for machines that are not here (--target h100-sxm), several (a,b,c), or many (--devices 64)."""
     many = Many(devices=devices, nodes=nodes, strategy=strategy, global_batch=global_batch, batch_tokens=batch_tokens).checked()
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
+    goal |= {"context": tokens, "prompt": prompt, "new": new}
     reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
         file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,

@@ -34,8 +34,14 @@ Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Most bytes liv
 MaxError = Annotated[float | None, typer.Option(help="Largest relative L2 error of the output; without it, exact.", rich_help_panel=GOAL)]
 Minimize = Annotated[str | None, typer.Option(metavar="time|memory", help="What to make least within the limits.", rich_help_panel=GOAL)]
 Mode = Annotated[
-    str | None, typer.Option(metavar="inference|training", help="A forward call, or a step with its backward.", rich_help_panel=GOAL)
+    str | None,
+    typer.Option(metavar="inference|training|generation", help="A call, a step, or decoding with a cache.", rich_help_panel=GOAL),
 ]
+Context = Annotated[
+    int | None, typer.Option("--context", metavar="N", help="Generation: tokens of a row, at the most.", rich_help_panel=GOAL)
+]
+Prompt = Annotated[int | None, typer.Option(metavar="N", help="Generation: of them in the prompt, for times.", rich_help_panel=GOAL)]
+New = Annotated[int | None, typer.Option(metavar="N", help="Generation: of them new, for times.", rich_help_panel=GOAL)]
 Reads = Annotated[str | None, typer.Option(metavar="all|last", help="Which rows of the logits are read.", rich_help_panel=GOAL)]
 Robust = Annotated[
     bool | None,
@@ -57,7 +63,7 @@ KeepOutputs = Annotated[
 ]
 Batch = Annotated[
     str | None,
-    typer.Option("--batch", metavar="auto|N|N..M", help="Training: choose the batch with most examples a second.", rich_help_panel=GOAL),
+    typer.Option("--batch", metavar="auto|N|N..M", help="Training: most examples a second. Generation: rows.", rich_help_panel=GOAL),
 ]
 LearningRate = Annotated[
     str | None,

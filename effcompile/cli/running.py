@@ -19,10 +19,18 @@ from effcompile.ir.plan import Plan
 def run(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that `effcompile optimize -o` wrote.")],
     inputs: Annotated[str | None, typer.Option(metavar="MODEL.PY", help="Take `inputs` from this file; otherwise generated.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Generation: the text to go on from.")] = None,
+    new: Annotated[int | None, typer.Option(min=1, metavar="N", help="Generation: new tokens at the most.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="Generation: where the tokenizer is, if not in DIR.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run and time a saved artifact."""
+    """Run and time a saved artifact; of a generation, stream the text that follows a prompt."""
     plan = read_steadily(directory, lambda place: Plan.load(place / saved.PLAN))
+    if plan.goal.mode == "generation":
+        _generate(directory, plan, prompt, new, tokenizer or directory, as_json)
+        return
+    if prompt is not None or new is not None or tokenizer is not None:
+        raise UsageError(f"--prompt, --new and --tokenizer are for a generation, and {str(directory)!r} holds a plan of {plan.goal.mode}.")
     if plan.goal.mode == "training":
         raise UsageError(
             f"{str(directory / saved.PLAN)!r} plans a training step: there is no artifact to run. Apply it to the model in your training "
@@ -43,6 +51,32 @@ def run(
     typer.echo(f"{plan.model} on {plan.backend}: {format_seconds(ran.seconds)} per call{then}")
     for output in ran.outputs:
         typer.echo(f"  {output}")
+
+
+def _generate(directory: Path, plan: Plan, prompt: str | None, new: int | None, tokenizer: Path, as_json: bool) -> None:
+    """Stream the text that follows a prompt, then the rates of both regimes.
+
+    Raises:
+        UsageError: no prompt, one that is too long, or no tokenizer.
+    """
+    if prompt is None:
+        raise UsageError(f"{str(directory)!r} holds a plan of generation. Give the text to go on from: --prompt 'Once upon a time'.")
+    with console.steps(as_json) as steps, steps.step("open"):
+        from effcompile.compiler.generation.spoken import speak
+
+        told = speak(directory, tokenizer)
+    spoken = told(prompt, new, None if as_json else typer.echo)
+    if as_json:
+        console.emit(spoken)
+        return
+    rates = (
+        "{prompt_tokens} tokens of prompt at {prefill_tokens_per_second:.1f} a second, {new_tokens} new ones at "
+        "{decode_tokens_per_second:.1f}"
+    )
+    typer.echo(f"\n\n{plan.model} on {plan.backend}: {rates.format(**spoken)}")
+    for note in plan.notes:
+        if note.startswith("prefill "):
+            typer.echo(f"  when it was made: {note}")
 
 
 def calibrate(

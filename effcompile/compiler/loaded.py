@@ -6,13 +6,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from effcompile.compiler.artifact import Artifact, open_artifact
 from effcompile.compiler.executable import COMPILED, Executable
+from effcompile.compiler.generation import generating
 from effcompile.compiler.gradients import GradientGuard
 from effcompile.compiler.planned import PlannedModel
 from effcompile.core import torch_compat
@@ -21,6 +22,9 @@ from effcompile.core.folders import read_steadily
 from effcompile.core.types import Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
+
+if TYPE_CHECKING:  # its module needs transformers
+    from effcompile.compiler.generation.executable import OpenedGeneration
 
 
 class LoadedExecutable(Executable):
@@ -103,7 +107,7 @@ class LoadedExecutable(Executable):
         return _again, (str(self.artifact.folder.absolute()), dict(self.plan.artifact))
 
 
-def load(directory: str | os.PathLike[str]) -> LoadedExecutable:
+def load(directory: str | os.PathLike[str]) -> LoadedExecutable | OpenedGeneration:
     """The Executable that `effcompile optimize -o` or `executable.save` wrote, without the model's code.
 
     Raises:
@@ -119,6 +123,9 @@ def load(directory: str | os.PathLike[str]) -> LoadedExecutable:
             f"{str(folder / saved.PLAN)!r} plans a training step, which runs on the model itself: "
             f"model = effcompile.optimize(model, inputs=batch, plan={str(folder)!r})"
         )
+    if plan.goal.mode == "generation":
+        opened: OpenedGeneration = generating().open_generation(folder)
+        return opened
     return LoadedExecutable(open_artifact(folder))
 
 
@@ -128,7 +135,7 @@ def _again(folder: str, artifact: Mapping[str, str]) -> LoadedExecutable:
     Raises:
         FormatError: another artifact stands there now.
     """
-    found = load(folder)
+    found = LoadedExecutable(open_artifact(folder))
     if dict(found.plan.artifact) != artifact:
         raise FormatError(f"{folder!r} holds another artifact than the one that was pickled. Load it with effcompile.load({folder!r}).")
     return found

@@ -96,6 +96,9 @@ class Request:
     devices: ManyDevices | None = None
 
     def __post_init__(self) -> None:
+        if self.goal.mode == "generation" and self.batch is not None:  # there it is what the cache has room for
+            object.__setattr__(self, "goal", Goal.of(self.goal, batch=_count(self.batch)))
+            object.__setattr__(self, "batch", None)
         if self.calibration is not None:  # read more than once
             object.__setattr__(self, "calibration", tuple(self.calibration))
         if self.on_change not in (None, *get_args(OnChange)):
@@ -194,3 +197,8 @@ class Task:
     def for_plan(self, plan: Plan) -> Task:
         """The same with the goal that a saved plan was made for, on this machine."""
         return replace(self, request=replace(self.request, goal=plan.goal, target=AUTO))
+
+
+def _count(batch: Batch) -> object:
+    """A number that was given as text on the command line; the rest is Goal's to judge."""
+    return int(batch) if isinstance(batch, str) and batch.isdecimal() else batch

@@ -128,3 +128,11 @@ class Refuted(Cause):
 
     therefore: str
     found: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestContext(Cause):
+    """The longest context whose cache fits beside the smallest weights; 0: none does."""
+
+    context: int
+    weights: int

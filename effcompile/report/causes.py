@@ -118,6 +118,14 @@ def _not_reached(cause: c.NotReached, inner: bool = False) -> str:
 
 
 @head.register
+def _largest_context(cause: c.LargestContext, inner: bool = False) -> str:
+    weights = f"the smallest weights within the error ({format_bytes(cause.weights)})"
+    if not cause.context:
+        return f"No cache fits beside {weights}: a shorter context does not help. Allow more memory, or more error."
+    return f"A context of {cause.context} tokens fits beside {weights}: give context={cause.context}."
+
+
+@head.register
 def _machine(cause: c.MachineTooSmall, inner: bool = False) -> str:
     verdict = "DOES NOT FIT" if cause.certain else "MARGINAL"
     has = f"{verdict}: {cause.target} has {format_bytes(cause.memory_bytes)} of memory"

@@ -100,7 +100,20 @@ def load_flat(path: Path) -> Callable[[Sequence[torch.Tensor]], Any]:
     return call
 
 
-def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any]]:
+def open_flat(path: Path) -> fx.GraphModule:
+    """The same as a graph of flat tensors, run operator by operator, with its weights packed. Raises what `load` does."""
+    exported = _exported(path)[0]
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(module.graph, values)
+    leaves = pytree.tree_leaves(module.graph.output_node().args[0])
+    graph.output(tuple(values[leaf] for leaf in leaves if isinstance(leaf, fx.Node)))
+    return pack(fx.GraphModule(module, graph))
+
+
+def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
+    """What a file holds, and the engine that it was made for."""
     if not path.is_file():
         raise UsageError(f"There is no {str(path)!r}. Give the folder that `effcompile optimize -o` wrote.")
     torch_compat.allow_tracing_packing()
@@ -110,7 +123,12 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any
         header = json.loads(files[_HEADER])
     except Exception as error:
         raise FormatError(f"{str(path)!r} is not an artifact of effcompile: {_line(error)}. Write it again.") from error
-    inductor = header["engine"] == "inductor"
+    return exported, header["engine"]
+
+
+def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any]]:
+    exported, engine = _exported(path)
+    inductor = engine == "inductor"
     module = exported.module(check_guards=not inductor)  # Dynamo cannot trace export's guards and hooks, and makes its own
     assert isinstance(module, fx.GraphModule)
     run = _compile(fx.GraphModule(module, module.graph), None) if inductor else pack(module)

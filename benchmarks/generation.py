@@ -1,0 +1,192 @@
+"""Generation against Hugging Face's generate(): seconds of both regimes, interleaved in one run, with a read stream beside them.
+
+    python benchmarks/generation.py --shape small --context 512 --new 64 [--memory 200MiB] [--max-error 0.05] [--backend torch-eager]
+    python benchmarks/generation.py --architectures        # the step of 17 architectures against the model's own forward
+
+Weights are random. A stream of as many bytes as the model has is read before and after: a machine whose bandwidth changed meanwhile
+is seen in its two figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+import effcompile
+
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000},
+    "small": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408, "vocab_size": 8000},
+    "qwen2.5-0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864, "vocab_size": 151936},
+}
+_HEADS = {"tiny": (4, 2), "small": (8, 2), "qwen2.5-0.5b": (14, 2)}
+TINY = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128, "intermediate_size": 128,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+GQA = {**TINY, "num_key_value_heads": 2}
+ENCODED = {"vocab_size": 128, "d_model": 64}
+LAYERS = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+FFN = {"encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": GQA,
+    "qwen3": {**GQA, "head_dim": 16},
+    "gemma2": {**GQA, "head_dim": 16, "sliding_window": 16},
+    "gemma3_text": {**GQA, "head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 512},
+    "gpt_neox": TINY,
+    "phi3": {**GQA, "pad_token_id": 0},
+    "mistral": {**GQA, "sliding_window": 16},
+    "mixtral": {**GQA, "num_local_experts": 4},
+    "olmo2": GQA,
+    "bloom": {**TINY, "n_layer": 2, "n_head": 4},
+    "falcon": TINY,
+    "opt": {**TINY, "ffn_dim": 128, "word_embed_proj_dim": 64},
+    "deepseek_v3": {
+        **TINY, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "t5": {**ENCODED, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
+    "bart": {**ENCODED, **LAYERS, **FFN},
+    "whisper": {
+        **ENCODED, **LAYERS, **FFN, "max_source_positions": 50, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+}  # fmt: skip
+
+
+AUTO = {"t5": "AutoModelForSeq2SeqLM", "bart": "AutoModelForSeq2SeqLM", "whisper": "AutoModelForSpeechSeq2Seq"}
+
+
+def model_of(shape: str, context: int) -> Any:
+    heads, groups = _HEADS[shape]
+    config = transformers.Qwen2Config(
+        **SHAPES[shape],
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=max(context, 64),
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+def stream(nbytes: int) -> float:
+    """Bytes a second of one thread's reads; the fastest of three."""
+    data = torch.ones(max(nbytes, 1 << 26) // 4)
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        data.sum()
+        times.append(time.perf_counter() - start)
+    return data.nbytes / min(times)
+
+
+def seconds(generate: Callable[..., Any], ids: torch.Tensor, new: int) -> float:
+    start = time.perf_counter()
+    generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    return time.perf_counter() - start
+
+
+def race(arguments: argparse.Namespace) -> None:
+    model = model_of(arguments.shape, arguments.context)
+    prompt = arguments.context - arguments.new
+    goal = {
+        "memory": arguments.memory,
+        "max_error": arguments.max_error,
+        "context": arguments.context,
+        "prompt": prompt,
+        "new": arguments.new,
+    }
+    planned = effcompile.optimize(model, mode="generation", backend=arguments.backend, **goal)
+    planned.report()
+    for note in planned.plan.notes:
+        print("  ", note)
+    ids = torch.randint(3, model.config.vocab_size, (1, prompt))
+    weights = planned.plan.measured.weight_bytes
+    before = stream(weights)
+    found: dict[str, list[tuple[float, float]]] = {"effcompile": [], "generate()": []}
+    for _ in range(arguments.rounds):
+        for name, run in (("effcompile", planned.generate), ("generate()", model.generate)):
+            first = seconds(run, ids, 1)
+            found[name].append((first, (seconds(run, ids, 1 + arguments.new // 2) - first) / (arguments.new // 2)))
+    after = stream(weights)
+    print(f"stream {before / 1e9:.1f} GB/s before, {after / 1e9:.1f} after; {torch.get_num_threads()} threads")
+    for name, times in found.items():
+        first, each = (statistics.median(column) for column in zip(*times, strict=True))
+        then = f"then {each * 1e3:7.2f} ms a token ({1 / each:6.1f}/s)"
+        print(f"{name:12} first token {first * 1e3:8.1f} ms ({prompt / first:7.1f} tokens/s)   {then}")
+    ratios = [tuple(b / a for a, b in zip(x, y, strict=True)) for x, y in zip(found["effcompile"], found["generate()"], strict=True)]
+    print(
+        "times faster: first token {:.2f}, each token {:.2f} (medians of pairs)".format(
+            *(statistics.median(r) for r in zip(*ratios, strict=True))
+        )
+    )
+
+
+def architectures() -> None:
+    """Worst difference of logits of a captured step against the model's own forward without a cache."""
+    from effcompile.backends.torch.lowered import lower_eager
+    from effcompile.capture.generation import capture_step, encoder_inputs, encoder_output
+    from effcompile.compiler.generation.check import forced, told_by
+    from effcompile.compiler.generation.executable import Stepper
+    from effcompile.compiler.generation.steps import Room, assembled
+
+    worst_of_all = 0.0
+    for kind, settings in ARCHITECTURES.items():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, **settings)
+        auto = (
+            "AutoModelForSeq2SeqLM"
+            if kind in ("t5", "bart")
+            else "AutoModelForSpeechSeq2Seq"
+            if kind == "whisper"
+            else "AutoModelForCausalLM"
+        )
+        model = getattr(transformers, auto).from_config(config).eval().float()
+        step = capture_step(model)
+        runs = {"step": lower_eager(step.program)}
+        extra: dict[str, Any] = {}
+        if step.source is not None:
+            runs["source"] = lower_eager(step.source)
+            with torch.no_grad():
+                hidden = model.get_encoder()(**encoder_inputs(model), return_dict=True).last_hidden_state
+            extra["encoder_outputs"] = encoder_output(hidden)
+        stepper = Stepper(assembled(step.boundary, step.layout, Room(context=64), step.program.inputs, runs), type(model).forward, config)
+        text = torch.randint(3, 120, (2, 45))
+        told = told_by(model, [text], extra)[0]
+        ways = ([45], [12, 1, 1, 3, 5, 1, 1, 20, 1], [1, 30, 1, 13])
+        worst = max(float((forced(stepper, model, told, sizes) - told.logits).abs().max()) for sizes in ways)
+        worst_of_all = max(worst, worst_of_all)
+        print(f"{kind:12} {len(step.program.graph.nodes):4} nodes, {len(step.layout):2} leaves, worst difference {worst:.1e}", flush=True)
+    print(f"{len(ARCHITECTURES)} architectures, worst difference {worst_of_all:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--memory")
+    parser.add_argument("--max-error", type=float)
+    parser.add_argument("--backend")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--architectures", action="store_true")
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(arguments.threads)
+    architectures() if arguments.architectures else race(arguments)
+
+
+if __name__ == "__main__":
+    main()

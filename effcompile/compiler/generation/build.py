@@ -1,0 +1,283 @@
+"""The whole path of a generation: capture a step, price both regimes, solve, lower, compare by teacher forcing, measure, choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+
+from effcompile.backends.base import Backend, Lowered
+from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
+from effcompile.compiler.generation import files, measured
+from effcompile.compiler.generation.cases import scored
+from effcompile.compiler.generation.check import Told, checks, told_by
+from effcompile.compiler.generation.executable import GenerationExecutable, OpenedGeneration, Stepper
+from effcompile.compiler.generation.room import fitting, largest_context
+from effcompile.compiler.generation.search import GenerationSearch, Regimes
+from effcompile.compiler.generation.steps import LoweredStep, Room, lower_step
+from effcompile.compiler.generation.text import as_inputs, calibration_text
+from effcompile.compiler.machine import Machine, resolve, usable_backends
+from effcompile.compiler.pricing import formats, measured_options
+from effcompile.compiler.progress import Progress, entry
+from effcompile.compiler.request import Asked, Task
+from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError, VerificationError
+from effcompile.core.goal import Goal
+from effcompile.core.types import Args, HFModel, Kwargs
+from effcompile.core.units import format_bytes, format_error
+from effcompile.estimate import sensitivity
+from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.plan import Candidate, Plan
+from effcompile.passes import Pass, load_passes
+
+#: Where a step of generation runs.
+BACKENDS = ("torch-eager", "onnxruntime")
+#: What decides about it unless passes are named.
+PASSES = ("quantize",)
+#: Tokens of a prompt that are prefilled at once: longer ones in chunks of so many.
+CHUNK = 512
+#: Solves until the measured error and peak are within the limits.
+_ROUNDS = 4
+_SENSITIVITY_SECONDS = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shop:
+    """What every backend and every round needs."""
+
+    model: HFModel
+    step: GenerationStep
+    goal: Goal
+    passes: tuple[Pass, ...]
+    machine: Machine
+    room: Room
+    texts: tuple[torch.Tensor, ...]
+    said: str
+    sensitivity: Sensitivity
+    regimes: Regimes
+    progress: Progress
+
+    def search(self) -> GenerationSearch:
+        options = {} if self.goal.exact else measured_options(self.passes)
+        return GenerationSearch(
+            program=self.step.program, goal=self.goal, machine=self.machine, passes=self.passes, sensitivity=self.sensitivity,
+            calibration_inputs=self.said, notes=(*self.machine.notes, *self.step.program.mends), formats=formats(options),
+            regimes=self.regimes,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A lowered plan within its limits."""
+
+    plan: Plan
+    lowered: LoweredStep
+    parts: dict[str, Lowered]
+
+
+@entry("optimize")
+def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> GenerationExecutable:
+    """Plan, lower, compare and measure a Hugging Face model for generation. Arguments as in Request; inputs serve as calibration text.
+
+    Raises:
+        UsageError: no Hugging Face model, or a context that it has no positions for. CaptureError: it cannot be captured.
+        InfeasibleError: no plan meets the goal. VerificationError: no backend's result is within it.
+    """
+    task = Task.of(model, args, kwargs, asked)
+    if task.request.plan is not None:
+        raise UsageError("A saved plan of a generation is opened with effcompile.load(folder); plan again without plan=.")
+    shop = _shop(task)
+    backends = _backends(task.request.backend)
+    with shop.progress.step("reference outputs"):
+        told = told_by(model, shop.texts, _source_of(shop.step, model, shop.texts))
+    outcomes, failed = [], {}
+    for backend in backends:
+        try:
+            outcomes.append(_settled(shop, backend, told))
+        except EffcompileError as error:
+            failed[backend.name] = error
+    if not outcomes:
+        raise _joined(failed)
+    with shop.progress.step("measure"):
+        seconds = measured.compared(model, {o.plan.backend: o.lowered for o in outcomes}, shop.goal)
+    best = min(outcomes, key=lambda o: seconds[o.plan.backend].total(shop.goal))
+    plan = measured.told(best.plan, seconds, shop.goal, best.lowered, best.parts)
+    others = tuple(
+        Candidate(
+            backend=o.plan.backend, predicted_seconds=o.plan.predicted.seconds, measured_seconds=seconds[o.plan.backend].total(shop.goal)
+        )
+        for o in outcomes
+    )
+    refused = tuple(Candidate(backend=name, note=f"failed: {error}") for name, error in failed.items())
+    notes = (*plan.notes, *shop.machine.keep_timings())
+    return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=(*others, *refused), notes=notes), best.parts)
+
+
+@entry("plan")
+def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
+    """The best predicted plan; nothing is lowered. Raises what `optimize_generation` does."""
+    task = Task.of(model, args, kwargs, asked)
+    shop = _shop(task)
+    plans, failed = [], {}
+    for backend in _backends(task.request.backend):
+        try:
+            plans.append(_solved(shop, shop.search(), backend))
+        except EffcompileError as error:
+            failed[backend.name] = error
+    if not plans:
+        raise _joined(failed)
+    return min(plans, key=lambda plan: plan.certificate.objective)
+
+
+def _backends(name: str | None) -> list[Backend]:
+    """Those that run a step here.
+
+    Raises:
+        UsageError: the named one does not.
+    """
+    if name is not None and name not in BACKENDS:
+        raise UsageError(f"backend = {name!r} does not run generation; {' and '.join(BACKENDS)} do. Choose one of them, or leave it out.")
+    if name is not None:
+        return usable_backends(name)[0]
+    return [backend for backend in usable_backends(None)[0] if backend.name in BACKENDS]
+
+
+def _shop(task: Task) -> Shop:
+    """Captured and priced."""
+    asked = task.request
+    model: HFModel = task.model
+    goal, progress = asked.goal, asked.progress
+    context, _, _ = goal.tokens
+    fitting(model, context)
+    backends = _backends(asked.backend)
+    with progress.step("capture"):
+        step = capture_step(model)
+    machine = resolve(asked.target, backends)
+    passes = load_passes(asked.passes or PASSES)
+    given = list(asked.calibration or ()) or ([(task.args, task.kwargs)] if task.args or task.kwargs else None)
+    if model.config.is_encoder_decoder:
+        given = None
+    with progress.step("calibration text"):
+        texts, said = calibration_text(model, given, context)
+    with progress.step("measure sensitivity"):
+        found = _sensitivity(step, goal, passes, texts)
+    regimes = Regimes.of(step, step.program, goal.tokens, goal.batch, CHUNK)
+    room = Room(context=context, chunk=CHUNK)
+    return Shop(
+        model=model, step=step, goal=goal, passes=passes, machine=machine, room=room, texts=tuple(texts), said=said, sensitivity=found,
+        regimes=regimes, progress=progress,
+    )  # fmt: skip
+
+
+def _sensitivity(step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[torch.Tensor]) -> Sensitivity:
+    """Error of every low-precision option at the logits of the calibration text."""
+    if goal.exact:
+        return Sensitivity(errors={}, method="the goal allows no error")
+    program = scored(step.program)
+    inputs = [as_inputs(text, step.layout, program.kwargs) for text in texts]
+    weights: dict[tuple[str, str], Any] = {}
+    for each in passes:
+        weights |= each.replaced_weights(program)
+    return sensitivity.measure(program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS)
+
+
+def _source_of(step: GenerationStep, model: HFModel, texts: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The encoder's output that a decoder is compared behind."""
+    if step.encoder is None:
+        return {}
+    rows = texts[0].shape[0]
+    inputs = {name: value[:1].expand(rows, *value.shape[1:]) for name, value in step.encoder.kwargs.items()}
+    with torch.no_grad():
+        hidden = model.get_encoder()(**inputs, return_dict=True).last_hidden_state
+    return {"encoder_outputs": encoder_output(hidden)}
+
+
+def _solved(shop: Shop, search: GenerationSearch, backend: Backend, **corrected: Any) -> Plan:
+    """The best plan of a backend.
+
+    Raises:
+        InfeasibleError: there is none; where memory binds, with the largest context that fits.
+    """
+    with shop.progress.step(f"price and solve for {backend.name}"):
+        try:
+            return search.plan_for(backend, **corrected)
+        except InfeasibleError as error:
+            raise largest_context(error, shop.step, shop.goal) from None
+
+
+def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Outcome:
+    """Solve, lower, compare; and solve again with what was learned, while the error or the peak is over its limit.
+
+    Raises:
+        InfeasibleError: nothing meets the goal. VerificationError: nothing that was tried does. LoweringError: it cannot be built.
+    """
+    search, scale = shop.search(), 1.0
+    notes: tuple[str, ...] = ()
+    for round in range(1, _ROUNDS + 1):
+        plan = _solved(shop, search, backend, error_scale=scale, rounds=round, notes=notes)
+        outcome, peak = _lowered(shop, backend, plan, told)
+        worst = max(outcome.plan.checks, key=lambda check: check.error)
+        over = 0 if shop.goal.memory is None else peak - shop.goal.memory
+        if worst.passed and over <= 0:
+            return outcome
+        if not worst.passed:
+            predicted = plan.predicted.error or 0.0
+            if shop.goal.exact or predicted == 0.0:
+                break
+            factor = max(1.05, (worst.error / predicted) ** 2 / scale * 1.05) if worst.error > predicted else 1.1
+            scale *= factor
+            notes += (
+                f"round {round}: measured error {format_error(worst.error)} against predicted {format_error(predicted)}; solved again",
+            )
+        if over > 0:
+            search.extra[backend.name] = search.extra.get(backend.name, 0) + over
+            search._proposals.clear()
+            notes += (f"round {round}: the allocator held {format_bytes(over)} more than allowed; solved again with so much less",)
+    if not worst.passed:
+        raise VerificationError(
+            f"The {backend.name} result is not within the declared error: {worst.name}: relative error {worst.error:.3e} > "
+            f"{worst.limit:.3e}. Allow more error, or choose another backend."
+        )
+    raise largest_context(InfeasibleError(binding=("memory",)), shop.step, shop.goal)
+
+
+def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Outcome, int]:
+    """The plan carried out and compared, and its peak as measured."""
+    with shop.progress.step(f"lower to {backend.name}"):
+        program = shop.step.program
+        for each in shop.passes:
+            program = each.apply(program, plan)
+        lowered, parts = lower_step(shop.step, program, backend, plan, shop.room, shop.texts)
+    with shop.progress.step(f"compare {backend.name}"):
+        stepper = Stepper(lowered, type(shop.model).forward, shop.model.config)
+        found = checks(stepper, shop.model, told, shop.goal)
+    with shop.progress.step(f"peak of {backend.name}"):
+        peak = measured.peak_bytes(stepper, parts, shop.model, shop.goal, shop.room)
+    plan = replace(
+        plan, checks=tuple(found), settings=dict(parts["step"].settings), measured=replace(plan.predicted, seconds=None, peak_bytes=peak)
+    )
+    applied = parts["step"].applied
+    decisions = tuple(replace(d, applied=applied[d.site].name if d.site in applied else "") for d in plan.decisions)
+    return Outcome(plan=replace(plan, decisions=decisions), lowered=lowered, parts=parts), peak
+
+
+def _joined(failed: dict[str, EffcompileError]) -> EffcompileError:
+    """The nearest miss of those that no plan was found for, else the first failure."""
+    infeasible = [error for error in failed.values() if isinstance(error, InfeasibleError)]
+    if infeasible:
+        return min(infeasible, key=lambda error: sum(error.nearest.values(), start=0.0))
+    return next(iter(failed.values()))
+
+
+def open_generation(directory: Path) -> OpenedGeneration:
+    """What `GenerationExecutable.save` wrote, at work without the model.
+
+    Raises:
+        UsageError: no such folder, or a file of it is missing. FormatError: a file is another one.
+    """
+    plan, header = files.read(directory)
+    kind = files.kind_of(header)
+    lowered = files.opened(directory, plan, header)
+    return OpenedGeneration(plan, lowered, kind, files.configs_of(directory, kind), header.encoder)

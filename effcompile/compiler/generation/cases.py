@@ -1,0 +1,112 @@
+"""A step of generation at the sizes that it is planned for: a prompt's tokens into an empty cache, and one token behind a long one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.capture.generation import GenerationStep
+from effcompile.ir.cache import CacheLeaf, Growth
+from effcompile.ir.export import refresh_shapes
+from effcompile.ir.program import Program
+
+aten = torch.ops.aten
+
+
+def sized(step: GenerationStep, program: Program, *, batch: int, past: int, new: int) -> Program:
+    """The program at an example of these sizes, its nodes' shapes too. Nothing is computed."""
+    args, kwargs = (), _example(step, program, batch=batch, past=past, new=new)
+    copy = program.editable("sized")
+    refresh_shapes(copy.module, args, kwargs)
+    return replace(copy, args=args, kwargs=kwargs, history=program.history)
+
+
+def _example(step: GenerationStep, program: Program, *, batch: int, past: int, new: int) -> dict[str, Any]:
+    """Inputs of these sizes; the cache as meta tensors would be, of zeros that take no memory."""
+    like: Mapping[str, Any] = program.kwargs
+    tokens = like["tokens"]
+    source = next((leaf.shape[2] for leaf, what in zip(like["past"], step.layout, strict=True) if what.growth is Growth.SOURCE), 0)
+    given: dict[str, Any] = {
+        "tokens": tokens[:1, :1].expand(batch, new),
+        "mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, past + new),
+        "positions": torch.arange(past, past + new, device=tokens.device).expand(batch, new),
+        "rows": torch.arange(new - 1, new, device=tokens.device),
+        "source_mask": torch.ones((), dtype=torch.int64, device=tokens.device).expand(batch, source),
+        "past": [_leaf(leaf, what, batch, past, source) for leaf, what in zip(like["past"], step.layout, strict=True)],
+    }
+    return {name: given[name] for name in like}
+
+
+def _leaf(like: torch.Tensor, what: CacheLeaf, batch: int, past: int, source: int) -> torch.Tensor:
+    return like.new_zeros(()).expand(batch, what.shape[0], what.rows(past, source), like.shape[3])
+
+
+def solid(program: Program) -> Program:
+    """The program with an example that has memory of its own: torch.export loses the free sizes of one that is expanded."""
+    kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, dict(program.kwargs))
+    return replace(program, kwargs=kwargs)
+
+
+def filled(step: GenerationStep, program: Program, *, batch: int, context: int, new: int) -> Program:
+    """The program as it runs in place at the end of a context: its cache enters with the new rows in it, and only those leave.
+
+    It has the operators and the memory of the step whose concatenations are appends; only what it computes is another thing.
+    """
+    past = context - new
+    edited = sized(step, program, batch=batch, past=past, new=new).editable("filled")
+    holders = [node for node in edited.graph.nodes if node.op == "placeholder"]
+    names = [spec.name for spec in program.inputs]
+    tokens = holders[names.index("tokens")]
+    caches = [node for node, name in zip(holders, names, strict=True) if name.startswith("past")]
+    rows: dict[fx.Node, fx.Node] = {}
+    for at in step.layout.written:
+        rows |= _filled(edited.graph, caches[at], tokens)
+    results = pytree.tree_map_only(fx.Node, lambda node: rows.get(node, node), edited.graph.output_node().args[0])
+    for at in step.layout.written:
+        for appended in [node for node in caches[at].users if node in rows]:
+            appended.replace_all_uses_with(caches[at], delete_user_cb=lambda user: user.op != "output")
+    edited.graph.output_node().args = (results,)
+    edited.graph.eliminate_dead_code()
+    kwargs = dict(edited.kwargs)
+    kwargs["past"] = [
+        leaf if what.growth is Growth.SOURCE else leaf.new_zeros(()).expand(*leaf.shape[:2], leaf.shape[2] + new, leaf.shape[3])
+        for leaf, what in zip(kwargs["past"], step.layout, strict=True)
+    ]
+    refresh_shapes(edited.module, (), kwargs)
+    edited.module.recompile()
+    return replace(edited, kwargs=kwargs, history=program.history)
+
+
+def _filled(graph: fx.Graph, holder: fx.Node, tokens: fx.Node) -> dict[fx.Node, fx.Node]:
+    """A leaf's concatenation → its new rows; sizes that are read of the leaf are those without them."""
+    found: dict[fx.Node, fx.Node] = {}
+    for user in list(holder.users):
+        parts: Any = user.args[0]
+        if user.target is aten.cat.default and parts[0] is holder:
+            found[user] = parts[1]
+        elif user.target is aten.sym_size.int and user.args[1] == 2:
+            with graph.inserting_after(user):
+                new = graph.call_function(aten.sym_size.int, (tokens, 1))
+            with graph.inserting_after(new):
+                less = graph.call_function(operator.sub, (user, new))
+            user.replace_all_uses_with(less, delete_user_cb=partial(operator.is_not, less))
+    return found
+
+
+def scored(program: Program) -> Program:
+    """The program with logits as its only result: the error that is limited is theirs."""
+    edited = program.editable("scored")
+    edited.graph.output_node().args = ((edited.tensor_results()[0],),)
+    codegen: Any = edited.graph._codegen
+    spec = pytree.tree_structure({"logits": 0})
+    codegen.pytree_info = codegen.pytree_info._replace(out_spec=spec)
+    edited.graph.eliminate_dead_code()
+    edited.module.recompile()
+    return replace(edited, outputs=program.outputs[:1], carried={}, history=program.history)

@@ -1,0 +1,45 @@
+"""A model's class around another forward: all that generate() reads of it is its own, and each step is ours."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile.core.types import HFClass, HFModel, Outputs
+
+Step = Callable[..., Outputs]
+
+
+def around(model: HFModel, forward: Step, encoder: nn.Module | None) -> nn.Module:
+    """The model under a class that computes another forward. Attributes that generate() sets are not the model's."""
+    clone = copy.copy(model)
+    clone.__dict__ = dict(model.__dict__)
+    clone.__class__ = _class(type(model), forward, encoder)
+    return clone
+
+
+def empty(kind: HFClass, config: Any, generation_config: Any, forward: Step, encoder: nn.Module | None) -> nn.Module:
+    """The same of a model that is not there: its class and its configs, no weights."""
+    made = kind.__new__(_class(kind, forward, encoder))
+    nn.Module.__init__(made)
+    made.config, made.generation_config = config, generation_config
+    made.eval()
+    return made
+
+
+def _class(kind: HFClass, forward: Step, encoder: nn.Module | None) -> HFClass:
+    """A subclass with another forward, which has the signature of the class's own: generate() reads it."""
+
+    @functools.wraps(kind.forward)
+    def stepped(self: nn.Module, *args: object, **kwargs: object) -> Outputs:
+        return forward(*args, **kwargs)
+
+    members: dict[str, Any] = {"forward": stepped, "device": torch.device("cpu"), "dtype": torch.float32, "__doc__": kind.__doc__}
+    if encoder is not None:
+        members["get_encoder"] = lambda self, *args, **kwargs: encoder
+    return type(kind.__name__, (kind,), members)

@@ -1,0 +1,186 @@
+"""optimize(mode="generation"): the model's own generate() on planned steps, token for token, saved and opened again."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from generation_models import ids, tiny
+from torch import nn
+
+import effcompile
+from effcompile.backends import load_backend
+from effcompile.capture.generation import capture_step
+from effcompile.compiler.generation.executable import GenerationExecutable
+from effcompile.compiler.generation.steps import Room, lower_step
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Certificate, Plan, Totals
+
+CONTEXT = 320
+Planned = tuple[nn.Module, GenerationExecutable]
+
+
+def bare(model: nn.Module, backend: str = "torch-eager", context: int = CONTEXT) -> Planned:
+    """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest."""
+    step = capture_step(model)
+    nothing = Totals()
+    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
+    plan = Plan(
+        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="", target_line="",
+        backend=backend, decisions=(), declined=(), certificate=proof, baseline=nothing, predicted=nothing,
+    )  # fmt: skip
+    lowered, parts = lower_step(step, step.program, load_backend(backend), plan, Room(context=context, chunk=64))
+    return model, GenerationExecutable(model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts)
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "t5"])
+def planned(request: pytest.FixtureRequest) -> Planned:
+    return bare(tiny(request.param))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Planned:
+    return bare(tiny("llama", num_hidden_layers=1))
+
+
+def same(planned: Planned, *inputs: torch.Tensor, **how: Any) -> None:
+    """Both generate the same tokens, drawn from the same random numbers."""
+    model, executable = planned
+    torch.manual_seed(5)
+    wanted = model.generate(*inputs, **how)
+    torch.manual_seed(5)
+    assert torch.equal(executable.generate(*inputs, **how), wanted)
+
+
+def test_256_greedy_tokens_are_the_models(planned: Planned) -> None:
+    same(planned, ids(1, 9), max_new_tokens=256, do_sample=False)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": True, "top_k": 20, "temperature": 0.8},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"do_sample": False, "repetition_penalty": 1.3, "min_new_tokens": 5},
+    ],
+    ids=["sampling", "beams", "several", "processors"],
+)
+def test_other_ways_to_generate(planned: Planned, how: dict[str, Any]) -> None:
+    same(planned, ids(2, 9), max_new_tokens=24, **how)
+
+
+def test_a_left_padded_batch_is_the_models(planned: Planned) -> None:
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    same(planned, ids(2, 9), attention_mask=mask, max_new_tokens=24, do_sample=False)
+
+
+def test_a_left_padded_row_is_the_row_alone(llama: Planned) -> None:
+    row, mask = ids(1, 5), torch.ones(1, 9, dtype=torch.int64)
+    mask[0, :4] = 0
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.int64), row], 1)
+    alone = llama[1].generate(row, max_new_tokens=16, do_sample=False)
+    assert torch.equal(llama[1].generate(padded, attention_mask=mask, max_new_tokens=16, do_sample=False)[:, 4:], alone)
+
+
+def test_a_cache_is_handed_back_and_taken_again(llama: Planned) -> None:
+    model, executable = llama
+    text = ids(1, 30)
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        wanted = model(text, use_cache=False).logits
+    first = executable(text[:, :20], past_key_values=cache)
+    second = executable(text[:, 20:], past_key_values=first.past_key_values)
+    assert first.past_key_values is cache
+    assert cache.get_seq_length() == 30
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_drafted_tokens_are_checked_in_one_step(planned: Planned) -> None:
+    """Prompt look-up gives several tokens to a step and cuts those of the cache that were not accepted, beyond a window too."""
+    same(planned, ids(1, 6).repeat(1, 4), max_new_tokens=40, do_sample=False, prompt_lookup_num_tokens=3)
+
+
+def test_prefill_in_chunks(llama: Planned) -> None:
+    same(llama, ids(1, 50), max_new_tokens=10, do_sample=False, prefill_chunk_size=16)
+
+
+def test_streamer_and_stopping_criteria(llama: Planned) -> None:
+    class Streamer(transformers.generation.BaseStreamer):
+        def __init__(self) -> None:
+            self.said: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.said += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.said.append(-1)
+
+    stop = transformers.StoppingCriteriaList([lambda tokens, scores, **_: torch.full((tokens.shape[0],), tokens.shape[1] >= 14)])
+    streamer = Streamer()
+    found = llama[1].generate(ids(1, 9), max_new_tokens=40, do_sample=False, streamer=streamer, stopping_criteria=stop)
+    assert found.shape[1] == 14
+    assert streamer.said == [*found[0].tolist(), -1]
+
+
+def test_the_cache_takes_its_bytes_at_once_and_no_more(planned: Planned) -> None:
+    """The oracle counts the storages that the cache holds."""
+    model, executable = planned
+    if model.config.is_encoder_decoder:
+        pytest.skip("its cache has two parts")
+    cache = transformers.DynamicCache(config=model.config)
+    for count in (30, 1, 1, 40):
+        executable(ids(1, count), past_key_values=cache)
+        held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+        assert held == executable.lowered.layout.nbytes(CONTEXT, 1)
+
+
+REFUSED: dict[str, tuple[Callable[[Planned], object], str]] = {
+    "too long": (lambda p: p[1].generate(ids(1, 9), max_new_tokens=CONTEXT), "context = 320"),
+    "prompt": (lambda p: p[1](ids(1, CONTEXT + 1)), "321 or more"),
+    "embeddings": (lambda p: p[1](inputs_embeds=torch.zeros(1, 3, 32)), "takes input_ids"),
+    "hidden states": (lambda p: p[1](ids(1, 3), output_hidden_states=True), "output_hidden_states is not planned for"),
+    "static": (lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="static"), "DynamicCache"),
+    "mask": (lambda p: p[1](ids(1, 3), attention_mask=torch.ones(1, 5, dtype=torch.int64)), "attention_mask is"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_was_not_planned_is_refused_in_words(llama: Planned, case: str) -> None:
+    call, said = REFUSED[case]
+    with pytest.raises(effcompile.EffcompileError, match=said):
+        call(llama)
+
+
+def test_a_changed_model_is_refused() -> None:
+    model = tiny("gpt2", n_layer=1)
+    _, executable = bare(model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    with pytest.raises(effcompile.EffcompileError, match=r"wte.weight was changed since GPT2LMHeadModel"):
+        executable.generate(ids(1, 4), max_new_tokens=2)
+
+
+def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
+    _, executable = planned
+    executable.save(tmp_path / "out")
+    opened = effcompile.load(tmp_path / "out")
+    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(opened.generate(ids(2, 9), **how), executable.generate(ids(2, 9), **how))
+    assert opened.plan.goal.context == CONTEXT
+
+
+def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = tiny("llama", num_hidden_layers=1)
+    _, executable = bare(model, "onnxruntime", 64)
+    same((model, executable), ids(2, 9), max_new_tokens=24, do_sample=False)
+    same((model, executable), ids(1, 9), max_new_tokens=12, num_beams=2, do_sample=False)
+    executable.save(tmp_path / "out")
+    opened = effcompile.load(tmp_path / "out")
+    how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(opened.generate(ids(2, 9), **how), model.generate(ids(2, 9), **how))

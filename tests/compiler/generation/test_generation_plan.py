@@ -1,0 +1,90 @@
+"""What a plan of generation declares, decides and measures: one memory, one error, both regimes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from generation_models import ids, tiny
+from torch import nn
+
+import effcompile
+from effcompile.backends.torch import TorchLowered
+from effcompile.compiler.generation.executable import GenerationExecutable
+
+#: Of a machine whose figures are known: no kernel is timed.
+HOW: dict[str, Any] = {"mode": "generation", "target": "cpu-generic", "backend": "torch-eager", "context": 96, "prompt": 48, "new": 16}
+
+
+@pytest.fixture(scope="module")
+def llama() -> nn.Module:
+    return tiny("llama", num_hidden_layers=1, vocab_size=256, hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def exact(llama: nn.Module) -> GenerationExecutable:
+    return effcompile.optimize(llama, **HOW)
+
+
+def test_an_exact_plan_says_what_was_measured(exact: GenerationExecutable, llama: nn.Module) -> None:
+    plan = exact.plan
+    assert plan.met
+    assert all(check.passed for check in plan.checks)
+    assert {check.name for check in plan.checks} >= {"prefill in one call", "prefill in chunks"}
+    assert plan.measured is not None
+    assert plan.measured.seconds is not None
+    read = [*llama.parameters(), *(buffer for name, buffer in llama.named_buffers() if "original" not in name)]
+    assert plan.measured.weight_bytes == sum(tensor.nbytes for tensor in read)
+    assert any(note.startswith("prefill ") for note in plan.notes)
+    text = ids(2, 9)
+    assert torch.equal(exact.generate(text, max_new_tokens=40), llama.generate(text, max_new_tokens=40))
+
+
+def test_the_peak_holds_weights_and_the_whole_cache(exact: GenerationExecutable) -> None:
+    """Both are known to the byte; what is above them is workspace."""
+    peak, weights = exact.plan.measured.peak_bytes, exact.plan.measured.weight_bytes
+    cache = exact.lowered.layout.nbytes(96, 1)
+    assert weights + cache < peak < weights + cache + (2 << 20)
+
+
+def test_less_memory_takes_fewer_bits_and_the_peak_is_within_it(exact: GenerationExecutable, llama: nn.Module) -> None:
+    memory = int(exact.plan.measured.peak_bytes * 0.8)
+    planned = effcompile.optimize(llama, memory=memory, max_error=0.2, calibration=[{"input_ids": ids(2, 40)}], **HOW)
+    assert planned.plan.met
+    assert planned.plan.measured.peak_bytes <= memory
+    assert {decision.option for decision in planned.plan.decisions} - {"fp32"}
+    assert isinstance(planned._parts["step"], TorchLowered)
+    worst = max(check.error for check in planned.plan.checks)
+    assert 0 < worst <= 0.2
+    assert all("nats per token" in check.note for check in planned.plan.checks)
+
+
+def test_what_does_not_fit_says_the_largest_context_that_does(exact: GenerationExecutable, llama: nn.Module) -> None:
+    memory = exact.plan.measured.weight_bytes + exact.lowered.layout.nbytes(96, 1) // 2
+    with pytest.raises(effcompile.InfeasibleError, match="context") as raised:
+        effcompile.plan(copy.deepcopy(llama), {"input_ids": ids(1, 8)}, memory=memory, **{**HOW, "context": 512, "prompt": 48})
+    assert "context" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"context": 4096}, "positions for: 512"),
+        ({"backend": "openvino"}, "does not run generation"),
+        ({"context": None, "prompt": None, "new": None}, "needs context"),
+    ],
+)
+def test_requests_that_are_refused_in_words(llama: nn.Module, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(effcompile.UsageError, match=said):
+        effcompile.optimize(llama, **{**HOW, **asked})
+
+
+def test_the_batch_is_rows_of_the_cache() -> None:
+    from effcompile.compiler.request import Request
+    from effcompile.core.goal import Goal
+
+    goal = Goal.of(mode="generation", context=8)
+    assert Request(goal=goal, batch=4).goal.batch == 4
+    assert Request(goal=goal, batch="4").goal.batch == 4
+    with pytest.raises(effcompile.UsageError, match="batch"):
+        Request(goal=goal, batch="auto")

@@ -1,0 +1,77 @@
+"""`--mode generation`: planned from a file, written, and made to speak."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner, Result
+
+from effcompile.cli import app
+
+MODEL = """
+import torch
+from generation_models import ids, tiny
+model = tiny("llama", num_hidden_layers=1)
+inputs = {"input_ids": ids(2, 20)}
+"""
+HOW = ["--mode", "generation", "--target", "cpu-generic", "--backend", "torch-eager"]
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What optimize -o wrote, with a tokenizer of 64 words beside it."""
+    root = tmp_path_factory.mktemp("generation")
+    (root / "model.py").write_text(MODEL)
+    made = run("optimize", str(root / "model.py"), *HOW, "--context", "48", "--prompt", "8", "--new", "8", "-o", str(root / "out"))
+    assert made.exit_code == 0, made.output
+    assert "LlamaForCausalLM" in made.output
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(root / "words")
+    return root
+
+
+def test_a_saved_generation_speaks(folder: Path) -> None:
+    said = run("run", str(folder / "out"), "--prompt", "w5 w9 w11", "--new", "6", "--tokenizer", str(folder / "words"), "--json")
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert found["text"].startswith("w5 w9 w11 w")
+    assert (found["prompt_tokens"], found["new_tokens"]) == (3, 6)
+    from generation_models import tiny
+
+    wanted = tiny("llama", num_hidden_layers=1).generate(torch.tensor([[5, 9, 11]]), max_new_tokens=6, do_sample=False)
+    assert found["text"].split() == [f"w{i}" for i in wanted[0].tolist()]
+
+
+def test_text_is_streamed_and_rates_are_told(folder: Path) -> None:
+    said = run("run", str(folder / "out"), "--prompt", "w5 w9", "--new", "4", "--tokenizer", str(folder / "words"))
+    assert said.exit_code == 0, said.output
+    assert "w5 w9" in said.stdout
+    assert "2 tokens of prompt at" in said.stdout
+    assert "4 new ones at" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "Give the text to go on from"),
+        (["--prompt", "w1"], "There is no tokenizer in"),
+        (["--prompt", "w1 " * 60, "--tokenizer", "WORDS"], "room for context = 48"),
+    ],
+)
+def test_what_cannot_speak_is_told(folder: Path, words: list[str], told: str) -> None:
+    said = run("run", str(folder / "out"), *[str(folder / "words") if word == "WORDS" else word for word in words])
+    assert isinstance(said.exception, Exception)
+    assert told in str(said.exception)
+
+
+def test_counts_are_for_generation(folder: Path) -> None:
+    said = run("optimize", str(folder / "model.py"), "--context", "48")
+    assert "context is for mode = 'generation'" in str(said.exception)
