@@ -12,8 +12,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-#: What belongs to the program and not to the model: walking on from it would reach every tensor of the process.
-_NOT_OWNED = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType)
+from effcompile.backends.torch.training import StepRunner
+from effcompile.core.torch_compat import is_fake
+
+#: What belongs to the program and not to the model: walking on from it would reach every tensor of the process. So does the step of an
+#: earlier plan, which a planned model has with it.
+_NOT_OWNED = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType, StepRunner)
 
 
 def alive_bytes(device: str, *roots: Any) -> int:
@@ -33,7 +37,7 @@ def alive_bytes(device: str, *roots: Any) -> int:
             waiting += vars(found).values() if hasattr(found, "__dict__") else ()
             if is_traceable_wrapper_subclass(found):  # a distributed tensor has no memory but that of what it wraps
                 waiting += [getattr(found, name) for name in found.__tensor_flatten__()[0]]
-            elif found.device.type == device and found.layout is torch.strided:
+            elif found.device.type == device and found.layout is torch.strided and not is_fake(found):
                 storage = found.untyped_storage()
                 storages[storage.data_ptr() or storage._cdata] = storage.nbytes()
         elif isinstance(found, types.FunctionType):
