@@ -143,6 +143,16 @@ def is_random(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws from the random generator: an attention that drops nothing does not, though its operator may."""
+    if not is_random(node.target):
+        return False
+    arguments: Any = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: argument.default_value for argument in arguments}
+    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
+    return given.get("dropout_p") != 0.0
+
+
 def elementwise_kernel(
     module: fx.GraphModule, layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, str]]
 ) -> tuple[Callable[[list[torch.Tensor]], Sequence[torch.Tensor]], int]:

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from torch import fx
 
-from effcompile.core.torch_compat_aot import is_random
+from effcompile.core.torch_compat_aot import draws
 from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES
@@ -261,7 +261,7 @@ class _Cutter:
             made = tuple(names[s] for s in own)
             if not made:
                 continue
-            state = CPU_STATE_BYTES if is_random(node.target) else 0
+            state = CPU_STATE_BYTES if draws(node) else 0
             seconds, workspace = self.seconds(node), self.held.workspace[node]
             ops.append(Op(name=name, reads=known, makes=made, seconds=seconds, workspace=workspace, state=state))
             operators[name] = node

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from effcompile.core.torch_compat_aot import is_random
+from effcompile.core.torch_compat_aot import draws
 from effcompile.estimate.storages import Storage
 from effcompile.ops.consume import consume
 from effcompile.ops.replay import random_state, replay
@@ -184,7 +184,7 @@ class _Emitter:
         if storages and self.kept.issuperset(storages) and isinstance(node.meta.get("val"), torch.Tensor):
             self.saved[node] = self._placeholder(f"saved_{node.name}", node)
             return self.saved[node]
-        copy = self._replayed(node) if is_random(node.target) else self._copy(self.backward, node, self._value)
+        copy = self._replayed(node) if draws(node) else self._copy(self.backward, node, self._value)
         self.recomputed += bool(self.cut.held.made[node])
         self.again[node] = copy
         return copy
@@ -244,7 +244,7 @@ class _Emitter:
 
     def _emit_forward(self) -> None:
         step = self.cut.step
-        wanted = {*step.forward_results, *self.saved, *(n for n in self.in_forward if is_random(n.target))}
+        wanted = {*step.forward_results, *self.saved, *(n for n in self.in_forward if draws(n))}
         wanted |= {self.maker[s] for s in self.held}
         todo = list(wanted)
         while todo:
