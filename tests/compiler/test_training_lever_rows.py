@@ -74,7 +74,7 @@ def test_a_lever_alone_is_what_a_plan_with_it_alone_reaches(plan: Plan) -> None:
     alone = rows(plan)[("recompute",)]
     assert alone.seconds is None
     with pytest.raises(InfeasibleError) as refused:
-        planned(limit, passes=["no-pointwise", "no-loss_head", "no-attention", "states.offload=false"])
+        planned(limit, passes=["no-pointwise", "no-loss_head", "no-attention", "states.offload=false", "states.in_backward=false"])
     assert alone.peak_bytes == refused.value.nearest["memory"]
 
 

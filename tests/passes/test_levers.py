@@ -22,6 +22,7 @@ from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.offload import Offload
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
+from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.states import States
 from effcompile.planner.remat import smallest_budget
 from effcompile.schedules.blocks import Blocks
@@ -36,12 +37,12 @@ def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks
 
 def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     plain = TrainingPasses(
-        step=(FusedAttention(), LossHeads(), Pointwise(), States()), checkpoint=Checkpoint(), levers=Levers()
+        step=(FusedAttention(), LossHeads(), Pointwise(), Shard(), States()), checkpoint=Checkpoint(), levers=Levers()
     )  # fmt: skip
     load = load_training_passes
     assert load(None) == plain
     assert load(["offload", "compress"]) == replace(plain, levers=Levers(values=(Offload(), Compress())))
-    assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:2], States())
+    assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:2], Shard(), States())
     assert load(["checkpoint", "offload"]) == replace(plain, step=(States(offload=False),), levers=Levers(values=(Offload(),)))
     assert load(["checkpoint", "no-offload"]).levers == load(["compress.share=0.1", "no-compress"]).levers == Levers()
     assert load(["offload.host=2GiB", "compress"]).levers == Levers(values=(Offload(host="2GiB"), Compress()))
@@ -58,7 +59,7 @@ def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
 
 def test_a_plans_own_passes_carry_it_out_also_where_they_were_left_out() -> None:
     left = load_training_passes(["no-pointwise", "no-attention"])
-    assert left.carrying_out({"pointwise", "precision", "states"}).step == (Precision(), LossHeads(), Pointwise(), States())
+    assert left.carrying_out({"pointwise", "precision", "states"}).step == (Precision(), LossHeads(), Pointwise(), Shard(), States())
 
 
 def test_each_says_whether_it_changes_numbers() -> None:
