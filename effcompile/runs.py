@@ -27,7 +27,8 @@ from effcompile.core.types import Example, Value
 from effcompile.ir.plan import Plan
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
-from effcompile.planner.learning_rate import LearningRate
+from effcompile.passes.training.microbatch import examples_in
+from effcompile.planner.learning_rate import LearningRate, law
 from effcompile.report.runs import StageRow, print_run
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ def schedule(
     common: _Common = {"target": target, "memory": memory, "loss": loss}
     made = optimizer if isinstance(optimizer, Optimizer) else optimizer([p for p in model.parameters() if p.requires_grad])
     if rate is not None:
-        rate.at(1, type(made).__name__)  # raises where no law is known
+        law(type(made).__name__)  # raises where none is known
     model.train()
     examples = [inputs(stage) for stage in whole]
     plans = [
@@ -310,9 +311,7 @@ def _with_defaults(stage: Stage, batch: Batch, max_error: float | None, passes: 
 
 def _examples(example: Example) -> int:
     """Examples in a stage's inputs."""
-    from effcompile.compiler.training.batch import size_of
-
-    return size_of(*as_inputs(example))
+    return examples_in(*as_inputs(example))
 
 
 def _carried(before: Optimizer, after: Optimizer, number: int) -> None:

@@ -20,7 +20,7 @@ from effcompile.core.reasons import Because, OverBudget, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.passes.training.base import Case, setting_of
-from effcompile.passes.training.microbatch import batch_size
+from effcompile.passes.training.microbatch import examples_in
 from effcompile.planner.batch import BY, LARGEST, BatchSearch, Trial, wanted_sizes
 from effcompile.planner.learning_rate import LearningRate, law
 
@@ -56,19 +56,13 @@ class Sized:
         )
 
 
-def size_of(args: Args, kwargs: Kwargs) -> int:
-    """The examples in a step's inputs: the length of the first axis that most of its tensors share."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    return batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
 def resized(args: Args, kwargs: Kwargs, size: int) -> tuple[Args, Kwargs]:
     """The inputs with so many examples: those that are there, over and over.
 
     Raises:
         UsageError: no axis of the inputs is one of examples.
     """
-    there = size_of(args, kwargs)
+    there = examples_in(args, kwargs)
     if there == size:
         return tuple(args), dict(kwargs)
     if there == 1:
@@ -97,7 +91,7 @@ def sized(task: Task, work: Work) -> Sized:
     assert asked.batch is not None
     if asked.lr is not None and work.optimizer is not None:
         law(type(work.optimizer).__name__)  # raises before anything is planned
-    wanted, there = wanted_sizes(asked.batch), size_of(work.args, work.kwargs)
+    wanted, there = wanted_sizes(asked.batch), examples_in(work.args, work.kwargs)
     failed: dict[int, InfeasibleError] = {}
 
     def attempt(size: int) -> Trial[Planned]:
@@ -181,7 +175,7 @@ def _declined(best: Trial[Planned], others: list[Trial[Planned]], failed: dict[i
 
 def _notes(task: Task, best: Trial[Planned], work: Work) -> Iterator[str]:
     """What the user has to do with it."""
-    there = size_of(task.args, task.kwargs)
+    there = examples_in(task.args, task.kwargs)
     if best.batch != there:
         yield f"the step is of {best.batch} examples: the {there} of the example inputs were repeated; give it batches of {best.batch}"
     if task.request.lr is not None and work.optimizer is not None:

@@ -142,7 +142,12 @@ def doubled(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tup
 
 def examples(source: Source) -> int:
     """The batch of a step: 1 where no axis of its inputs is one of examples."""
-    leaves = pytree.tree_leaves((source.args, dict(source.kwargs)))
+    return examples_in(source.args, source.kwargs)
+
+
+def examples_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The examples in a step's inputs: the length of the first axis that most of its tensors share."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
