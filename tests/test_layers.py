@@ -77,3 +77,9 @@ def test_every_layer_exists() -> None:
     """A renamed module must not leave its row behind."""
     there = {layer_of(file) for file in FILES}
     assert set(LEVEL) <= there, f"rows without a module: {sorted(set(LEVEL) - there)}"
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest cannot import both, and the whole suite fails at collection; those in interpreted/ run in processes of their own."""
+    names = [file.name for file in Path(__file__).parent.rglob("test_*.py") if file.parent.name != "interpreted"]
+    assert sorted(names) == sorted(set(names))
