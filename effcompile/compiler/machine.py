@@ -75,9 +75,9 @@ def resolve(target: str | Target, backends: Iterable[Backend]) -> Machine:
     calibration, note = store.load_or_none()
     if calibration is None:
         calibration = store.calibrate({})
-    note = note or store.without_busy(calibration)
+    notes = tuple(said for said in (note, store.without_busy(calibration)) if said)
     here = store.this_machine(calibration, _measures(backends), budget_seconds=PROBE_SECONDS)
-    return Machine(target=here, calibration=calibration, notes=(note,) if note else ())
+    return Machine(target=here, calibration=calibration, notes=notes)
 
 
 def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, str]]:

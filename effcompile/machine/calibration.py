@@ -81,12 +81,19 @@ class BackendPoints(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Everything measured of one machine. `dirty` means that it holds points that its file does not."""
+    """Everything measured of one machine.
+
+    Attributes:
+        memory_bandwidth: bytes/s; `peak_flops`: dtype → FLOP/s; both the best that was seen.
+        busy: as of BackendPoints, while these rates were measured.
+        dirty: whether it holds points that its file does not.
+    """
 
     machine: Machine
     date: str
     memory_bandwidth: _Rate
     peak_flops: dict[str, _Rate]
+    busy: str = ""
     backends: dict[str, BackendPoints] = {}
     dirty: bool = False
 
@@ -119,11 +126,13 @@ def calibrate(
     backends = dict(keep.backends) if keep else {}
     for name, measure in measures.items():
         backends[name] = _measure_backend(name, measure, grid(quick=quick), progress)
+    found = busy()
     return Calibration(
         machine=this_hardware(),
         date=date.today().isoformat(),
         memory_bandwidth=read_bandwidth(),
-        peak_flops=_peaks(backends),
+        peak_flops=_peaks(backends, matmul_peak()),
+        busy=found or busy(),
         backends=backends,
         dirty=True,
     )
@@ -159,9 +168,9 @@ def _measured(points: BackendPoints, measure: Measure, call: KernelCall) -> floa
     return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None
 
 
-def _peaks(backends: Mapping[str, BackendPoints]) -> dict[str, float]:
-    """dtype → the best FLOP/s that any linear reached; fp32 at least that of torch's own product."""
-    peaks = {"fp32": matmul_peak()}
+def _peaks(backends: Mapping[str, BackendPoints], fp32: float) -> dict[str, float]:
+    """dtype → the best FLOP/s that any linear reached; fp32 at least that of torch's own product, which is given."""
+    peaks = {"fp32": fp32}
     for points in backends.values():
         for kernel, timed in points.points.items():
             held = KERNELS[kernel].format
@@ -321,20 +330,34 @@ def load_or_none(path: Path | None = None) -> tuple[Calibration | None, str | No
 
 
 def without_busy(calibration: Calibration) -> str | None:
-    """Empties the backends whose kernels were timed while others used the machine, where they do not now; says so.
+    """Takes again, where the machine is not busy now, what was measured while others used it; says so.
 
-    They are measured again when they are asked for. While the machine is still busy their times stay: they are as good as new ones.
+    The machine's rates are measured at once, and the kernels of backends when they are asked for. While the machine is still busy what was
+    measured stays: it is as good as new.
     """
-    found = {name: points.busy for name, points in calibration.backends.items() if points.busy}
+    found = {f"kernel times of {name}": points.busy for name, points in calibration.backends.items() if points.busy}
+    if calibration.busy or _slow_rates(calibration):
+        found = {"the machine's rates": calibration.busy or "kernels were faster than they allow", **found}
     if not found:
         return None
-    what = f"Kernel times of {', '.join(found)} were taken on a busy machine ({next(iter(found.values()))})"
+    what = f"{', '.join(found)} were taken on a busy machine ({next(iter(found.values()))})"
+    what = what[0].upper() + what[1:]
     if now := busy():
         return f"{what}; it is still busy ({now}), so that predicted times may be off."
-    for name in found:
+    if calibration.busy or _slow_rates(calibration):
+        calibration.memory_bandwidth = max(calibration.memory_bandwidth, read_bandwidth())
+        calibration.peak_flops = _peaks(calibration.backends, matmul_peak())
+        calibration.busy = ""
+    for name in [name for name, points in calibration.backends.items() if points.busy]:
         calibration.backends[name] = BackendPoints(versions=_versions_of(name))
     calibration.dirty = True
     return f"{what}, and are taken again."
+
+
+def _slow_rates(calibration: Calibration) -> bool:
+    """Whether a kernel did more FLOP/s than the machine is said to reach, by more than noise: so the rates were taken on a busy machine."""
+    reached = _peaks(calibration.backends, 0.0)
+    return any(reached.get(dtype, 0.0) > 1.25 * stated for dtype, stated in calibration.peak_flops.items())
 
 
 def _parsed(raw: bytes, path: Path) -> Calibration:

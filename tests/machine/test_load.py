@@ -70,3 +70,21 @@ def test_the_mark_is_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(store, "busy", lambda: "load 9")
     path = store.save(store.calibrate({"torch": measured(0.5)}, quick=True), tmp_path / "calibration.json")
     assert store.load(path).backends["torch"].busy == "load 9"
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_rates_taken_on_a_busy_machine_are_taken_again(monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
+    """Also where nobody marked them: a product that does twice what the machine is said to reach gives them away."""
+    monkeypatch.setattr(store, "busy", lambda: "load 9" if marked else "")
+    monkeypatch.setattr(store, "read_bandwidth", lambda: 2e9)
+    monkeypatch.setattr(store, "matmul_peak", lambda: 20e9)
+    found = store.calibrate({})
+    product = KernelCall("linear/fp32", (128, 768, 768))
+    found.backends["torch"] = store.BackendPoints(points={product.kernel: [(product.dims, product.flops / 200e9)]})
+    monkeypatch.setattr(store, "busy", lambda: "")
+    monkeypatch.setattr(store, "read_bandwidth", lambda: 21e9)
+    monkeypatch.setattr(store, "matmul_peak", lambda: 190e9)
+    note = store.without_busy(found)
+    assert note and "machine's rates" in note and "taken again" in note
+    assert found.memory_bandwidth == 21e9 and found.peak_flops["fp32"] == pytest.approx(200e9) and not found.busy
+    assert found.backends["torch"].points and store.without_busy(found) is None
