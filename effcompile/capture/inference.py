@@ -20,6 +20,7 @@ from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InputsError, InternalError
 from effcompile.core.stages import first_line, stage
+from effcompile.core.torch_compat_export import functional
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
 from effcompile.ir.program import Program
@@ -175,7 +176,7 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
     args, kwargs = grow(subject.args, subject.kwargs, attempt.axes)
     shapes = dict(attempt.given) if attempt.given else shapes_for(subject.model, args, kwargs, attempt.axes)
     with torch_compat.quiet_export():
-        exported = torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+        exported = functional(torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False))
     with stage("tidy the captured graph"):
         return _tidied(subject, attempt, exported)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import io
 import logging
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-from effcompile.core.types import Args
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
 
@@ -40,7 +37,6 @@ def untested(version: str) -> str | None:
 if (_warning := untested(torch.__version__)) is not None:
     warnings.warn(_warning, stacklevel=2)
 
-_REGISTRIES: dict[tuple[Any, ...], Any] = {}
 _ATTENTION = flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
 #: Operators whose FLOPs torch does not count, with the formula of one that takes the same operands.
 UNCOUNTED_FLOPS = {
@@ -267,32 +263,6 @@ def quiet_export() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def kept_onnx_registry() -> Iterator[None]:
-    """Within, torch.onnx.export builds its table of ONNX functions once a process and opset, not at every export (two seconds each)."""
-    try:
-        registry: Any = importlib.import_module("torch.onnx._internal.exporter._registration").ONNXRegistry
-        plain, build = vars(registry)["from_torchlib"], registry.from_torchlib
-    except (ImportError, AttributeError, KeyError):  # another torch: it builds it as ever
-        yield
-        return
-    registry.from_torchlib = staticmethod(lambda *args, **kwargs: _copied_registry(build, args, tuple(kwargs.items())))
-    try:
-        yield
-    finally:
-        registry.from_torchlib = plain
-
-
-def _copied_registry(build: Callable[..., object], args: Args, kwargs: tuple[tuple[str, Any], ...]) -> Any:
-    """A registry of the caller's own: it may add to it."""
-    if (args, kwargs) not in _REGISTRIES:
-        _REGISTRIES[args, kwargs] = build(*args, **dict(kwargs))
-    kept = _REGISTRIES[args, kwargs]
-    own = copy.copy(kept)
-    vars(own).update({name: {k: list(v) for k, v in value.items()} for name, value in vars(kept).items() if isinstance(value, dict)})
-    return own
 
 
 def freezing() -> Any:

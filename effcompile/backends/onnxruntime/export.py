@@ -21,7 +21,7 @@ from torch import fx
 from effcompile.backends.indices import raising
 from effcompile.core.errors import LoweringError
 from effcompile.core.quiet import quiet_libraries
-from effcompile.core.torch_compat import kept_onnx_registry
+from effcompile.core.torch_compat_export import swift_onnx, synonyms
 from effcompile.ir.export import reexport, refresh_shapes
 from effcompile.ir.program import Program
 from effcompile.sites import parts as sites
@@ -59,9 +59,10 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
     except Exception as error:
         raise LoweringError(f"torch.export cannot export the graph of {program.name} again: {_cause(error)}") from error
     _copy_before_views(exported.graph)
+    synonyms(exported.graph)
     twin = replace(program, module=exported.module(check_guards=False))
     refresh_shapes(twin.module, program.args, program.kwargs)  # sites are told apart by their shapes at the example
-    with _quiet(), kept_onnx_registry():
+    with _quiet(), swift_onnx():
         try:
             onnx_program = torch.onnx.export(
                 exported,

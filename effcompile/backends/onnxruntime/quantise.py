@@ -97,10 +97,11 @@ def _quantise_group(model: onnx.ModelProto, held: WeightFormat, nodes: list[str]
 
 def _dynamic(model: onnx.ModelProto, nodes: list[str], *, per_channel: bool, op_type: str) -> onnx.ModelProto:
     from onnxruntime.quantization import QuantType
-    from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
     from onnxruntime.quantization.quant_utils import QuantizationMode
 
-    quantizer = ONNXQuantizer(
+    from effcompile.backends.onnxruntime.per_channel import WholeWeightQuantizer
+
+    quantizer = WholeWeightQuantizer(
         _prepared(model),
         per_channel,
         False,  # reduce_range: 7-bit weights, for CPUs whose u8×s8 product saturates

@@ -1,0 +1,172 @@
+"""What torch.export and torch.onnx do at every export, done once, or left out where it changes nothing. Private APIs, found by feature."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from threading import RLock, get_ident
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx
+
+from effcompile.core.types import Args
+
+aten = torch.ops.aten
+
+_REGISTRIES: dict[tuple[Any, ...], Any] = {}
+#: Held while a name of torch's is replaced: threads that put it back in another order would leave one's in place for good.
+_TURN = RLock()
+
+
+def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """`exported.run_decompositions({})`: writes in place made values, no operator taken apart.
+
+    torch tells every composite operator that it knows, some 600 of them, not to be taken apart: 0.15 s, five times what a small model
+    itself costs. Only those of the graph are told here, where its other operators cannot lead to any that is not in it.
+    """
+    module = _module("torch.export.exported_program", "_collect_all_valid_cia_ops")
+    targets = {node.target for part in _graphs(exported) for node in part.nodes if node.op == "call_function"}
+    if module is None or any(_may_lead_elsewhere(target) for target in targets):
+        return exported.run_decompositions({})
+    collect, mine = vars(module)["_collect_all_valid_cia_ops"], get_ident()
+    narrow = {target for target in targets if _preservable(target)}
+    with _replaced(module, "_collect_all_valid_cia_ops", lambda: set(narrow) if get_ident() == mine else collect()):
+        return exported.run_decompositions({})
+
+
+def _graphs(exported: torch.export.ExportedProgram) -> list[fx.Graph]:
+    return [part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+
+
+def _composite(operator: torch._ops.OpOverload) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in operator.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+
+
+def _preservable(operator: object) -> bool:
+    """Whether torch keeps a composite operator whole: one that is known to write nothing and to give nothing of its inputs away."""
+    if not isinstance(operator, torch._ops.OpOverload) or not _composite(operator):
+        return False
+    schema = operator._schema
+    lies = torch.Tag.maybe_aliasing_or_mutating in operator.tags
+    return not (lies or schema.is_mutable or any(argument.alias_info is not None for argument in schema.arguments))
+
+
+#: Composite operators that torch always takes apart, into operators that are not composite.
+_INTO_PLAIN = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("reshape", "default"),
+        ("dropout", "default"),  # in evaluation it is its input
+        ("contiguous", "default"),
+        ("flatten", "using_ints"),
+        ("expand_as", "default"),
+        ("view_as", "default"),
+        ("reshape_as", "default"),
+        ("to", "dtype"),
+        ("to", "device"),
+        ("to", "dtype_layout"),
+        ("chunk", "default"),
+        ("unflatten", "int"),
+        ("movedim", "int"),
+        ("swapaxes", "default"),
+        ("numpy_T", "default"),
+        ("narrow", "default"),
+    )
+)
+
+
+def _may_lead_elsewhere(operator: object) -> bool:
+    """Whether taking this operator apart, which torch will do, may give composite operators that stay whole."""
+    if not isinstance(operator, torch._ops.OpOverload):
+        return isinstance(operator, torch._ops.HigherOrderOperator)
+    return _composite(operator) and not _preservable(operator) and operator not in _INTO_PLAIN
+
+
+@contextlib.contextmanager
+def swift_onnx() -> Iterator[None]:
+    """Within, torch.onnx.export builds its table of ONNX functions once a process and opset (two seconds each), and does not trace a graph
+    again to take apart what it can translate as it is (a fifth of an export).
+    """
+    with kept_onnx_registry():
+        module = _module("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry")
+        if module is None:
+            yield
+            return
+        decompose = vars(module)["decompose_with_registry"]
+
+        def unless_needless(exported: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+            return exported if _translated(exported, registry) else decompose(exported, registry)
+
+        with _replaced(module, "decompose_with_registry", unless_needless):
+            yield
+
+
+def _translated(exported: torch.export.ExportedProgram, registry: Any) -> bool:
+    """Whether every operator of the graph writes nothing and has a translation to ONNX of its own."""
+    known = {found[0].fx_target for found in registry.functions.values() if found}
+    called = [node.target for part in _graphs(exported) for node in part.nodes if node.op == "call_function"]
+    operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]
+    return all(isinstance(target, torch._ops.OpOverload) and target in known and not target._schema.is_mutable for target in operators)
+
+
+@contextlib.contextmanager
+def kept_onnx_registry() -> Iterator[None]:
+    """Within, torch.onnx.export builds its table of ONNX functions once a process and opset."""
+    module = _module("torch.onnx._internal.exporter._registration", "ONNXRegistry")
+    registry: Any = vars(module)["ONNXRegistry"] if module is not None else None
+    if "from_torchlib" not in vars(registry or object):
+        yield
+        return
+    build = registry.from_torchlib
+    kept = staticmethod(lambda *args, **kwargs: _copied_registry(build, args, tuple(kwargs.items())))
+    with _replaced(registry, "from_torchlib", kept):
+        yield
+
+
+def _copied_registry(build: Callable[..., object], args: Args, kwargs: tuple[tuple[str, Any], ...]) -> Any:
+    """A registry of the caller's own: it may add to it."""
+    if (args, kwargs) not in _REGISTRIES:
+        _REGISTRIES[args, kwargs] = build(*args, **dict(kwargs))
+    kept = _REGISTRIES[args, kwargs]
+    own = copy.copy(kept)
+    vars(own).update({name: {k: list(v) for k, v in value.items()} for name, value in vars(kept).items() if isinstance(value, dict)})
+    return own
+
+
+def synonyms(graph: fx.Graph) -> None:
+    """Operators that torch writes in two ways, in the one that torch.onnx translates."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = _SYNONYMS.get(node.target, node.target)
+
+
+def _overloads(pairs: Iterable[tuple[str, str]]) -> dict[Any, Any]:
+    return {getattr(getattr(aten, a), kind): getattr(getattr(aten, b), kind) for a, b in pairs for kind in ("Tensor", "Scalar")}
+
+
+_SYNONYMS = _overloads((("__and__", "bitwise_and"), ("__or__", "bitwise_or"), ("__xor__", "bitwise_xor")))
+
+
+def _module(name: str, *needed: str) -> ModuleType | None:
+    """A private module of torch; None where this torch has none, or none with these names."""
+    try:
+        found = importlib.import_module(name)
+    except ImportError:
+        return None
+    return found if all(attribute in vars(found) for attribute in needed) else None
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    with _TURN:
+        kept = vars(owner)[name]
+        setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            setattr(owner, name, kept)
