@@ -89,8 +89,9 @@ def _may_lead_elsewhere(operator: object) -> bool:
 
 @contextlib.contextmanager
 def swift_onnx() -> Iterator[None]:
-    """Within, torch.onnx.export builds its table of ONNX functions once a process and opset (two seconds each), and does not trace a graph
-    again to take apart what it can translate as it is (a fifth of an export).
+    """Within, torch.onnx.export does not trace a graph again to take apart what it can translate as it is, which is half of an export.
+
+    The table of translations, two seconds, is built once a process.
     """
     with kept_onnx_registry():
         module = _module("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry")

@@ -16,13 +16,13 @@ _HIGHEST = 127
 class WholeWeightQuantizer(ONNXQuantizer):  # type: ignore[misc]  # the library has no types
     """Gives to the bit what its base gives, in a fortieth of the time: BERT-base has 83,000 channels."""
 
-    def quantize_weight_per_channel_impl(  # names are the base's
+    def quantize_weight_per_channel_impl(
         self,
         weight_name: str,
-        weight_qType: int,
+        weight_qType: int,  # noqa: N803  # the base's name
         channel_axis: int,
         reduce_range: bool = True,
-        keep_float_weight: bool = False,  # noqa: N803
+        keep_float_weight: bool = False,
     ) -> tuple[str, str, str]:
         weight = next((tensor for tensor in self.model.initializer() if tensor.name == weight_name), None)
         symmetric = weight_qType == onnx.TensorProto.INT8 and self.is_weight_symmetric(weight_qType) and self.min_real_range is None
