@@ -117,3 +117,41 @@ def losses(written: Path, checkpoints: Path, steps: int) -> list[str]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `optimize --devices 4 --strategy dp=2,tp=2 -o` writes."""
+    folder = tmp_path_factory.mktemp("divided")
+    (folder / "small.py").write_text(MODEL)
+    spec = ["optimize", str(folder / "small.py"), "--mode", "training", "--devices", "4"]
+    run([*spec, "--strategy", "dp=2,tp=2,zero=3", "-o", str(folder / "out")])
+    return folder / "out"
+
+
+def test_tensor_and_data_parallelism_are_proven_on_four_ranks(divided: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(divided), "--ranks", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert len(found["ranks"]) == 4
+    assert "over 2 ranks" in found["form"]
+    assert run(["verify", str(divided), "--ranks", "3"]) == 2
+    assert "3 do not divide by the plan's 2 tensor-parallel ranks" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("devices", "strategy", "said"),
+    [
+        ("4", "dp=2,tp=4", "is 8 ranks, and --devices 4"),
+        ("2", "zero=1", "zero=1 can be planned"),
+        ("2", "cp=2", "cp=2 can be planned"),
+        ("7", "tp=7", "do not divide by 7"),
+    ],
+)
+def test_strategies_that_cannot_be_carried_out_are_told(
+    devices: str, strategy: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "small.py").write_text(MODEL)
+    arguments = ["optimize", str(tmp_path / "small.py"), "--mode", "training", "--devices", devices, "--strategy", strategy]
+    assert run(arguments) == 2
+    assert said in " ".join(capsys.readouterr().err.split())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, fx, nn
@@ -20,6 +20,7 @@ T = TypeVar("T")
 class Source:
     """A model with example inputs. Arguments as in `capture_training`; by: it, or the same under autocast.
 
+    base: a change of the forward that comes before all edits; noted: says in the step what that made of it.
     made: what was captured again, by the name of the change; by "", the forward before any change; "as it is", the step without one.
     """
 
@@ -29,6 +30,8 @@ class Source:
     loss: Loss | None = None
     keep_outputs: bool = False
     by: Callable[..., Step] = capture_training
+    base: Edit | None = None
+    noted: Callable[[Step], Step] | None = None
     made: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, change: str, make: Callable[[], T]) -> T:
@@ -41,9 +44,21 @@ class Source:
     def capture(self, edit: Edit | None = None) -> Step:
         """The step, its forward changed by `edit`; the forward is traced once. Raises what `capture_training` does."""
         exported = self.once("", Exported)
-        return self.by(
-            self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=self.keep_outputs, edit=edit, exported=exported
+        edits = [each for each in (self.base, edit) if each is not None]
+
+        def edited(front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+            for each in edits:
+                each(front, inputs)
+
+        step = self.by(
+            self.model, self.args, self.kwargs, loss=self.loss, keep_outputs=self.keep_outputs, edit=edited if edits else None,
+            exported=exported,
         )  # fmt: skip
+        return step if self.noted is None else self.noted(step)
+
+    def edited(self, base: Edit, noted: Callable[[Step], Step]) -> Source:
+        """The same with a forward that is always changed by `base` first; it is not exported again."""
+        return replace(self, base=base, noted=noted, made={"": self.once("", Exported)})
 
     def capture_with_front(self) -> tuple[Step, fx.GraphModule | None]:
         """The step, and a copy of the forward that autograd was traced through; None where Dynamo gave it. Captured but once."""

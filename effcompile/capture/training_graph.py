@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ aten = torch.ops.aten
 
 #: What the wrapper around the user's model calls it; stripped from every qualified name.
 WRAPPED = "effcompile_user_model"
+#: In a forward's `meta`: qualified name → what stands for a parameter of the model, such as one rank's part of it.
+PARTS = "effcompile_parts"
 
 _ASSERTS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size")
 _SAME_VALUE = (aten.detach.default, aten.alias.default)
@@ -46,7 +48,7 @@ class Joint:
 def lift(front: fx.GraphModule, model: nn.Module, inputs: Sequence[torch.Tensor]) -> Lifted:
     """Parameters, buffers and constants as placeholders, one per distinct tensor: a tied weight stays one weight."""
     separate_draws(front.graph)
-    owners = _owners(model)
+    owners = _owners(model, front.meta.get(PARTS, {}))
     graph, found = fx.Graph(), dict[int, tuple[Enters, torch.Tensor, list[fx.Node]]]()
     given = [node for node in front.graph.nodes if node.op == "placeholder"]
     assert len(given) == len(inputs), f"{len(given)} placeholders for {len(inputs)} inputs"
@@ -84,7 +86,7 @@ class _Owners:
     tensors: dict[str, torch.Tensor]
 
 
-def _owners(model: nn.Module) -> _Owners:
+def _owners(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> _Owners:
     entering: dict[int, Enters] = {}
     tensors: dict[str, torch.Tensor] = {}
     listed: list[tuple[Entering, Iterable[tuple[str, torch.Tensor]]]] = [
@@ -92,7 +94,8 @@ def _owners(model: nn.Module) -> _Owners:
         (Entering.BUFFER, model.named_buffers(remove_duplicate=False)),
     ]
     for role, pairs in listed:
-        for name, tensor in pairs:
+        for name, whole in pairs:
+            tensor = parts.get(name, whole)
             tensors[name] = tensor
             entering.setdefault(id(tensor), Enters(role, name))
     return _Owners(entering, tensors)

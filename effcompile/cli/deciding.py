@@ -80,6 +80,7 @@ def optimize(
     passes: PassNames = None,
     dynamic: Dynamic = None,
     devices: Devices = None,
+    strategy: StrategyText = None,
     plan: SavedPlan = None,
     output: Output = None,
     verbose: Verbose = False,
@@ -89,9 +90,8 @@ def optimize(
     given = None if plan is None else Plan.load(plan)
     goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
     goal |= {"context": tokens, "prompt": prompt, "new": new}
-    if devices is not None:
-        ranks.check_devices(devices, mode, backend)
-        passes = [*(passes or ()), f"shard.ranks={devices}"]
+    axes = ranks.axes_asked(devices, strategy, mode, backend)
+    passes = [*(passes or ()), *axes.passes] if axes.several else passes
     reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
     job = Job(
         file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
@@ -103,8 +103,8 @@ def optimize(
     with console.steps(as_json, verbose) as steps:
         wanted = job.load(steps, given)
         with console.explaining(wanted.request.goal, as_json, context.obj):
-            if devices is not None and devices > 1:
-                made, written = ranks.plan_for_ranks(wanted, devices, output, model, reading)
+            if axes.several:
+                made, written = ranks.plan_for_ranks(wanted, output, model, reading)
             else:
                 executable = wanted.carried_out()
                 made = executable.plan
@@ -117,7 +117,7 @@ def optimize(
         _print_plan(made, verbose, output, hint=f"Add -o DIR to write {what}.")
         if devices is not None and devices > 1 and output is not None:
             typer.echo("\n launch   " + "\n          ".join(ranks.launch_lines(output, devices)))
-            typer.echo(f" verify   effcompile verify {output} --ranks 2")
+            typer.echo(f" verify   effcompile verify {output} --ranks {max(2, axes.tp)}")
     if not made.met:
         raise typer.Exit(1)
 

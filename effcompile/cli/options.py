@@ -70,7 +70,7 @@ LearningRate = Annotated[
     typer.Option("--lr", metavar="RATE@N", help="With --batch: a learning rate good for N examples, 3e-4@256.", rich_help_panel=GOAL),
 ]
 Devices = Annotated[
-    int | None, typer.Option("--devices", help="Training: so many data-parallel ranks; memory is each one's.", rich_help_panel=HOW)
+    int | None, typer.Option("--devices", help="Training: so many ranks, data-parallel ones without --strategy.", rich_help_panel=HOW)
 ]
 SavedPlan = Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="Apply this plan; nothing is solved.", rich_help_panel=HOW)]
 Output = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +11,7 @@ import typer
 
 from effcompile import console, report
 from effcompile.cli.options import AsJson, PlanFile
+from effcompile.cli.strategy import parse_strategy
 from effcompile.core.errors import UsageError
 from effcompile.core.units import format_bytes
 from effcompile.ir import saved
@@ -22,10 +23,53 @@ if TYPE_CHECKING:
     from effcompile.compiler.parallel.verify import Proof
 
 TRAIN = "train.py"
+#: Parts of a strategy that a step which is carried out has in any case.
+_LOWERED: dict[str, object] = {"pp": 1, "cp": 1, "vpp": 1, "sp": False, "recompute": "planned", "engine": "ours", "offload": "none"}
 
 
-def check_devices(devices: int, mode: object, backend: str | None) -> None:
-    """Raises UsageError for a number of devices that nothing can be planned for, before torch is loaded."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """How many ranks stand along each axis of the mesh; `zero`: whether parameters are replicated (0) or sharded (3) along dp."""
+
+    dp: int = 1
+    tp: int = 1
+    zero: int | None = None
+
+    @property
+    def several(self) -> bool:
+        return self.dp * self.tp > 1
+
+    @property
+    def passes(self) -> list[str]:
+        """What planning is asked."""
+        forms = {None: [], 0: ["shard.forms=replicated"], 3: ["shard.forms=block,weight"]}[self.zero]
+        return [f"shard.ranks={self.dp}", f"tensor.ranks={self.tp}", *forms]
+
+
+def axes_asked(devices: int | None, strategy: str | None, mode: object, backend: str | None) -> Axes:
+    """What --devices and --strategy say, checked before torch is loaded.
+
+    Raises:
+        UsageError: no such number of devices, or a strategy that is not lowered.
+    """
+    given = dict(parse_strategy(strategy or ""))
+    if devices is None:
+        if given:
+            raise UsageError("--strategy divides a step among devices: give --devices, too.")
+        return Axes()
+    _check_devices(devices, mode, backend)
+    tp, zero = int(str(given.pop("tp", 1))), given.pop("zero", None)
+    dp = int(str(given.pop("dp", max(1, devices // tp))))
+    if zero not in (None, 0, 3):
+        raise UsageError(f"--strategy zero={zero} can be planned (effcompile plan), not carried out: give 0, or 3 (each block decides).")
+    if others := [f"{name}={value}" for name, value in given.items() if _LOWERED.get(name) != value]:
+        raise UsageError(f"--strategy {others[0]} can be planned (effcompile plan), not carried out. Give dp, tp and zero here.")
+    if dp * tp != devices:
+        raise UsageError(f"--strategy dp={dp},tp={tp} is {dp * tp} ranks, and --devices {devices}. They multiply to the devices.")
+    return Axes(dp=dp, tp=tp, zero=None if zero is None else int(str(zero)))
+
+
+def _check_devices(devices: int, mode: object, backend: str | None) -> None:
     if devices < 1:
         raise UsageError(f"--devices {devices}: give the number of ranks, at least 1.")
     if mode == "inference":
@@ -34,8 +78,8 @@ def check_devices(devices: int, mode: object, backend: str | None) -> None:
         raise UsageError(f"--backend {backend}: a training step runs on the backend 'torch'. Leave the backend out.")
 
 
-def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str, reading: Reading) -> tuple[Plan, list[Path]]:
-    """The plan for so many data-parallel ranks; with a folder, also written, with the script that torchrun runs."""
+def plan_for_ranks(wanted: Wanted, output: Path | None, spec: str, reading: Reading) -> tuple[Plan, list[Path]]:
+    """The plan for several ranks; with a folder, also written, with the script that torchrun runs."""
     if not wanted.request.training:
         raise UsageError("--devices divides a training step. Add --mode training, or leave --devices out.")
     # An optimizer of the sharded parameters is there only on the ranks.
@@ -44,14 +88,20 @@ def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str,
         made = made.with_changes(notes=(*made.notes, "the optimizer's states, of one rank's shards, are not in the plan: leave them room"))
     if output is None:
         return made, []
-    text = _SCRIPT.format(model=_absolute(spec), reading=replace(reading, training=True), devices=devices)
+    text = _SCRIPT.format(model=_absolute(spec), reading=replace(reading, training=True), devices=_ranks(made))
 
     def write(folder: Path) -> list[Path]:
         (folder / TRAIN).write_text(text, encoding="utf-8")
         return [folder / TRAIN]
 
-    written = saved.save(made, output, artifact=write, beside={saved.REPORT: report.html_report(made)})
-    return written, sorted(output.iterdir())
+    saved.save(made, output, artifact=write, beside={saved.REPORT: report.html_report(made)})
+    return made, sorted(output.iterdir())
+
+
+def _ranks(plan: Plan) -> int:
+    from effcompile.compiler.parallel.lower import ranks_of
+
+    return ranks_of(plan)
 
 
 def _absolute(spec: str) -> str:
@@ -155,9 +205,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 import effcompile
+from effcompile.compiler.parallel.lower import mesh_for
+from effcompile.ir.plan import Plan
 from effcompile.loader.reading import load
 from effcompile.loader.source import Reading
 
@@ -171,10 +222,11 @@ STEPS = int(os.environ.get("STEPS", "10"))
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    plan = Plan.load(HERE / "plan.json")
+    mesh = mesh_for(plan, device)
     loaded = load(MODEL, READING)
-    given = loaded.kwargs or loaded.args  # of one rank: put your data loader's batches of this rank in their place
-    model = effcompile.optimize(loaded.model.train(), inputs=given, plan=HERE / "plan.json", loss=loaded.loss, mesh=mesh)
+    given = loaded.kwargs or loaded.args  # of one rank: put your data loader's batches of its place along "dp" in their place
+    model = effcompile.optimize(loaded.model.train(), inputs=given, plan=plan, loss=loaded.loss, mesh=mesh)
     make = loaded.optimizer if callable(loaded.optimizer) else torch.optim.AdamW
     optimizer = make(list(model.parameters()))
 

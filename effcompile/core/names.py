@@ -22,6 +22,7 @@ INFERENCE_PASSES: Mapping[str, str] = {
 #: Of a training plan, in order of application.
 TRAINING_PASSES: Mapping[str, str] = {
     "microbatch": "runs the step in parts of the batch and adds up their gradients",
+    "tensor": "tensor-parallel ranks: divides heads and neurons among them",
     "precision": "computes in bf16 or fp16, with the master weights in fp32",
     "attention": "attention without its matrix of scores, forward and backward",
     "loss_head": "computes logits and loss in chunks; adds tied gradients in place",

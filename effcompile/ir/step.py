@@ -17,17 +17,40 @@ from effcompile.ir.roles import Entering, Leaving, Roles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a tensor-parallel rank has of a parameter of some whole shape: one of `count` equal runs of places along an axis."""
+
+    axis: int
+    shape: tuple[int, ...]
+    count: int
+    index: int
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The rank's part of a tensor of the parameter's shape."""
+        return whole.chunk(self.count, self.axis)[self.index]
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return (*self.shape[: self.axis], self.shape[self.axis] // self.count, *self.shape[self.axis + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """How the parameters of a step lie over data-parallel ranks, each of which runs it on a part of the batch of its own.
 
     Attributes:
         ranks: how many.
-        shapes: qualified name → whole shape, of the parameters that are sharded along their first axis: the step's placeholder of one,
-            and its gradient, have ⌈N / ranks⌉ rows. All others are whole on every rank.
+        shapes: qualified name → shape, of the parameters that are sharded along their first axis: the step's placeholder of one,
+            and its gradient, have ⌈N / ranks⌉ rows. All others are the same on every one of these ranks.
+        split: ranks among which structures are divided (tensor parallelism). parts: qualified name → what this one of them has of it;
+            `shapes` are those of the parts.
     """
 
-    ranks: int
+    ranks: int = 1
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    split: int = 1
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

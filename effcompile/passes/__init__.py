@@ -31,6 +31,7 @@ from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.states import States
+from effcompile.passes.training.tensor import TensorParallel
 from effcompile.schedules.ways import Way
 
 __all__ = [
@@ -70,6 +71,7 @@ PASSES: dict[str, type[Any]] = {
 #: come before the last of them; then what stands beside the step.
 _CAPTURED_LATE: dict[str, type[Any]] = {"microbatch": Microbatch}
 _OF_THE_GRAPH: dict[str, type[Any]] = {
+    "tensor": TensorParallel,
     "precision": Precision,
     "attention": FusedAttention,
     "loss_head": LossHeads,

@@ -165,9 +165,10 @@ def run_rank(rank: int, model: nn.Module, inputs: Inputs, cut: Blocks, emitted: 
     spread = cut.step.spread
     assert spread is not None
     mine = part(inputs, rank, ranks)
-    runner = StepRunner(model, cut.step, emitted, ranks=Ranks(mesh=mesh, spread=spread))
+    on = Ranks(mesh=mesh, spread=spread)
+    runner = StepRunner(model, cut.step, emitted, ranks=on)
     runner.guarded = False
-    spread_parameters(model, spread, mesh)
+    spread_parameters(model, on)
     optimizer = optimizer_of(model)
     base = alive_bytes("cpu", model, mine, list(cut.step.constants.values()))
     losses, gradients, parameters, peaks = [], [], [], []

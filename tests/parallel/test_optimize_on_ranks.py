@@ -198,7 +198,7 @@ def refused(call: Callable[[], object]) -> str:
 def others(rank: int, plan: Plan) -> dict[str, str]:
     """What each way to disagree says."""
     mesh, ids = mesh_of(), mine(rank)
-    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
 
     def asked(model: nn.Module | None = None, inputs: Tensor = ids, mesh: DeviceMesh = mesh, **more: Any) -> str:
         return refused(lambda: effcompile.optimize(model or tiny(), inputs=(inputs,), mode="training", mesh=mesh, **more))
@@ -219,7 +219,7 @@ def test_ranks_that_do_not_agree_are_told(plan: Plan) -> None:
         for thing in ("models", "inputs", "requests", "plans"):
             assert said[thing].startswith(f"UsageError: The ranks have different {thing}: Rank 0: "), said[thing]
             assert "Rank 1: " in said[thing]
-        assert re.search(r"UsageError: mesh has the axes .*'dp', 'tp'", said["mesh"])
+        assert re.search(r"UsageError: mesh has the axes .*'dp', 'ep'", said["mesh"])
         assert "make it of the returned model's parameters()" in said["optimizer"]
         assert "InfeasibleError" in said["infeasible"]
         assert ("Rank 0, which makes the plan for all" in said["infeasible"]) == bool(rank)

@@ -11,15 +11,19 @@ import torch.distributed as dist
 from rank_helpers import STEPS, Trained, batch_of, blocks_of, model_of, optimizer_of, part, trained, worst_error
 from torch.distributed.device_mesh import init_device_mesh
 
-from effcompile.backends.torch.ranks import Ranks, spread_parameters
+import effcompile
+from effcompile.backends.torch.ranks import Ranks, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
+from effcompile.capture.source import Source
 from effcompile.capture.training import capture_training
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.training.alive import alive_bytes
 from effcompile.core import torch_compat
-from effcompile.ir.step import Spread
+from effcompile.core.errors import UsageError
+from effcompile.passes.training.base import Case
 from effcompile.passes.training.shard import BY_BLOCK, spread_over
 from effcompile.passes.training.split import Split
+from effcompile.passes.training.tensor import TensorParallel
 from effcompile.schedules.emit import emit
 from effcompile.schedules.simulate import simulate
 
@@ -41,19 +45,19 @@ class Found:
 def run(rank: int, name: str, wanted: Trained, dp: int, tp: int) -> Found:
     """STEPS steps with a graph divided over tp ranks and a batch divided over dp."""
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    data, along = mesh["dp"], mesh["tp"].get_group()
     model = model_of(name)
-    mine = part(batch_of(name, 2 * dp), data.get_local_rank(), dp)
-    split = Split(model=model, ranks=tp, rank=mesh["tp"].get_local_rank())
-    step = capture_training(model, (), mine, edit=split.edit)
-    step = spread_over(step, model, dp, BY_BLOCK) if dp > 1 else step
-    spread = step.spread or Spread(ranks=1)
+    mine = part(batch_of(name, 2 * dp), mesh["dp"].get_local_rank(), dp)
+    source = Source(model=model, args=(), kwargs=mine)
+    case = Case(step=source.capture(), source=source)
+    made, split = TensorParallel(ranks=tp, rank=mesh["tp"].get_local_rank())._made(case, tp)
+    step = spread_over(made.step, model, dp, BY_BLOCK) if dp > 1 else made.step
+    assert step.spread is not None
     cut = blocks_of(step)
     emitted = emit(cut, frozenset(s for block in cut.blocks for s in block.entering))
-    runner = StepRunner(model, step, emitted, ranks=Ranks(mesh=data, spread=spread, beside={"tp": along}))
+    ranks = Ranks(mesh=ordered_mesh(mesh), spread=step.spread)
+    runner = StepRunner(model, step, emitted, ranks=ranks)
     runner.guarded = False
-    if dp > 1:
-        spread_parameters(model, spread, data)
+    spread_parameters(model, ranks)
     optimizer = optimizer_of(model)
     base = alive_bytes("cpu", model, mine, list(step.constants.values()))
     losses, errors, peaks = [], [], []
@@ -66,22 +70,16 @@ def run(rank: int, name: str, wanted: Trained, dp: int, tp: int) -> Found:
         del loss
         dist.all_reduce(total)
         losses.append(float(total) / dp / tp)
-        errors.append(
-            worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, parts(split, wanted.gradients[at]))
-        )
+        errors.append(worst_error({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, wanted.gradients[at]))
         optimizer.step()
         optimizer.zero_grad()
-        errors.append(worst_error(dict(model.named_parameters()), parts(split, wanted.parameters[at])))
-    replicas = [p.detach() for n, p in model.named_parameters() if n not in split.parts]
+        errors.append(worst_error(dict(model.named_parameters()), wanted.parameters[at]))
+    replicas = [p.to_local() for n, p in model.named_parameters() if n not in split.parts]
     return Found(
-        losses=losses, errors=errors, taken=split.taken, declined={site: reason.text for site, reason in split.declined.items()},
-        local=sum(p.numel() for p in model.parameters()), peaks=peaks, predicted=simulate(cut, emitted).peak_bytes,
-        replicas_equal=dp > 1 or all(equal_everywhere(p, tp) for p in replicas),
+        losses=losses, errors=errors, taken=list(split.taken), declined={site: reason.text for site, reason in split.declined.items()},
+        local=sum(p.to_local().numel() for p in model.parameters()), peaks=peaks, predicted=simulate(cut, emitted).peak_bytes,
+        replicas_equal=dp > 1 or all(equal_everywhere(p.detach(), tp) for p in replicas),
     )  # fmt: skip
-
-
-def parts(split: Split, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: split.parts[name].of(value) if name in split.parts else value for name, value in whole.items()}
 
 
 def equal_everywhere(tensor: torch.Tensor, ranks: int) -> bool:
@@ -120,15 +118,48 @@ def test_four_ranks_two_along_each_axis(name: str) -> None:
 def declined(name: str, tp: int) -> Split:
     model = model_of(name)
     split = Split(model=model, ranks=tp, rank=0)
+    before = {n: id(p) for n, p in model.named_parameters()}
     capture_training(model, (), dict(batch_of(name, 2)), edit=split.edit)
-    split.undone()
+    assert {n: id(p) for n, p in model.named_parameters()} == before
     return split
 
 
-def test_what_does_not_divide_is_said_and_the_model_stays_whole() -> None:
+def test_what_does_not_divide_is_said() -> None:
     """Two key heads over three ranks; 48 neurons divide."""
     split = declined("llama", 3)
     assert [reason.text for site, reason in split.declined.items() if site.endswith("heads")] == ["its 2 heads do not divide by 3"] * 2
     assert [site.rpartition(":")[2] for site in split.taken] == ["neurons", "neurons"]
-    fresh, left = dict(model_of("llama").named_parameters()), dict(split.model.named_parameters())
-    assert {n: p.shape for n, p in fresh.items()} == {n: p.shape for n, p in left.items()}
+
+
+def planned_over(model: torch.nn.Module, inputs: object, tp: int) -> effcompile.Plan:
+    return effcompile.plan(model, inputs, mode="training", passes=["checkpoint", f"tensor.ranks={tp}"])
+
+
+@pytest.mark.parametrize(("tp", "said"), [(3, r"its 2 heads do not divide by 3 .*Of tp, 2 would divide"), (7, "do not divide by 7")])
+def test_heads_that_do_not_divide_are_an_error(tp: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned_over(model_of("llama"), dict(batch_of("llama", 2)), tp)
+
+
+class ByHand(torch.nn.Module):
+    """x @ W.T, of which no structure is found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.w.T).relu().square().mean()
+
+
+def test_a_model_without_structures_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"Nothing of the model can be divided among 2 tensor-parallel ranks"):
+        planned_over(ByHand(), (torch.randn(4, 8),), 2)
+
+
+def test_dropout_is_an_error_over_tensor_parallel_ranks() -> None:
+    block = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Dropout(0.5), torch.nn.Linear(16, 8))
+    with pytest.raises(UsageError, match=r"draws random numbers \(dropout\)"):
+        effcompile.plan(
+            block, (torch.randn(4, 8),), mode="training", passes=["checkpoint", "tensor.ranks=2"], loss=lambda out, _: out.square().mean()
+        )

@@ -1,42 +1,95 @@
-"""A planned step on one of several ranks: the parameters that the user sees are DTensors, the graph's are their padded local shards."""
+"""A planned step on one of several ranks: the parameters that the user sees are DTensors, the graph's are their padded local shards.
+
+The mesh has the axes "tp" (each rank has a part of the heads and neurons) and "dp" (each has examples of its own), in this order: a
+parameter is divided along tp first, and what a rank has of it along dp.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from effcompile.core.errors import GuardError
 from effcompile.ir.step import Spread
 from effcompile.ops import collectives
 from effcompile.ops.collectives import rows_of_shard
 
+#: The axes of a mesh, in the order in which parameters are divided along them.
+AXES = ("tp", "dp")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+def ordered_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh with its axes in the order of AXES; one of one axis, which may have any name, as it is."""
+    names = mesh.mesh_dim_names or ()
+    wanted = tuple(axis for axis in AXES if axis in names)
+    if mesh.ndim == 1 or names == wanted:
+        return mesh
+    layout = mesh.mesh.permute([names.index(axis) for axis in wanted]).contiguous()
+    return DeviceMesh.from_group([mesh.get_group(axis) for axis in wanted], mesh.device_type, mesh=layout, mesh_dim_names=wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Where a step runs.
-
-    Attributes:
-        mesh: the ranks that divide the batch. spread: how the parameters lie over them.
-        beside: further axes of which the step has collectives → the ranks along them.
-    """
+    """Where a step runs. `mesh`: as `ordered_mesh` makes it. `spread`: how the parameters lie over it."""
 
     mesh: DeviceMesh
     spread: Spread
-    beside: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh's axes; a single one of another name divides the batch."""
+        names = tuple(self.mesh.mesh_dim_names or ())
+        return names if set(names) <= set(AXES) and names else ("dp",)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The processes along an axis; None where the mesh has none such."""
+        return self.mesh.get_group(self.axes.index(axis)) if axis in self.axes else None
+
+    def place(self, axis: str) -> tuple[int, int]:
+        """(number of this rank along an axis, how many there are)."""
+        at = self.axes.index(axis) if axis in self.axes else None
+        return (0, 1) if at is None else (self.mesh.get_local_rank(at), self.mesh.size(at))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Collectives within are among the mesh's processes."""
-        with collectives.over({"dp": self.mesh.get_group(), **self.beside}):
+        with collectives.over({axis: self.mesh.get_group(at) for at, axis in enumerate(self.axes)}):
             yield
+
+    def placements(self, name: str) -> tuple[Placement, ...]:
+        """How a parameter lies along each axis."""
+        parts, shapes = self.spread.parts, self.spread.shapes
+        along = {
+            "pp": Replicate(),
+            "tp": Shard(parts[name].axis) if name in parts else Replicate(),
+            "dp": Shard(0) if name in shapes else Replicate(),
+        }
+        return tuple(along[axis] for axis in self.axes)
+
+    @property
+    def divides(self) -> bool:
+        """Whether some parameter is not the same on every rank."""
+        return bool(self.spread.shapes or self.spread.parts)
+
+    def mine(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank has of a tensor of a parameter's shape, without padding."""
+        part, shapes = self.spread.parts.get(name), self.spread.shapes
+        local = whole if part is None else part.of(whole)
+        if name not in shapes:
+            return local
+        me, world = self.place("dp")
+        rows = rows_of_shard(shapes[name][0], world)
+        return local[me * rows : (me + 1) * rows]
 
     def local(self, name: str, value: Tensor) -> Tensor:
         """What the graph takes for a parameter: of a DTensor its shard with ⌈N / W⌉ rows, a view of its memory where that has them."""
@@ -59,12 +112,22 @@ class Ranks:
 
     def gradient(self, name: str, value: Tensor | None) -> Tensor | None:
         """What the user finds for a parameter: a DTensor like it."""
-        if value is None or not self.spread.shapes:
+        if value is None or not self.divides:
             return value
-        shape = self.spread.shapes.get(name)
-        if shape is None:
-            return DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
-        return as_dtensor(value, torch.Size(shape), self.mesh)
+        return self.as_dtensor(name, value)
+
+    def as_dtensor(self, name: str, padded: Tensor) -> DTensor:
+        """The DTensor of which a padded shard holds this rank's rows; it shares its memory."""
+        parts, shapes = self.spread.parts, self.spread.shapes
+        local = padded
+        if name in shapes:
+            me, world = self.place("dp")
+            count, rows = shapes[name][0], rows_of_shard(shapes[name][0], world)
+            local = padded[: max(0, min(rows, count - me * rows))]
+        whole = parts[name].shape if name in parts else shapes.get(name, tuple(padded.shape))
+        return DTensor.from_local(
+            local, self.mesh, self.placements(name), run_check=False, shape=torch.Size(whole), stride=_contiguous_strides(whole)
+        )
 
     @contextlib.contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
@@ -87,15 +150,16 @@ class Ranks:
 
     def check(self, name: str, value: Tensor) -> None:
         """Raise GuardError for a parameter that is no longer spread as it was."""
-        if name in self.spread.shapes and not (isinstance(value, DTensor) and value.placements == (Shard(0),)):
-            how = f"a DTensor {value.placements}" if isinstance(value, DTensor) else f"a plain {type(value).__name__} {tuple(value.shape)}"
-            raise GuardError(
-                f"{name} is {how} now; the step was planned for a DTensor sharded along its first axis over {self.spread.ranks} ranks "
-                "(something else has sharded or gathered the model: fully_shard, distribute_tensor, .data = ...). A planned step shards "
-                "its parameters itself: leave that out, or call effcompile.optimize again.",
-                place=f"model.{name}",
-                of_model=True,
-            )
+        if not self.divides or (isinstance(value, DTensor) and value.placements == self.placements(name)):
+            return
+        how = f"a DTensor {value.placements}" if isinstance(value, DTensor) else f"a plain {type(value).__name__} {tuple(value.shape)}"
+        raise GuardError(
+            f"{name} is {how} now; the step was planned for a DTensor {self.placements(name)} over {self.mesh.size()} ranks "
+            "(something else has sharded or gathered the model: fully_shard, distribute_tensor, .data = ...). A planned step shards "
+            "its parameters itself: leave that out, or call effcompile.optimize again.",
+            place=f"model.{name}",
+            of_model=True,
+        )
 
 
 def refuse_distributed(name: str, parameter: Tensor) -> None:
@@ -111,28 +175,21 @@ def refuse_distributed(name: str, parameter: Tensor) -> None:
         )
 
 
-def as_dtensor(padded: Tensor, shape: torch.Size, mesh: DeviceMesh) -> DTensor:
-    """The DTensor of which a padded shard holds this rank's rows; it shares its memory."""
-    world, me = mesh.size(), mesh.get_local_rank()
-    rows = rows_of_shard(shape[0], world)
-    mine = max(0, min(rows, shape[0] - me * rows))
-    return DTensor.from_local(padded[:mine], mesh, [Shard(0)], run_check=False, shape=shape, stride=_contiguous_strides(shape))
-
-
-def spread_parameters(model: nn.Module, spread: Spread, mesh: DeviceMesh) -> None:
-    """Replace the model's parameters by DTensors of their own values, in place; tied ones stay tied. Nothing where none is sharded.
+def spread_parameters(model: nn.Module, ranks: Ranks) -> None:
+    """Replace the model's parameters by DTensors of their own values, in place; tied ones stay tied. Nothing where none is divided.
 
     The whole values are freed one after the other.
     """
-    if not spread.shapes:
+    if not ranks.divides:
         return
+    names = {id(p): name for name, p in model.named_parameters()}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one is held, so that its id is not given out again
     for module in model.modules():
         for name, old in list(module._parameters.items()):
             if old is None:
                 continue
             if id(old) not in made:
-                new = nn.Parameter(_spread(old.detach(), mesh), requires_grad=old.requires_grad)
+                new = nn.Parameter(_spread(names[id(old)], old.detach(), ranks), requires_grad=old.requires_grad)
                 made[id(old)] = old, new
                 vars(new).update(vars(old))
                 with torch.no_grad():
@@ -140,32 +197,28 @@ def spread_parameters(model: nn.Module, spread: Spread, mesh: DeviceMesh) -> Non
             module._parameters[name] = made[id(old)][1]
 
 
-def _spread(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    if not whole.dim():
-        return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-    world, me = mesh.size(), mesh.get_local_rank()
-    rows = rows_of_shard(whole.shape[0], world)
-    padded = whole.new_zeros((rows, *whole.shape[1:]))
-    mine = whole[me * rows : (me + 1) * rows]
+def _spread(name: str, whole: Tensor, ranks: Ranks) -> DTensor:
+    mine = ranks.mine(name, whole)
+    if name not in ranks.spread.shapes:
+        return ranks.as_dtensor(name, whole if mine is whole else mine.clone(memory_format=torch.contiguous_format))
+    shape = ranks.spread.shapes[name]
+    padded = whole.new_zeros((rows_of_shard(shape[0], ranks.spread.ranks), *shape[1:]))
     padded[: mine.shape[0]].copy_(mine)
-    return as_dtensor(padded, whole.shape, mesh)
+    return ranks.as_dtensor(name, padded)
 
 
-def made_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+def made_alike(model: nn.Module, ranks: Ranks) -> None:
     """Give every rank the first one's parameters and buffers, in place, as DDP does."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.numel():
                 continue
             contiguous = tensor.detach().contiguous()
-            dist.broadcast(contiguous, group=mesh.get_group(), group_src=0)
+            for at in range(ranks.mesh.ndim):
+                dist.broadcast(contiguous, group=ranks.mesh.get_group(at), group_src=0)
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
 
 
 def _contiguous_strides(shape: tuple[int, ...] | torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+    return tuple(math.prod(max(1, size) for size in shape[at + 1 :]) for at in range(len(shape)))

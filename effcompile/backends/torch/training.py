@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ class StepRunner:
         other.model, other.sink, other.state = model, None, self.state.bound_to(model)
         other.loss_scale = copy.deepcopy(self.loss_scale)
         return other
+
+    @contextlib.contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """The model as its own forward wants it: with its parameters gathered, where they are spread over ranks."""
+        with contextlib.nullcontext() if self.ranks is None else self.ranks.whole(model):
+            yield
 
     @property
     def takes_items(self) -> bool:

@@ -15,11 +15,11 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from effcompile.backends.torch.ranks import Ranks, made_alike, spread_parameters
+from effcompile.backends.torch.ranks import AXES, Ranks, made_alike, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.parallel.meeting import Meeting
 from effcompile.compiler.progress import entry
@@ -36,7 +36,8 @@ from effcompile.core.types import Args, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
-from effcompile.passes.training import shard
+from effcompile.ir.step import Spread
+from effcompile.passes.training import shard, tensor
 
 #: What the original step takes beside what is predicted of it (confirm.py).
 _UNPLANNED = 1.25
@@ -53,34 +54,53 @@ def optimize_on_ranks(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unp
         RankError: a rank does not come. As of `optimize_training`.
     """
     task = Task.of(model, args, kwargs, asked)
-    mesh = _data_parallel(task.request.mesh)
+    mesh = _checked(task.request.mesh)
     _refuse_spread(model)
     meeting = Meeting.of(mesh)
     meeting.agree(_facts(task, mesh))
+    place = Ranks(mesh=mesh, spread=Spread())
+    _same_examples(task, place, meeting)
     alone = replace(task, request=replace(task.request, mesh=None))
     plan = task.request.plan
     if plan is None:
         with task.request.progress.step("plan for all ranks"):
-            plan = Plan.from_dict(dict(meeting.told(lambda: _made(alone, mesh.size()).to_dict())))
-    _check_world(plan, mesh.size())
-    return _carried_out(applied_plan(alone, plan), mesh, meeting)
+            plan = Plan.from_dict(dict(meeting.told(lambda: _made(alone, place).to_dict())))
+    _check_world(plan, place)
+    mine = (*(alone.request.passes or ()), f"{tensor.TensorParallel.name}.rank={place.place('tp')[0]}")
+    found = applied_plan(replace(alone, request=replace(alone.request, passes=mine)), plan)
+    return _carried_out(found, place, meeting)
 
 
-def _data_parallel(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh, if it has one axis of several ranks.
+def _checked(mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh with its axes in our order.
 
     Raises:
-        UsageError: it has others, or no rank but this one.
+        UsageError: it has axes that no step is divided along, or no rank but this one.
     """
     assert mesh is not None
-    if mesh.ndim != 1:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and set(names) != set(AXES)):
         raise UsageError(
-            f"mesh has the axes {mesh.mesh_dim_names or mesh.ndim} of {tuple(mesh.shape)}; the ranks of a data-parallel step are one axis. "
-            'Give mesh["dp"], or init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).'
+            f"mesh has the axes {names or mesh.ndim} of {tuple(mesh.shape)}. A step is divided along 'dp' (each rank has examples of its "
+            'own) and \'tp\' (each has a part of the heads and neurons): init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), or '
+            'one of them alone, mesh["dp"].'
         )
     if mesh.size() < 2:
         raise UsageError("mesh has one rank. Leave mesh out, or start more with torchrun --nproc-per-node.")
-    return mesh
+    return ordered_mesh(mesh)
+
+
+def mesh_for(plan: Plan, device: str) -> DeviceMesh:
+    """The mesh that a plan is for, of all processes that torchrun started.
+
+    Raises:
+        UsageError: it started another number of them.
+    """
+    axes, started = axes_of(plan), dist.get_world_size()
+    if math.prod(axes.values()) != started:
+        raise UsageError(f"The plan is for {_named(axes)}, and {started} were started. {_start(axes)}")
+    wanted = {axis: size for axis, size in axes.items() if size > 1}
+    return init_device_mesh(device, tuple(wanted.values()), mesh_dim_names=tuple(wanted))
 
 
 def _refuse_spread(model: nn.Module) -> None:
@@ -100,7 +120,7 @@ def _facts(task: Task, mesh: DeviceMesh) -> Mapping[str, object]:
     parameters = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in task.model.named_parameters()]
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in sorted(versions().items())),
-        "meshes": list(mesh.shape),
+        "meshes": [list(mesh.mesh_dim_names or ()), list(mesh.shape)],
         "models": f"{type(task.model).__name__} {_hash(parameters)}",
         "inputs": ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves),
         "requests": "; ".join(asked),
@@ -112,36 +132,77 @@ def _hash(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def _made(task: Task, world: int) -> Plan:
+def _same_examples(task: Task, place: Ranks, meeting: Meeting) -> None:
+    """Raises UsageError where tensor-parallel ranks, which compute parts of one result, have other examples than each other."""
+    if place.place("tp")[1] == 1:
+        return
+    tensors = [leaf for leaf in pytree.tree_leaves((task.args, dict(task.kwargs))) if isinstance(leaf, torch.Tensor)]
+    said = meeting.exchanged("examples", [place.place("dp")[0], _hash([t.detach().cpu().numpy().tobytes() for t in tensors])])
+    first: dict[int, tuple[int, str]] = {}
+    for rank, (row, digest) in zip(meeting.ranks, said, strict=True):
+        other, known = first.setdefault(row, (rank, digest))
+        if known != digest:
+            raise UsageError(
+                f"Ranks {other} and {rank} stand along 'tp' and have different inputs. Such ranks compute parts of one result: give them "
+                "the same examples (a sampler over mesh['dp'].size() replicas, not over all ranks)."
+            )
+
+
+def _made(task: Task, place: Ranks) -> Plan:
     """The plan, made by this rank alone."""
-    request = task.request
-    own = [each for each in request.passes or () if not each.startswith(f"{shard.Shard.name}.ranks")]
-    spec = (*own, f"{shard.Shard.name}.ranks={world}")
-    return plan_training(task.model, task.args, task.kwargs, **replace(request, passes=spec).asked)
+    request, dp, tp = task.request, place.place("dp")[1], place.place("tp")[1]
+    given = (f"{shard.Shard.name}.ranks", f"{tensor.TensorParallel.name}.rank")
+    own = [each for each in request.passes or () if not each.startswith(given)]
+    return plan_training(task.model, task.args, task.kwargs, **replace(request, passes=(*own, *passes_for(dp, tp))).asked)
+
+
+def passes_for(dp: int, tp: int) -> tuple[str, ...]:
+    """What planning is asked for so many ranks along each axis."""
+    return f"{shard.Shard.name}.ranks={dp}", f"{tensor.TensorParallel.name}.ranks={tp}"
+
+
+def axes_of(plan: Plan) -> dict[str, int]:
+    """Axis of the mesh → the ranks along it that a plan is for."""
+    found = {d.kind: d.settings.get("ranks") for d in plan.decisions if d.kind in (shard.KIND, tensor.KIND)}
+    along = {"dp": found.get(shard.KIND), "tp": found.get(tensor.KIND)}
+    return {axis: ranks if isinstance(ranks, int) else 1 for axis, ranks in along.items()}
 
 
 def ranks_of(plan: Plan) -> int:
-    """The data-parallel ranks that a plan is for; 1 for none."""
-    found = [d.settings.get("ranks") for d in plan.decisions if d.kind == shard.KIND]
-    return next((ranks for ranks in found if isinstance(ranks, int)), 1)
+    """The ranks that a plan is for; 1 for none."""
+    return math.prod(axes_of(plan).values())
 
 
-def _check_world(plan: Plan, world: int) -> None:
-    if (ranks := ranks_of(plan)) != world:
-        for_whom = "one process" if ranks == 1 else f"{ranks} data-parallel ranks"
+def _check_world(plan: Plan, place: Ranks) -> None:
+    axes, here = axes_of(plan), {axis: place.place(axis)[1] for axis in ("dp", "tp")}
+    if axes != here:
+        has = " × ".join(str(here[axis]) for axis in axes if max(here[axis], axes[axis]) > 1)
         raise UsageError(
-            f"The plan is for {for_whom}, and the mesh has {world}. Start {ranks} with torchrun, or leave `plan` out to plan for {world}."
+            f"The plan is for {_named(axes)}, and the mesh has {has}. {_start(axes)[:-1]}, or leave `plan` out to plan for what is there."
         )
 
 
-def _carried_out(found: Applied, mesh: DeviceMesh, meeting: Meeting) -> TrainingExecutable:
+def _named(axes: Mapping[str, int]) -> str:
+    words = {"dp": "data-parallel", "tp": "tensor-parallel"}
+    several = [f"{size} {words[axis]} ranks" for axis, size in axes.items() if size > 1]
+    return " × ".join(several) or "one process"
+
+
+def _start(axes: Mapping[str, int]) -> str:
+    return f"Start {math.prod(axes.values())} with torchrun --nproc-per-node {math.prod(axes.values())}."
+
+
+def _carried_out(found: Applied, place: Ranks, meeting: Meeting) -> TrainingExecutable:
     """The model on this rank: sharded, its step run, compared and timed on all of them."""
     work, spread = found.work, found.prepared.step.spread
     assert spread is not None
+    if found.prepared.case.scaled:
+        raise UsageError("A step in fp16 sees an overflow of its scaled loss on the rank that has the gradient. Plan in bf16 or fp32.")
+    ranks = replace(place, spread=spread)
     with work.progress.step("run the original step"):
-        wanted, refusal = _eager(found, mesh, meeting)
-    spread_parameters(work.model, spread, mesh)
-    runner = runner_of(work.model, found.prepared.case, found.emitted, Ranks(mesh=mesh, spread=spread))
+        wanted, refusal = _eager(found, ranks, meeting)
+    spread_parameters(work.model, ranks)
+    runner = runner_of(work.model, found.prepared.case, found.emitted, ranks)
     runner.guarded = False
     constants = list(found.prepared.step.constants.values())
     base = alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
@@ -156,11 +217,10 @@ def _carried_out(found: Applied, mesh: DeviceMesh, meeting: Meeting) -> Training
     return planned(work.model, runner, _measured(found.plan, said, check, refusal, meeting))
 
 
-def _eager(found: Applied, mesh: DeviceMesh, meeting: Meeting) -> tuple[verify.Result | None, str]:
+def _eager(found: Applied, ranks: Ranks, meeting: Meeting) -> tuple[verify.Result | None, str]:
     """The model's own step with its gradients averaged, of which this rank's shards are left; or why it is not run, on all ranks."""
-    work, spread = found.work, found.prepared.step.spread
-    assert spread is not None
-    made_alike(work.model, mesh)
+    work = found.work
+    made_alike(work.model, ranks)
     whole = found.plan.baseline.peak_bytes or 0
     room = Room.of(device_of(work.model), whole, found.plan.goal.memory)
     refusals = meeting.exchanged("room for the original step", room.refusal(int(_UNPLANNED * whole), whole))
@@ -168,14 +228,14 @@ def _eager(found: Applied, mesh: DeviceMesh, meeting: Meeting) -> tuple[verify.R
     if refusal:
         return None, refusal
     wanted = verify.run(work.eager_loss, work.model, work.leaves)
-    me, kept = mesh.get_local_rank(), dict[str, torch.Tensor | None]()
+    kept, group = dict[str, torch.Tensor | None](), ranks.group("dp")
     for name, gradient in wanted.gradients.items():
         if gradient is not None and not name.startswith("input "):
-            dist.all_reduce(gradient, group=mesh.get_group())
-            gradient = gradient.div_(mesh.size())
-            if name in spread.shapes:
-                rows = -(-gradient.shape[0] // mesh.size())
-                gradient = gradient[me * rows : (me + 1) * rows].clone()
+            if group is not None:
+                dist.all_reduce(gradient, group=group)
+                gradient = gradient.div_(group.size())
+            mine = ranks.mine(name, gradient)
+            gradient = mine if mine is gradient else mine.clone()
         kept[name] = gradient
     return replace(wanted, gradients=kept), ""
 

@@ -19,9 +19,12 @@ _LAYERS, _HEADS, _HEAD, _VOCABULARY = 2, 4, 16, 199
 _TOKENS = 32
 
 
-def shrunk(model: nn.Module, args: Args, kwargs: Kwargs, examples: int) -> tuple[nn.Module, Inputs, str]:
-    """(small copy, inputs of so many examples, what it is). A model without a configuration that can be made smaller stays as it is."""
-    for small, said in _smaller(model):
+def shrunk(model: nn.Module, args: Args, kwargs: Kwargs, examples: int, split: int = 1) -> tuple[nn.Module, Inputs, str]:
+    """(small copy, inputs of so many examples, what it is). A model without a configuration that can be made smaller stays as it is.
+
+    split: its heads are divided among so many ranks.
+    """
+    for small, said in _smaller(model, split):
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = type(model)(small).train()
@@ -32,7 +35,7 @@ def shrunk(model: nn.Module, args: Args, kwargs: Kwargs, examples: int) -> tuple
     return model, _inputs(args, kwargs, examples, 0), "the model itself"
 
 
-def _smaller(model: nn.Module) -> Iterator[tuple[Any, str]]:
+def _smaller(model: nn.Module, split: int) -> Iterator[tuple[Any, str]]:
     """Configurations like the model's, the smallest first."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "num_hidden_layers"):
@@ -48,9 +51,9 @@ def _smaller(model: nn.Module) -> Iterator[tuple[Any, str]]:
     heads = int(getattr(config, "num_attention_heads", 0) or 0)
     keys = int(getattr(config, "num_key_value_heads", heads) or heads)
     if heads:
-        left = min(heads, _HEADS)
+        left = min(heads, max(_HEADS, split))
         _set(narrow, "num_attention_heads", left)
-        _set(narrow, "num_key_value_heads", max(1, left * keys // heads))
+        _set(narrow, "num_key_value_heads", max(split, left * keys // heads))
         _set(narrow, "head_dim", _HEAD)
         _set(narrow, "d_kv", _HEAD)
         _set(narrow, "hidden_size", left * _HEAD)

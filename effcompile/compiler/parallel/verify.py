@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from effcompile.capture.training import Loss
-from effcompile.compiler.parallel.lower import optimize_on_ranks, ranks_of
+from effcompile.compiler.parallel.lower import axes_of, mesh_for, optimize_on_ranks, passes_for, ranks_of
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.parallel.shrink import shrunk
 from effcompile.compiler.progress import QUIET, Progress
@@ -32,7 +31,7 @@ from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.plan import Plan
-from effcompile.passes.training import microbatch, shard
+from effcompile.passes.training import microbatch, shard, tensor
 
 #: Steps, and examples of a rank.
 STEPS, _EXAMPLES = 3, 2
@@ -81,21 +80,26 @@ def verify_plan(
         raise UsageError("The plan is for one process: there is nothing between ranks to verify. Plan with --devices 2 or more.")
     if ranks < 2:
         raise UsageError(f"ranks = {ranks}: give 2 or more, which need not be as many as the plan's.")
-    small, whole, said = shrunk(model, args, kwargs, ranks * _EXAMPLES)
-    form = next(d.option for d in plan.decisions if d.kind == shard.KIND)
+    axes = axes_of(plan)
+    dp, rest = divmod(ranks, axes["tp"])
+    if rest:
+        raise UsageError(f"ranks = {ranks} do not divide by the plan's {axes['tp']} tensor-parallel ranks. Give a multiple of these.")
+    small, whole, said = shrunk(model, args, kwargs, dp * _EXAMPLES, axes["tp"])
+    form = next((d.option for d in plan.decisions if d.kind == shard.KIND), shard.REPLICATED)
     with progress.step("plan the copy"):
-        made = _planned_alike(plan, small, _part(whole, 0, ranks), form, ranks, loss)
+        made = _planned_alike(plan, small, _part(whole, 0, dp), form, (dp, axes["tp"]), loss)
     with progress.step("train the copy in one process"):
         wanted = _trained(small, whole, loss)
     with progress.step(f"train the copy on {ranks} ranks"):
         found = on_ranks(_prove, ranks, small, whole, made, wanted, loss)
-    return Proof(subject=said, form=form, ranks=tuple(found))
+    among = [f"parameters {form}"] * (dp > 1) + [f"heads and neurons over {axes['tp']} ranks"] * (axes["tp"] > 1)
+    return Proof(subject=said, form=", ".join(among), ranks=tuple(found))
 
 
-def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, form: str, ranks: int, loss: Loss | None) -> Plan:
+def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, form: str, among: tuple[int, int], loss: Loss | None) -> Plan:
     """The copy's plan: the same form, the same share of the memory that the whole step takes unplanned."""
-    by = {d.by for d in plan.decisions} - {shard.Shard.name, microbatch.Microbatch.name, "states"}
-    spec = (*sorted(by | {"checkpoint"}), f"shard.ranks={ranks}", f"shard.forms={_WORDS[form]}")
+    by = {d.by for d in plan.decisions} - {shard.Shard.name, tensor.TensorParallel.name, microbatch.Microbatch.name, "states"}
+    spec = (*sorted(by | {"checkpoint"}), *passes_for(*among), f"shard.forms={_WORDS[form]}")
     goal = replace(plan.goal, memory=None)
     free = plan_training(small, *inputs, goal=goal, passes=spec, loss=loss)
     most, whole, unplanned = free.predicted.peak_bytes, plan.predicted.peak_bytes, plan.baseline.peak_bytes
@@ -111,7 +115,7 @@ def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, form: str, rank
 
 def _part(inputs: Inputs, rank: int, ranks: int) -> Inputs:
     """One rank's examples."""
-    size = ranks * _EXAMPLES
+    size = ranks * _EXAMPLES  # of the data-parallel ranks
     cut: Inputs = pytree.tree_map_only(
         Tensor, lambda t: t.narrow(0, rank * _EXAMPLES, _EXAMPLES).clone() if t.dim() and t.shape[0] == size else t, inputs
     )
@@ -157,9 +161,9 @@ def _eager_loss(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Tensor:
 
 def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trained, loss: Loss | None) -> OnRank:
     """STEPS steps on this rank, by the user's own way in."""
-    ranks = dist.get_world_size()
-    args, kwargs = _part(whole, rank, ranks)
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=(shard.AXIS,))
+    ranks, mesh = dist.get_world_size(), mesh_for(plan, "cpu")
+    dp = axes_of(plan)["dp"]
+    args, kwargs = _part(whole, mesh.get_local_rank("dp") if dp > 1 else 0, dp)
     planned = optimize_on_ranks(model, args, kwargs, goal=plan.goal, plan=plan, mesh=mesh, loss=loss)
     optimizer = _optimizer(planned)
     base = alive_bytes("cpu", model, args, dict(kwargs), list(planned.runner.step.constants.values()))

@@ -189,8 +189,10 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
     """Carry out a saved plan: it is simulated, verified and measured again."""
     found = applied_plan(task, plan)
     if (spread := found.prepared.step.spread) is not None:
+        among = f"{spread.ranks} data-parallel ranks" * (spread.ranks > 1) + " × " * (min(spread.ranks, spread.split) > 1)
+        among += f"{spread.split} tensor-parallel ranks" * (spread.split > 1)
         raise UsageError(
-            f"The plan is for {spread.ranks} data-parallel ranks. Run it under torchrun --nproc-per-node {spread.ranks}, with "
+            f"The plan is for {among}. Run it under torchrun --nproc-per-node {spread.ranks * spread.split}, with "
             "effcompile.optimize(model, inputs=..., plan=..., mesh=torch.distributed.device_mesh.init_device_mesh(...))."
         )
     runner = runner_of(task.model, found.prepared.case, found.emitted)

@@ -129,9 +129,7 @@ class _Given:
 
 def _unplanned(model: TrainingExecutable, own: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     """What the model's own forward returns; of one whose parameters are sharded, on all ranks together."""
-    if model.runner.ranks is None:
-        return own(model, *args, **kwargs)
-    with model.runner.ranks.whole(model):
+    with model.runner.whole(model):
         return own(model, *args, **kwargs)
 
 

@@ -15,9 +15,10 @@ The loss is that of the rank's own part of the batch, its gradients the means ov
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -105,21 +106,25 @@ class Shard:
         return replace(case, step=step, notes=(note, *case.notes))
 
 
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The parameters that can be sharded: all with an axis."""
-    return {name: tuple(map(int, p.shape)) for name, p in model.named_parameters() if p.dim()}
+def _shapes(model: nn.Module, before: Spread) -> dict[str, tuple[int, ...]]:
+    """The parameters that can be sharded, all with an axis; of those that are divided already the part."""
+    parts = before.parts
+    return {n: parts[n].local if n in parts else tuple(map(int, p.shape)) for n, p in model.named_parameters() if p.dim()}
 
 
-def _bytes_saved(model: nn.Module, ranks: int) -> int:
-    """Of the whole parameters less those of the padded shards."""
-    sharded = [p for p in model.parameters() if p.dim()]
-    padded = sum(rows_of_shard(p.shape[0], ranks) * (p.numel() // max(1, p.shape[0])) * p.element_size() for p in sharded)
-    return storage_bytes(sharded) - padded
+def _bytes_saved(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], before: Spread, ranks: int) -> int:
+    """Of the parameters as they were less those of the padded shards."""
+    whole = [p for n, p in model.named_parameters() if n in shapes and n not in before.parts]
+    sizes = {n: p.element_size() for n, p in model.named_parameters()}
+    parts = sum(math.prod(shapes[n]) * sizes[n] for n in before.parts)
+    padded = sum(rows_of_shard(shape[0], ranks) * math.prod(shape[1:]) * sizes[n] for n, shape in shapes.items())
+    return storage_bytes(whole) + parts - padded
 
 
 def spread_over(step: Step, model: nn.Module, ranks: int, form: str) -> Step:
     """A copy of the step for one of `ranks` ranks. `model`: whose step it is. `form`: one of those of this pass."""
-    shapes = {} if form == REPLICATED else _shapes(model)
+    before = step.spread or Spread()
+    shapes = {} if form == REPLICATED else _shapes(model, before)
     step, _ = copied(step)
     edit = _Edit(step, ranks, form != BY_WEIGHT)
     for node, name in step.parameters.items():
@@ -131,8 +136,8 @@ def spread_over(step: Step, model: nn.Module, ranks: int, form: str) -> Step:
     step.module.recompile()
     resident = step.resident_bytes
     if resident is not None and shapes:
-        resident -= _bytes_saved(model, ranks)
-    return replace(step, spread=Spread(ranks=ranks, shapes=shapes), resident_bytes=resident)
+        resident -= _bytes_saved(model, shapes, before, ranks)
+    return replace(step, spread=replace(before, ranks=ranks, shapes=shapes), resident_bytes=resident)
 
 
 @dataclass(slots=True)

@@ -7,28 +7,30 @@ linears, whose rows are divided, and read by others, whose columns are. Each ran
   every replicated weight that is read inside, such as the norm of each head in Qwen3, whose gradient on one rank is that of its heads;
 - what the readers make is a part of a sum over ranks, and its gradient the same on every rank; their bias is added once, after the sum.
 
-The exported forward is changed before autograd is traced through it, so that the gradients are autograd's. The model's parameters are
-this rank's parts while that is done (`Split.undone` puts the whole ones back).
+The exported forward is changed before autograd is traced through it, so that the gradients are autograd's. A weight of which a rank has
+rows in several places (queries, keys and values in one) stays whole on every rank, as no sharded tensor could say which rows these are:
+its rows are picked in the graph, and the sum over ranks of its gradient is whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from effcompile.capture.training_graph import WRAPPED
+from effcompile.capture.training_graph import PARTS, WRAPPED
 from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Args
 from effcompile.ir.program import Program
+from effcompile.ir.step import Part
 from effcompile.ops import collectives
 from effcompile.passes.prunable_groups import Structure, cut, structures
 from effcompile.sites.parts import LinearSite, linears
 
-__all__ = ["AXIS", "Part", "Split"]
+__all__ = ["AXIS", "Split"]
 
 #: The axis of the mesh along which structures are divided.
 AXIS = "tp"
@@ -36,37 +38,28 @@ aten = torch.ops.aten
 _PRUNED = "_pruned"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a rank has of a parameter: the places along an axis."""
-
-    axis: int
-    places: Tensor
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The rank's part of a tensor of the parameter's shape."""
-        return whole.index_select(self.axis, self.places)
-
-
 @dataclass(kw_only=True)
 class Split:
-    """The part of one rank among `ranks` of a model.
+    """The part of one rank among `ranks` of a model, which stays as it is.
 
     Attributes:
         parts: qualified name of a parameter → what the rank has of it, once the step is captured with `edit`.
-        taken: the structures that were divided. declined: those that were not → the reason.
+        taken: the structures that were divided → how many units they have. declined: those that were not → the reason.
+        whole: divided weights that every rank has whole, for its rows in them are in several places.
     """
 
     model: nn.Module
     ranks: int
     rank: int
     parts: dict[str, Part] = field(default_factory=dict)
-    taken: list[str] = field(default_factory=list)
+    taken: dict[str, int] = field(default_factory=dict)
     declined: dict[str, Unsupported] = field(default_factory=dict)
-    _whole: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    uneven: dict[str, int] = field(default_factory=dict)
+    whole: list[str] = field(default_factory=list)
+    _places: dict[str, tuple[int, Tensor]] = field(default_factory=dict)
 
     def edit(self, front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-        """Divide an exported forward, as `capture_training(..., edit=...)` wants it; the model has the rank's parts from now on."""
+        """Divide an exported forward, as `capture_training(..., edit=...)` wants it."""
         program = Program(name=type(self.model).__name__, module=front, inputs=(), outputs=())
         _without_idle_casts(front.graph)
         known = structures(program)
@@ -75,17 +68,12 @@ class Split:
         for structure in found:
             self._note(structure)
             cut(program, structure, self._mine(structure))
-        local = self._localise(front)
+        mine = {node for node in front.graph.find_nodes(op="get_attr") if str(node.target).endswith(_PRUNED)}
         sites = {site.site: site for site in linears(program)}
         for structure in found:
-            _Edges(front.graph, self.ranks, local).put(structure, sites)
+            _Edges(front.graph, self.ranks, mine).put(structure, sites)
+        self._localise(front, mine)
         front.graph.lint()
-
-    def undone(self) -> None:
-        """Give the model its whole parameters back."""
-        for module, name, whole in self._whole:
-            module._parameters[name] = whole
-        self._whole.clear()
 
     def _divides(self, structure: Structure) -> bool:
         """Whether a structure is divided; else the reason is noted."""
@@ -93,10 +81,11 @@ class Split:
         reason = structure.refused
         if reason is None and structure.count % self.ranks:
             reason = Unsupported(f"its {structure.count} {structure.kind} do not divide by {self.ranks}")
+            self.uneven[site] = structure.count
         if reason is not None:
             self.declined[site] = reason
             return False
-        self.taken.append(site)
+        self.taken[site] = structure.count
         return True
 
     def _tell_others(self, program: Program, known: Sequence[Structure]) -> None:
@@ -119,30 +108,59 @@ class Split:
         for rows, sites in ((True, structure.makes), (False, structure.reads)):
             for site, units in sites:
                 places = keep[units].nonzero().squeeze(1)
-                self.parts[_name(site.weight)] = Part(axis=int(rows == site.transposed), places=places)
+                self._places[_name(site.weight)] = int(rows == site.transposed), places
                 if rows and site.bias is not None:
-                    self.parts[_name(site.bias)] = Part(axis=0, places=places)
+                    self._places[_name(site.bias)] = 0, places
 
-    def _localise(self, front: fx.GraphModule) -> set[fx.Node]:
-        """The nodes of what was cut. Parameters keep their names: the model has this rank's parts under them."""
+    def _localise(self, front: fx.GraphModule, cut_nodes: Iterable[fx.Node]) -> None:
+        """Give a parameter that was cut its name back: its part stands for it in the forward's `meta`."""
         known = dict(self.model.named_parameters())
-        local = {node for node in front.graph.find_nodes(op="get_attr") if str(node.target).endswith(_PRUNED)}
-        for node in local:
+        made: dict[str, Tensor] = front.meta.setdefault(PARTS, {})
+        for node in cut_nodes:
             target = str(node.target).removesuffix(_PRUNED)
             name = target.rpartition(f"{WRAPPED}.")[2]
             if name not in known:
                 continue  # a constant that is applied by unit
             owner, _, leaf = target.rpartition(".")
             holder = front.get_submodule(owner)
-            part = nn.Parameter(getattr(holder, f"{leaf}{_PRUNED}").detach(), requires_grad=known[name].requires_grad)
+            parameter = known[name]
+            axis, places = self._places[name]
+            part = Part(axis=axis, shape=tuple(parameter.shape), count=self.ranks, index=self.rank)
+            own = nn.Parameter(getattr(holder, f"{leaf}{_PRUNED}").detach(), requires_grad=parameter.requires_grad)
             delattr(holder, f"{leaf}{_PRUNED}")
-            holder.register_parameter(leaf, part)
-            node.target = target
-            path, _, own = name.rpartition(".")
-            module = self.model.get_submodule(path)
-            self._whole.append((module, own, known[name]))
-            module._parameters[own] = part
-        return local
+            if _is_run(part, places):
+                self.parts[name] = part
+                made[name] = own
+                holder.register_parameter(leaf, own)
+                node.target = target
+            else:
+                holder.register_parameter(leaf, parameter)
+                self._pick(front, node, target, axis, places)
+                self.whole += [name] * (name not in self.whole)
+
+    def _pick(self, front: fx.GraphModule, node: fx.Node, target: str, axis: int, places: Tensor) -> None:
+        """The rank's rows of a weight that it has whole, whose gradient is the sum of all ranks' rows."""
+        holder, name = front, f"places_{target.replace('.', '_')}"
+        holder.register_buffer(name, places)
+        graph = front.graph
+        with graph.inserting_before(node):
+            whole, rows = graph.get_attr(target), graph.get_attr(name)
+            entered = graph.call_function(enter, (whole, AXIS, self.ranks))
+            picked = graph.call_function(aten.index_select.default, (entered, axis, rows))
+        mine = node.meta["val"]
+        shape = dict(self.model.named_parameters())[target.rpartition(f"{WRAPPED}.")[2]].shape
+        rows.meta["val"] = places
+        picked.meta = dict(node.meta)
+        for each in (whole, entered):
+            each.meta = {**node.meta, "val": mine.new_empty(shape)}
+        node.replace_all_uses_with(picked)
+        graph.erase_node(node)
+
+
+def _is_run(part: Part, places: Tensor) -> bool:
+    """Whether these places are the rank's run of equal length, which a sharded tensor can say."""
+    size, rest = divmod(part.shape[part.axis], part.count)
+    return not rest and torch.equal(places, torch.arange(part.index * size, (part.index + 1) * size))
 
 
 def _without_idle_casts(graph: fx.Graph) -> None:
