@@ -26,13 +26,16 @@ from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.passes.training.levers import Levers
-from effcompile.planner.remat import BlockFront, BlockOption, Stage, keep_fronts
+from effcompile.planner.remat import BlockFront, BlockOption, Group, Stage, keep_fronts
 from effcompile.schedules.blocks import Blocks, cut_into_blocks, reads_of
-from effcompile.schedules.emit import emit
+from effcompile.schedules.emit import Emitted, emit
 from effcompile.schedules.simulate import Trace, simulate
 
 #: Recomputation alone: what there is without asking.
 ALONE = Levers()
+
+#: Of each block what is kept, and what is held in which form; and the groups.
+Choices = tuple[tuple[tuple[frozenset[str], frozenset[tuple[str, str]]], ...], tuple[Group, ...]]
 
 _NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
@@ -46,7 +49,7 @@ class Prepared:
         cut: the step in blocks. plain: the same before offload and compress were proposed in them.
         seconds: predicted time of forward and backward without recomputation.
         checkpoint: plans the blocks. solved: kind of block → its options, of all cases, found when they are first asked for.
-        known: what was found out of it (solve.leanest).
+        known: what was found out of it (solve.leanest). made: its last schedules as they were emitted (solve.emitted).
     """
 
     case: Case
@@ -56,6 +59,7 @@ class Prepared:
     checkpoint: Checkpoint
     solved: MutableMapping[str, BlockFront] = field(default_factory=dict, compare=False)
     known: MutableMapping[str, int] = field(default_factory=dict, compare=False)
+    made: MutableMapping[Choices, tuple[Emitted, Trace]] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def step(self) -> Step:
