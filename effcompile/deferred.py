@@ -84,7 +84,19 @@ def with_forward(instance: nn.Module, forward: Forward) -> nn.Module:
     return clone
 
 
-class Deferred(nn.Module):
+class _PassesForItsModel:
+    """`isinstance` takes a model whose step is planned for the model: Trainer saves a PreTrainedModel with its config and tied weights.
+
+    A class of its own: in one that calls `super()` Python keeps `__class__` for itself.
+    """
+
+    @property  # type: ignore[misc]  # it cannot be set
+    def __class__(self) -> type:
+        held = self.__dict__
+        return type(held["model"]) if "request" in held and held["request"].training else type(self)
+
+
+class Deferred(_PassesForItsModel, nn.Module):
     """A model that is optimized at its first call, and again for inputs of shapes that it was not built for.
 
     Parameters, buffers, children and state_dict are the original model's. In inference it is optimized again after new

@@ -14,7 +14,7 @@ from effcompile.capture import axes as dynamic_axes
 from effcompile.capture import cleanup
 from effcompile.capture.calls import CallGuards
 from effcompile.capture.diagnose import capture_error, place_of
-from effcompile.capture.mends import CACHE_MEND, evaluating, mended, named_arguments
+from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat
@@ -79,7 +79,7 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
             mends=tuple(mend for mend in mends if mend != CACHE_MEND or cached),
         )
         program = _first_success(subject, dynamic)
-    return replace(program, call=call, state=ModelGuards(model, training=False))
+    return replace(program, call=call, state=ModelGuards(model, training=False, mended=CACHE_ATTRIBUTES if CACHE_MEND in mends else ()))
 
 
 def _contiguous(leaf: object) -> Any:

@@ -18,6 +18,8 @@ from effcompile.core import torch_compat
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.core.units import format_bytes
 
+#: What says whether a call returns a cache: Trainer and generate() set it, and a graph without a cache is right whatever it says.
+CACHE_ATTRIBUTES = ("use_cache",)
 CACHE_MEND = "use_cache=False: the output has no key/value cache, which torch.export cannot return"
 
 #: What a mend did in the user's words ("" for nothing), and how to undo it.

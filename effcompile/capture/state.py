@@ -5,7 +5,7 @@ Only where an object is another one, the model is walked again and the facts are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,10 @@ _SUMMED = (
 )
 
 
+#: Attributes of a configuration that say of which dtype the weights are: save_pretrained() writes there what they are.
+_DTYPES = ("dtype", "torch_dtype")
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """A fact that no longer holds; None where something is there, or gone, that was not."""
@@ -40,15 +44,25 @@ class Change:
 
 
 class ModelGuards:
-    """What a captured model must still be. See `ir.guards.StateGuards`."""
+    """What a captured model must still be. See `ir.guards.StateGuards`.
 
-    def __init__(self, model: nn.Module, *others: nn.Module, training: bool) -> None:
+    Args:
+        model, others: the model, and the executable that stands for it.
+        training: whether its parameters may change.
+        mended: names of attributes that the graph does not depend on, as capture mended what they say.
+    """
+
+    def __init__(self, model: nn.Module, *others: nn.Module, training: bool, mended: Collection[str] = ()) -> None:
         self._training, self._without = training, frozenset[str]()
         self._roots = dict(zip(("model", "executable"), (model, *others), strict=False))
         self._stale: GuardError | None = None
         self._name = type(model).__name__
+        self._dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), None)
         self._reads = code.reads_of(model)
         self._snapshot = self._taken()
+        if free := frozenset(place for place in self._snapshot.facts if place.rpartition(".")[2] in mended):
+            self._without = free
+            self._snapshot = self._taken()
         self._first = frozenset(self._snapshot.facts)
         self._sums, self._mode = Sums(()), model.training
 
@@ -125,10 +139,17 @@ class ModelGuards:
     def _holds(self, change: Change) -> bool:
         was, now = change.was, change.now
         if was is not None and now is not None:
+            if change.place.rpartition(".")[2] in _DTYPES and {_said(was), _said(now)} <= {None, self._dtype}:
+                return True
             thawed = change.place.endswith(".requires_grad") and was.value is True
             return was.equals(now) or thawed
         unnamed = change.kind == "attribute" and change.place.rpartition(".")[2] not in self._reads.names
         return unnamed and (was is None or change.place not in self._first)  # it was not there when the model was captured
+
+
+def _said(fact: Fact) -> str | None:
+    """The name of a dtype that a configuration states, as itself or as text."""
+    return None if fact.value is None else str(fact.value).removeprefix("torch.")
 
 
 def _refusal(name: str, change: Change) -> str:
@@ -136,8 +157,8 @@ def _refusal(name: str, change: Change) -> str:
     if change.place == "executable.forward":
         return (
             f"The forward of the planned {name} was wrapped after it was planned, as accelerate and Trainer do for mixed precision "
-            "(bf16=True, fp16=True). Leave that out and let the plan compute in 16 bits: effcompile.optimize(model, ..., "
-            "passes=['precision']); or call the step within torch.autocast(...) yourself."
+            "(bf16=True, fp16=True). Give no inputs to effcompile.optimize(model, mode='training', ...), so that the step is planned at "
+            "its first call, within theirs; or leave theirs out and let the plan compute in 16 bits, with passes=['precision']."
         )
     was, now = (None if fact is None else fact.text for fact in (change.was, change.now))
     said = (

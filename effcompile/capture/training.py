@@ -123,7 +123,7 @@ def capture_training(
     )  # fmt: skip
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
         step = _step(subject, _joint(subject))
-    return replace(step, state=ModelGuards(model, training=True))
+    return replace(step, state=ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES))
 
 
 class _StepModule(nn.Module):

@@ -1,0 +1,101 @@
+"""HuggingFace's Trainer with a model as people have it: its default configuration, checkpoints in mid-run, and resuming from one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import effcompile
+
+SETTINGS = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+def made() -> hf.GPT2LMHeadModel:
+    """With tied weights, a cache, and no dtype in its configuration, as any that was not loaded from a folder."""
+    torch.manual_seed(0)
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**SETTINGS, **DROPOUTS)).train()
+    assert model.config.use_cache and model.config.tie_word_embeddings
+    return model
+
+
+def examples() -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return [dict.fromkeys(("input_ids", "labels"), torch.randint(0, 32, (8,))) for _ in range(8)]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {name: torch.stack([example[name] for example in examples()[:2]]) for name in ("input_ids", "labels")}
+
+
+def trained(model: nn.Module, folder: Path, *, resume: bool = False, **more: Any) -> list[float]:
+    """The losses of four steps, with a checkpoint after the second; or of the last two, from that checkpoint."""
+    arguments = hf.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, max_steps=4, logging_steps=1, save_steps=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, **more,
+    )  # fmt: skip
+    trainer = hf.Trainer(model=model, args=arguments, train_dataset=examples())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2") if resume else None)
+    trainer.save_model(str(folder / "last"))
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def strict(model: nn.Module) -> Any:
+    return effcompile.optimize(model, inputs=batch(), mode="training", passes=["no-pointwise"])
+
+
+def deferred(model: nn.Module) -> Any:
+    return effcompile.optimize(model, mode="training", passes=["no-pointwise"])
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = made()
+    return trained(model, tmp_path_factory.mktemp("plain")), model.state_dict()
+
+
+@pytest.mark.parametrize("planned", [strict, deferred])
+def test_a_planned_model_trains_saves_and_resumes(
+    planned: Callable[[nn.Module], Any], plain: tuple[list[float], dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    losses, weights = plain
+    model = made()
+    assert trained(planned(model), tmp_path) == pytest.approx(losses, rel=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    again = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "last")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in again.state_dict().items())
+    assert trained(planned(made()), tmp_path, resume=True)[-2:] == pytest.approx(losses[-2:], rel=1e-5)
+
+
+def test_trainers_mixed_precision_is_that_of_the_plain_model(tmp_path: Path) -> None:
+    """Given no inputs, the step is planned at its first call, within Trainer's autocast; with inputs it was planned without."""
+    wanted = trained(made(), tmp_path / "plain", bf16=True)
+    assert trained(deferred(made()), tmp_path / "planned", bf16=True) == pytest.approx(wanted, rel=2e-3)
+    with pytest.raises(effcompile.EffcompileError, match="Give no inputs to"):
+        trained(strict(made()), tmp_path / "strict", bf16=True)
+
+
+def test_a_deferred_step_is_taken_for_its_model() -> None:
+    model = made()
+    step = deferred(model)
+    assert isinstance(step, hf.PreTrainedModel) and step.config is model.config and type(step).__name__ == "Deferred"
+    assert not isinstance(effcompile.optimize(model.eval()), hf.PreTrainedModel)  # its call returns no cache, whatever the model's does
+
+
+def test_a_configuration_that_turns_to_another_dtype_is_noticed() -> None:
+    step = strict(made())
+    step.config.dtype = "float32"  # what save_pretrained() writes
+    step(**batch())
+    step.config.dtype = "float16"
+    with pytest.raises(effcompile.EffcompileError, match="dtype was"):
+        step(**batch())
