@@ -263,6 +263,25 @@ class Deferred(_PassesForItsModel, nn.Module):
         mine.training = instance.training
         return mine
 
+    def __copy__(self) -> Deferred:
+        return self._of(self.model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Deferred:
+        """A copy that is planned anew: the steps of this one compute with this one's parameters."""
+        memo[id(self)] = twin = self._of(copy.deepcopy(self.model, memo))
+        return twin
+
+    def _of(self, model: nn.Module) -> Deferred:
+        twin = Deferred(model, self.request)
+        twin.training = self.training
+        return twin
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise UsageError(
+            f"An optimized {type(self.model).__name__} cannot be pickled, for its plan is bound to this process. Save its state_dict(), "
+            "and call effcompile.optimize again where it is loaded."
+        )
+
     def __getattr__(self, name: str) -> Any:
         """What the original model has: `model.config`, its children ..."""
         if "model" not in self.__dict__:
