@@ -82,7 +82,8 @@ def step() -> None:
     notes = {
         "limit_gbytes": limit and limit / 1e9, "planning_s": time.perf_counter() - start, "predicted_gbytes": predicted.peak_bytes / 1e9,
         "predicted_ms": predicted.seconds * 1e3, "profiled_gbytes": measured and measured.peak_bytes and measured.peak_bytes / 1e9,
-        "kernels": [note for note in plan.notes if "Triton" in note], "checks": [(c.name, c.error, c.passed) for c in plan.checks],
+        "kernels": [str(note) for note in plan.notes if "Triton" in str(note)],
+        "checks": [(c.name, c.error, c.passed) for c in plan.checks],
     }  # fmt: skip
     planned.train()
     timed("ours at half the peak", lambda: planned(ids=ids, labels=labels), planned, **notes)

@@ -71,9 +71,9 @@ def _captured(row: Row, model: Any, inputs: dict[str, Any]) -> None:
     program = capture(model, (), inputs)
     row.seconds = time.perf_counter() - start
     row.dynamic = _names(dim for spec in program.inputs for dim in spec.shape if isinstance(dim, str))
-    row.remarks = (*program.mends, *program.fixed)
+    row.remarks = (*map(str, program.mends), *program.fixed)
     _take(row, checks := verify_capture(program, model))
-    row.padding = next((check.note for check in checks if check.name.startswith("padded")), "no mask")
+    row.padding = next((str(check.note) for check in checks if check.name.startswith("padded")), "no mask")
 
 
 def _lowered(row: Row, model: Any, inputs: dict[str, Any]) -> None:
@@ -82,10 +82,10 @@ def _lowered(row: Row, model: Any, inputs: dict[str, Any]) -> None:
 
     plan = effcompile.optimize(model, inputs=inputs, backend="onnxruntime", target="cpu-generic").plan
     row.dynamic = _names(re.findall(r"([a-z]\w*)=", " ".join(plan.inputs)))
-    row.remarks = plan.notes
+    row.remarks = tuple(map(str, plan.notes))
     _take(row, plan.checks)
     row.padding = next(
-        iter(re.findall(r"padding changes the output by [^)]*|the model itself ignores this mask", " ".join(plan.notes))), "no mask"
+        iter(re.findall(r"padding changes the output by [^)]*|the model itself ignores this mask", " ".join(row.remarks))), "no mask"
     )
 
 

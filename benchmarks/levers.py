@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ from _step_models import build
 MODELS = ("gpt2", "llama", "bert", "t5", "vit")
 GAP = 0.0101  # the proof's, of the step's time; with rounding
 PASSES = ("offload.share=0.01", "compress.share=0.01", "states.eight_bit=true", "states.in_backward=true", "states.offload=true")
-POOL = re.compile(r"host memory.*?\((\d+) bytes\) at its highest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +128,14 @@ def _run(request: Request, joint: Any, budget: int) -> dict[str, Any]:
     from effcompile.compiler.training import confirm
     from effcompile.compiler.training.build import build_plan
     from effcompile.compiler.training.in_parts import runner_of
+    from effcompile.core.reasons import HostUse
 
     confirm._TIMING_SECONDS = 0.0
     work, best = request.work, joint.schedule
     plan = build_plan(joint, request.branches.chosen_from(joint), work.figures, replace(work.goal, memory=budget))
     runner = runner_of(work.model, joint.case, best.emitted)
     made = confirm.verified(work, best.prepared, runner, plan)[0].plan
-    pool = [int(found) for note in made.notes for found in POOL.findall(note)]
+    pool = [note.bytes for note in made.notes if isinstance(note, HostUse)]
     return {
         "peak": made.measured.peak_bytes, "predicted": made.predicted.peak_bytes, "error": made.checks[0].error,
         "pool": pool[-1] if pool else 0, "pool_planned": best.trace.host_bytes,

@@ -103,6 +103,7 @@ def child(name: str) -> None:
     import torch
 
     import effcompile
+    from effcompile.core.reasons import Unmeasured
 
     row = ROWS[name]
     model, inputs = row.make()
@@ -118,7 +119,7 @@ def child(name: str) -> None:
     told = {
         "model": sum(p.numel() * p.element_size() for p in model.parameters()), "predicted": plan.predicted.peak_bytes,
         "measured": plan.measured.peak_bytes if plan.measured else None, "checks": [f"{c.error:.1e}" for c in plan.checks],
-        "original": next((n.partition(": it ")[2] for n in plan.notes if n.startswith("the original step was not")), "measured"),
+        "original": next((note.because for note in plan.notes if isinstance(note, Unmeasured)), "measured"),
     }  # fmt: skip
     print(json.dumps(told))
 

@@ -96,7 +96,7 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
 
 def _gradient(name: str) -> dict[str, Any]:
     """How near the gradient of an architecture is, with all compressed that may be."""
-    import re
+    from effcompile.core.reasons import Cosine
 
     model, batch = build(name)
     for module in model.modules():
@@ -104,11 +104,11 @@ def _gradient(name: str) -> dict[str, Any]:
             module.p = 0.0
     _without_dropout(model)
     plan = _planned(model, batch, compress=True).plan
-    cosine = re.search(r"cosine of the whole gradient ([\d.]+)", plan.checks[0].note)
-    assert cosine is not None, "nothing was compressed"
+    found = plan.checks[0].note
+    assert isinstance(found, Cosine), "nothing was compressed"
     return {
         "name": name, "whole": plan.measured_baseline.peak_bytes, "packed": plan.measured.peak_bytes, "error": plan.checks[0].error,
-        "cosine": float(cosine[1]),
+        "cosine": found.cosine,
     }  # fmt: skip
 
 

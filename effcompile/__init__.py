@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from effcompile.core import errors
+from effcompile.core.reasons import Reason
 from effcompile.ir.plan import Plan
 from effcompile.ir.sparsity import SparsityFigures
 
@@ -128,6 +129,12 @@ def _print_sparsity(figures: SparsityFigures, console: Console | None) -> None:
     print_sparsity(figures, console)
 
 
+def _reason_words(reason: Reason) -> str:
+    from effcompile.report.reasons import words
+
+    return words(reason)
+
+
 def _infeasible_words(error: errors.InfeasibleError) -> str:
     from effcompile.report.causes import message
 
@@ -136,4 +143,5 @@ def _infeasible_words(error: errors.InfeasibleError) -> str:
 
 Plan.printer = staticmethod(_print)
 errors.InfeasibleError.words = staticmethod(_infeasible_words)
+Reason.words = staticmethod(_reason_words)
 SparsityFigures.printer = staticmethod(_print_sparsity)

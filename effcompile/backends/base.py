@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -64,8 +65,8 @@ class Backend(Protocol):
         """None, or why this program cannot be lowered, in one line."""
         ...
 
-    def lacks(self, call: KernelCall) -> str | None:
-        """Why there is no such kernel on any machine, in one line; None where there may be one."""
+    def lacks(self, call: KernelCall) -> Reason | None:
+        """Why there is no such kernel on any machine; None where there may be one."""
         ...
 
     def measure(self, call: KernelCall) -> float | None:

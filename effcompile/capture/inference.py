@@ -19,6 +19,7 @@ from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InputsError, InternalError
+from effcompile.core.reasons import Reason
 from effcompile.core.stages import first_line, stage
 from effcompile.core.torch_compat_export import functional
 from effcompile.core.types import Args, Kwargs, Outputs
@@ -46,7 +47,7 @@ class _Subject:
     kwargs: Mapping[str, Any]
     leaves: Sequence[dynamic_axes.Leaf]
     output_names: Sequence[str]
-    mends: tuple[str, ...]
+    mends: tuple[Reason, ...]
 
 
 def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, dynamic: Dynamic = None) -> Program:

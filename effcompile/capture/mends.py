@@ -15,47 +15,47 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs, Outputs
-from effcompile.core.units import format_bytes
 
 #: What says whether a call returns a cache: Trainer and generate() set it, and a graph without a cache is right whatever it says.
 CACHE_ATTRIBUTES = ("use_cache",)
-CACHE_MEND = "use_cache=False: the output has no key/value cache, which torch.export cannot return"
+CACHE_MEND = Because("use_cache=False: the output has no key/value cache, which torch.export cannot return")
 
-#: What a mend did in the user's words ("" for nothing), and how to undo it.
-Mend = tuple[str, list[Callable[[], object]]]
-_NOTHING: Mend = ("", [])
+#: What a mend did (None: nothing), and how to undo it.
+Mend = tuple[Reason | None, list[Callable[[], object]]]
+_NOTHING: Mend = (None, [])
 _EXPERTS = "_experts_implementation_internal"
 #: Bytes of experts' weights that a captured graph may copy at once.
 _MOST_GATHERED = 1 << 30
 
 
 @contextlib.contextmanager
-def as_reference(model: nn.Module) -> Iterator[tuple[str, ...]]:
+def as_reference(model: nn.Module) -> Iterator[tuple[Reason, ...]]:
     """The original model as results are compared with: eval mode, no gradient, no key/value cache in the output."""
     with contextlib.ExitStack() as stack, torch.no_grad():
         stack.enter_context(evaluating(model))
         said = _apply(stack, _without_cache(model))
         if _has_torch_transformer(model):
             stack.enter_context(torch_compat.traceable_transformer())
-            said += ("torch.nn.Transformer's fused inference path is off: captured as plain operators, masks applied as given",)
+            said += (Because("torch.nn.Transformer's fused inference path is off: captured as plain operators, masks applied as given"),)
         yield said
 
 
 @contextlib.contextmanager
-def mended(model: nn.Module, kwargs: Kwargs, args: Args = ()) -> Iterator[tuple[str, ...]]:
-    """The model as it is captured with these inputs: `as_reference` and what only tracing needs. Yields the mends in the user's words."""
+def mended(model: nn.Module, kwargs: Kwargs, args: Args = ()) -> Iterator[tuple[Reason, ...]]:
+    """The model as it is captured with these inputs: `as_reference` and what only tracing needs. Yields the mends."""
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(as_reference(model))
         said += _apply(stack, _merged_adapters(model))
         yield said + _apply(stack, _loss_type(model, kwargs)) + _apply(stack, _batched_experts(model, (args, kwargs)))
 
 
-def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[str, ...]:
-    text, undos = mend
+def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[Reason, ...]:
+    said, undos = mend
     for undo in undos:
         stack.callback(undo)
-    return (text,) if text else ()
+    return (said,) if said else ()
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def _merged_adapters(model: nn.Module) -> Mend:
                 undos.append(partial(parent._modules.__setitem__, name, layer))
     if not undos:
         return _NOTHING
-    return f"adapters merged into the weights of {len(undos)} layers: the graph has the base model's operators", undos
+    return Because("adapters merged into the weights of {} layers: the graph has the base model's operators", (len(undos),)), undos
 
 
 def _merged(layer: nn.Module | None) -> nn.Module | None:
@@ -157,7 +157,8 @@ def _loss_type(model: nn.Module, kwargs: Kwargs) -> Mend:
     if kwargs.get("labels") is None or getattr(model, "loss_type", "") is not None:
         return _NOTHING
     vars(model)["loss_type"] = "ForCausalLM"
-    return "loss_type='ForCausalLM': what HuggingFace falls back to for this class", [partial(setattr, model, "loss_type", None)]
+    said = Because("loss_type='ForCausalLM': what HuggingFace falls back to for this class")
+    return said, [partial(setattr, model, "loss_type", None)]
 
 
 def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
@@ -172,9 +173,10 @@ def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
         return _NOTHING
     undos: list[Callable[[], object]] = [partial(setattr, config, _EXPERTS, was) for config, was in before]
     gathered = _gathered_bytes(model, experts, inputs)
-    form, why = ("batched_mm", "all experts as batched matmuls") if gathered <= _MOST_GATHERED else (
-        "grouped_mm", f"experts one by one, for as batched matmuls they would copy {format_bytes(gathered)} of weights"
-    )  # fmt: skip
+    form, why = "batched_mm", Because("experts_implementation='batched_mm': all experts as batched matmuls")
+    if gathered > _MOST_GATHERED:
+        text = "experts_implementation='grouped_mm': experts one by one, for as batched matmuls they would copy {bytes} of weights"
+        form, why = "grouped_mm", Because(text, (gathered,))
     try:
         setter(form)
     except (ValueError, RuntimeError, NotImplementedError, AttributeError):
@@ -182,7 +184,7 @@ def _batched_experts(model: nn.Module, inputs: object = ()) -> Mend:
             undo()
         return _NOTHING
     changed = any(getattr(config, _EXPERTS) != was for config, was in before)
-    return f"experts_implementation={form!r}: {why}" if changed else "", undos
+    return why if changed else None, undos
 
 
 def _grouped_experts(model: nn.Module) -> Mend:
@@ -198,7 +200,7 @@ def _grouped_experts(model: nn.Module) -> Mend:
         for undo in undos:
             undo()
         return _NOTHING
-    return "experts_implementation='grouped_mm': one product per expert, of the tokens that chose it", undos
+    return Because("experts_implementation='grouped_mm': one product per expert, of the tokens that chose it"), undos
 
 
 def _gathered_bytes(model: nn.Module, experts: list[nn.Module], inputs: object) -> int:

@@ -15,6 +15,7 @@ from effcompile.capture import reads as code
 from effcompile.capture.snapshot import Fact, Snapshot
 from effcompile.capture.tensors import Sums
 from effcompile.core.errors import GuardError
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.guards import Guard, Kind
 
 #: A note in the plan of a model that is too large to be looked at whole at each call.
@@ -94,7 +95,7 @@ class ModelGuards:
         place, fact = next((place, fact) for place, fact in self._snapshot.facts.items() if fact.value is tensor)
         return GuardError(_refusal(self._name, Change(place, fact, fact)), place=place, of_model=True)
 
-    def settle(self) -> tuple[str, ...]:
+    def settle(self) -> tuple[Reason, ...]:
         """See `ir.guards.StateGuards`."""
         fresh = self._taken()
         changes = list(self._changes(fresh))
@@ -103,10 +104,10 @@ class ModelGuards:
             fresh = self._taken()
         self._snapshot = fresh
         names = sorted(change.place for change in changes)
-        notes = [f"not followed, for the forward itself changes them at each call: {', '.join(names)}"] * bool(names)
+        notes = [Because("not followed, for the forward itself changes them at each call: {name}", (", ".join(names),))] * bool(names)
         if not self._training:
             self._sums = Sums(fresh.tensors)
-            notes += [_SUMMED.format(self._sums.calls)] * (self._sums.calls > 1)
+            notes += [Because(_SUMMED, (self._sums.calls,))] * (self._sums.calls > 1)
         return tuple(notes)
 
     def bound_to(self, *models: nn.Module) -> ModelGuards:

@@ -26,6 +26,7 @@ from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
 from effcompile.capture.training_outputs import Layout, check_loss
 from effcompile.core import torch_compat, torch_compat_aot
 from effcompile.core.errors import CaptureError, EffcompileError, InputsError
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.resident import resident_bytes
@@ -68,7 +69,7 @@ class _Subject:
     tensors: list[Tensor]
     refill: Refill
     exported: Exported
-    mends: list[str] = field(default_factory=list)
+    mends: list[Reason] = field(default_factory=list)
     layout: Layout | None = None
 
 
@@ -171,11 +172,11 @@ def _joint(subject: _Subject) -> training_graph.Joint:
         with _with(mend, subject.model) as said, contextlib.suppress(Exception):
             if said:
                 joint = _joined(subject, _export_front)
-                subject.mends.append(said)
+                subject.mends += said
                 return joint
     with contextlib.suppress(Exception):
         joint = _joined(subject, _dynamo_front)
-        subject.mends.append(_DYNAMO + why)
+        subject.mends.append(Because("{name}{name}", (_DYNAMO, why)))
         return joint
     if isinstance(first, _PythonGradientError):
         raise CaptureError(
@@ -303,10 +304,10 @@ def _mended(subject: _Subject) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _with(mend: Callable[[nn.Module], known.Mend], model: nn.Module) -> Iterator[str]:
-    """The model with a mend, whose words are given; "" where it changes nothing."""
+def _with(mend: Callable[[nn.Module], known.Mend], model: nn.Module) -> Iterator[tuple[Reason, ...]]:
+    """The model with a mend, and what it did; nothing where it changes nothing."""
     with contextlib.ExitStack() as stack:
-        yield "".join(known._apply(stack, mend(model)))
+        yield known._apply(stack, mend(model))
 
 
 def _devices(model: nn.Module) -> list[int]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.mends import as_reference
 from effcompile.core.errors import InputsError
+from effcompile.core.reasons import Because, Padding
 from effcompile.core.stages import first_line
 from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.ir.export import allowed, mend_views, resized, sizes_of
@@ -162,12 +163,14 @@ def _check(program: Program, variant: Variant, wanted: Callable[..., object], fo
     if isinstance(theirs, Exception):
         if name == "example":
             raise InputsError(f"{program.name} itself raises with the example inputs: {first_line(theirs)}") from theirs
-        return Check(name=name, error=0.0, limit=LIMIT, note=f"not compared: the model itself raises: {first_line(theirs)}")
+        return Check(
+            name=name, error=0.0, limit=LIMIT, note=Because("not compared: the model itself raises: {name}", (first_line(theirs),))
+        )
     if isinstance(ours, Exception):
-        return Check(name=name, error=math.inf, limit=LIMIT, note=f"the captured graph raises: {first_line(ours)}")
+        return Check(name=name, error=math.inf, limit=LIMIT, note=Because("the captured graph raises: {name}", (first_line(ours),)))
     check = Check(name=name, error=relative_error(ours, theirs), limit=LIMIT)
     if not check.passed and relative_error(wanted(args, kwargs), theirs) > LIMIT:
-        return replace(check, note=f"the model itself returns something else at each call: {_random(program)}")
+        return replace(check, note=Because("the model itself returns something else at each call: {name}", (_random(program),)))
     return _with_sensitivity(check, program, variant, theirs, wanted) if name.startswith("padded") else check
 
 
@@ -184,8 +187,7 @@ def _with_sensitivity(check: Check, program: Program, variant: Variant, theirs: 
     """State how much the pad changes the model's own output: an error of 0 proves nothing where that is 0."""
     unmasked = wanted(*_unpadded(program, variant))
     effect = math.inf if isinstance(unmasked, Exception) else relative_error(theirs, unmasked)
-    note = "the model itself ignores this mask" if effect == 0 else f"padding changes the output by {effect:.1e}"
-    return replace(check, note=note)
+    return replace(check, note=Padding(effect=effect) if math.isfinite(effect) else Because("the model itself raises without the padding"))
 
 
 def _unpadded(program: Program, variant: Variant) -> Inputs:

@@ -13,6 +13,7 @@ from effcompile import console, report
 from effcompile.cli.options import AsJson, PlanFile
 from effcompile.cli.strategy import parse_strategy
 from effcompile.core.errors import UsageError
+from effcompile.core.reasons import Because
 from effcompile.core.units import format_bytes
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
@@ -85,7 +86,8 @@ def plan_for_ranks(wanted: Wanted, output: Path | None, spec: str, reading: Read
     # An optimizer of the sharded parameters is there only on the ranks.
     made = replace(wanted, request=replace(wanted.request, optimizer=None)).planned()
     if wanted.request.optimizer is not None:
-        made = made.with_changes(notes=(*made.notes, "the optimizer's states, of one rank's shards, are not in the plan: leave them room"))
+        note = Because("the optimizer's states, of one rank's shards, are not in the plan: leave them room")
+        made = made.with_changes(notes=(*made.notes, note))
     if output is None:
         return made, []
     text = _SCRIPT.format(model=_absolute(spec), reading=replace(reading, training=True), devices=_ranks(made))

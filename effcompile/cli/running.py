@@ -11,6 +11,7 @@ from effcompile import console
 from effcompile.cli.options import AsJson
 from effcompile.core.errors import UsageError
 from effcompile.core.folders import read_steadily
+from effcompile.core.reasons import TokenRates
 from effcompile.core.units import format_seconds
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
@@ -75,7 +76,7 @@ def _generate(directory: Path, plan: Plan, prompt: str | None, new: int | None, 
     )
     typer.echo(f"\n\n{plan.model} on {plan.backend}: {rates.format(**spoken)}")
     for note in plan.notes:
-        if note.startswith("prefill "):
+        if isinstance(note, TokenRates):
             typer.echo(f"  when it was made: {note}")
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from effcompile.compiler.machine import Machine
 from effcompile.compiler.settle import Outcome
-from effcompile.core.units import format_seconds
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Candidate, Plan
 
 #: A backend predicted this much slower than it is measured has kernel times that do not hold.
 _FAR_OFF = 1.6
+_TIMES = "predicted {seconds}, measured {seconds}"
 
 
 def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again: Callable[[], Outcome]) -> Outcome:
@@ -31,19 +32,19 @@ def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again
     first = _times(best.plan)
     best = measured_again()
     if best.plan.misjudged is None:
-        return _noted(best, f"measured again: {first} did not hold; {_times(best.plan)} does")
+        return _noted(best, Because(f"measured again: {_TIMES} did not hold; {_TIMES} does", (*first, *_times(best.plan))))
     second = solved_again()
     same = second.plan.backend == best.plan.backend and second.plan.options() == best.plan.options()
     taken, other = (second, best) if same or _share(second.plan) <= _share(best.plan) else (best, second)
-    what = f"{first} did not agree: kernels were timed again and the plan was solved again"
-    return _noted(
-        taken, f"{what} ({'taken' if taken is second else 'the first plan is faster, and stays'}: {_times(taken.plan)})", *other.plan.notes
-    )
+    then = "taken" if taken is second else "the first plan is faster, and stays"
+    text = f"{_TIMES} did not agree: kernels were timed again and the plan was solved again ({then}: {_TIMES})"
+    return _noted(taken, Because(text, (*first, *_times(taken.plan))), *other.plan.notes)
 
 
-def _times(plan: Plan) -> str:
+def _times(plan: Plan) -> tuple[float, float]:
+    """What `_TIMES` has holes for."""
     measured = plan.measured.seconds if plan.measured is not None else None
-    return f"predicted {format_seconds(plan.predicted.seconds or 0.0)}, measured {format_seconds(measured or 0.0)}"
+    return plan.predicted.seconds or 0.0, measured or 0.0
 
 
 def _share(plan: Plan) -> float:
@@ -53,19 +54,19 @@ def _share(plan: Plan) -> float:
     return float("inf") if ours is None or not theirs else ours / theirs
 
 
-def _noted(outcome: Outcome, *notes: str) -> Outcome:
+def _noted(outcome: Outcome, *notes: Reason) -> Outcome:
     return replace(outcome, plan=replace(outcome.plan, notes=tuple(dict.fromkeys((*outcome.plan.notes, *notes)))))
 
 
-def stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[str]:
+def stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[Reason]:
     """Forget the kernel times of backends whose whole-model prediction is far off: they were taken on a busy machine.
 
     A sum of kernels that is too small by as much is not the kernels' fault alone, so only one that is too large counts.
     """
-    notes = []
+    notes: list[Reason] = []
     for candidate in candidates:
         predicted, measured = candidate.predicted_seconds, candidate.measured_seconds
         if predicted and measured and predicted > _FAR_OFF * measured and machine.distrust(candidate.backend):
-            text = f"predicted {format_seconds(predicted)}, measured {format_seconds(measured)}"
-            notes.append(f"{candidate.backend}: {text}: its kernel times look stale and are forgotten; the next plan takes them again")
+            text = f"{{name}}: {_TIMES}: its kernel times look stale and are forgotten; the next plan takes them again"
+            notes.append(Because(text, (candidate.backend, predicted, measured)))
     return notes

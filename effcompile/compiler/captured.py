@@ -9,6 +9,7 @@ from effcompile.capture import capture, verify_capture, without_unproven_ones
 from effcompile.compiler.inputs import as_captured
 from effcompile.compiler.request import Task
 from effcompile.core.errors import CaptureError
+from effcompile.core.reasons import Equals, Of, Reason
 from effcompile.core.units import format_error
 from effcompile.ir.program import Program
 from effcompile.sites.attention.normalise import normalised
@@ -32,7 +33,7 @@ def as_written(task: Task) -> Program:
     return _with_calibration(replace(_captured(task), left=LEFT_AS_WRITTEN), task)
 
 
-def verified(task: Task) -> tuple[Program, tuple[str, ...]]:
+def verified(task: Task) -> tuple[Program, tuple[Reason, ...]]:
     """The program, proven to compute what the model does, and a note saying so.
 
     Raises:
@@ -51,8 +52,7 @@ def verified(task: Task) -> tuple[Program, tuple[str, ...]]:
                 f"{format_error(check.error)}{f' ({check.note})' if check.note else ''}. Capture it with static shapes (--static)."
             )
     program = without_unproven_ones(program, task.model)
-    names = ", ".join(check.name + (f" ({check.note})" if check.note else "") for check in checks)
-    return program, (f"captured graph equals the model on: {names}",)
+    return program, (Equals(inputs=tuple(Of(check.name, check.note) for check in checks)),)
 
 
 def _captured(task: Task) -> Program:

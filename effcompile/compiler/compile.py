@@ -25,6 +25,7 @@ from effcompile.compiler.settle import Outcome, Workshop, settle
 from effcompile.compiler.verify import references, stress_references, stressed, worst
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Failed, NotBuilt
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.estimate import sensitivity
 from effcompile.ir.plan import Candidate, Plan
@@ -73,7 +74,7 @@ def optimize(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked
             best = best_of(captured.as_written(task))
         except EffcompileError:
             raise failure from None
-        checked = (*checked, f"attention is left as written: {failure}")
+        checked = (*checked, Because("attention is left as written: {name}", (str(failure),)))
     notes = (*best.plan.notes, *checked, *stale_timings(machine, best.plan.candidates), *machine.keep_timings())
     return Executable(model, best.program, best.lowered, replace(best.plan, notes=tuple(dict.fromkeys(notes))))
 
@@ -171,7 +172,7 @@ def _settle_all(
         best = min((o.plan.certificate.objective for o in outcomes), default=math.inf)
         worth_building = SHORTLIST * backend.slack * best
         if plan.certificate.objective > worth_building:
-            why = f"not built: predicted {plan.certificate.objective / best:.2f}× the best"
+            why = NotBuilt(times=plan.certificate.objective / best)
             candidates = [replace(c, note=why) if c.backend == backend.name else c for c in candidates]
             continue
         if (same := next((o for o in built if o.plan.backend == backend.name and o.plan.options() == plan.options()), None)) is not None:
@@ -181,7 +182,7 @@ def _settle_all(
             outcomes.append(settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building))
         except EffcompileError as error:
             failures.append(error)
-            candidates = [replace(c, note=f"failed: {error}") if c.backend == backend.name else c for c in candidates]
+            candidates = [replace(c, note=Failed(message=str(error))) if c.backend == backend.name else c for c in candidates]
     if not outcomes:
         raise failures[0]
     return outcomes, candidates
@@ -238,7 +239,9 @@ def _reapply(task: Task, plan: Plan) -> Executable:
     shop = _workshop(task, program, load_passes((*(task.request.passes or ()), *sorted(named))), plan.goal)
     fresh = replace(plan, checks=(), stress=(), measured=None, measured_baseline=None, candidates=())
     outcome = settle(shop, backends[0], fresh, None)
-    candidates = [Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note="from a saved plan, not solved again")]
+    candidates = [
+        Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note=Because("from a saved plan, not solved again"))
+    ]
     best = _stressed(shop, _finish(shop, [outcome], candidates))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))
     return Executable(task.model, best.program, best.lowered, replace(best.plan, notes=notes))

@@ -12,6 +12,7 @@ from effcompile.backends.base import Backend
 from effcompile.backends.torch.measure import measure as torch_measure
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.core.errors import MissingPackageError, UsageError
+from effcompile.core.reasons import Reason
 from effcompile.machine import calibration as store
 from effcompile.machine.calibration import Calibration
 from effcompile.machine.machines import load_target
@@ -32,7 +33,7 @@ class Machine:
 
     target: Target
     calibration: Calibration | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
     @property
     def here(self) -> bool:
@@ -56,7 +57,7 @@ class Machine:
         fresh = store.this_machine(self.calibration, _measures(backends), budget_seconds=PROBE_SECONDS)
         return replace(self, target=fresh)
 
-    def keep_timings(self) -> tuple[str, ...]:
+    def keep_timings(self) -> tuple[Reason, ...]:
         """Save what was measured since; returns a note where it could not be."""
         note = store.save_if_dirty(self.calibration) if self.calibration is not None else None
         return (note,) if note else ()

@@ -13,6 +13,7 @@ from effcompile.compiler.progress import Progress
 from effcompile.compiler.search import Search, explain_infeasible
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Failed, Unsupported
 from effcompile.core.types import Inputs
 from effcompile.estimate import sensitivity
 from effcompile.estimate.inputs import stress_inputs
@@ -50,7 +51,7 @@ def search_for(program: Program, goal: Goal, machine: Machine, passes: tuple[Pas
     """What may be decided, priced on this machine, with the errors of what is not exact measured."""
     options = {} if goal.exact else measured_options(passes)
     measured, text = _sensitivity(program, goal, passes, options, progress)
-    notes = (*machine.notes, *program.mends, *(f"fixed: {line}" for line in program.fixed))
+    notes = (*machine.notes, *program.mends, *(Because("fixed: {name}", (line,)) for line in program.fixed))
     return Search(
         program=program, goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
         formats=formats(options),
@@ -98,7 +99,7 @@ def plans_for(
         InfeasibleError: no backend can meet the goal. InternalError, LoweringError: none can be priced; the first one's.
     """
     plans: list[tuple[Backend, Plan]] = []
-    candidates = [Candidate(backend=name, note=reason) for name, reason in absent.items()]
+    candidates = [Candidate(backend=name, note=Unsupported(reason)) for name, reason in absent.items()]
     infeasible: dict[str, InfeasibleError] = {}
     failed: list[EffcompileError] = []
     for backend in backends:
@@ -107,13 +108,13 @@ def plans_for(
                 if (reason := backend.refuses(search.program, search.goal)) is None:
                     plans.append((backend, search.plan_for(backend)))
                 else:
-                    candidates.append(Candidate(backend=backend.name, note=reason))
+                    candidates.append(Candidate(backend=backend.name, note=Unsupported(reason)))
         except InfeasibleError as error:
             infeasible[backend.name] = error
-            candidates.append(Candidate(backend=backend.name, note=f"infeasible: {error}"))
+            candidates.append(Candidate(backend=backend.name, note=Unsupported(f"infeasible: {error}")))
         except (InternalError, LoweringError) as error:  # the others are there
             failed.append(error)
-            candidates.append(Candidate(backend=backend.name, note=f"failed: {error}"))
+            candidates.append(Candidate(backend=backend.name, note=Failed(message=str(error))))
     if not plans:
         if infeasible:
             raise explain_infeasible(infeasible)

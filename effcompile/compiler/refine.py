@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from effcompile.core.reasons import Reason
+
 Choice = tuple[str, str]
 _Made = TypeVar("_Made")
 _Result = TypeVar("_Result")
@@ -21,7 +23,7 @@ class Constraints:
         budget: bytes, None for no limit.
         forbidden: (kind, option) → why it is out of the question: it was run, and did not hold.
         priced_again: how often prices were forgotten and taken anew.
-        notes: what was found on the way, in words.
+        notes: what was found on the way.
     """
 
     round: int = 1
@@ -29,13 +31,13 @@ class Constraints:
     budget: int | None = None
     forbidden: Mapping[Choice, str] = field(default_factory=dict)
     priced_again: int = 0
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
-    def with_errors_scaled(self, factor: float, note: str) -> Constraints:
+    def with_errors_scaled(self, factor: float, note: Reason) -> Constraints:
         """Errors are larger, or smaller, than they were predicted."""
         return replace(self, error_scale=self.error_scale * factor, notes=(*self.notes, note))
 
-    def with_less(self, excess: int, note: str) -> Constraints:
+    def with_less(self, excess: int, note: Reason) -> Constraints:
         """The allocator took so many bytes more than were simulated: the budget is as much smaller.
 
         There has to be a budget.
@@ -47,7 +49,7 @@ class Constraints:
         """A choice did not keep what it promises."""
         return replace(self, forbidden={**self.forbidden, choice: why})
 
-    def with_new_prices(self, note: str) -> Constraints:
+    def with_new_prices(self, note: Reason) -> Constraints:
         """What was measured of the kernels does not agree with what the whole takes."""
         return replace(self, priced_again=self.priced_again + 1, notes=(*self.notes, note))
 

@@ -84,11 +84,11 @@ class Search:
     formats: tuple[WeightFormat, ...]  # what a dense linear may be held in
     sensitivity: Sensitivity
     calibration_inputs: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
     _memory: list[Timeline] = field(default_factory=list)
     _proposals: dict[str, Proposal] = field(default_factory=dict)
 
-    def plan_for(self, backend: Backend, *, error_scale: float = 1.0, rounds: int = 1, notes: tuple[str, ...] = ()) -> Plan:
+    def plan_for(self, backend: Backend, *, error_scale: float = 1.0, rounds: int = 1, notes: tuple[Reason, ...] = ()) -> Plan:
         """The best plan on one backend, predicted and certified.
 
         Args:
@@ -181,7 +181,7 @@ class Search:
         solution: planner.Solution,
         error_scale: float,
         rounds: int,
-        notes: tuple[str, ...],
+        notes: tuple[Reason, ...],
     ) -> Plan:
         chosen = {choice.site: choice.option(solution.choice[choice.site]) for choice in proposal.choices}
         cost = total([proposal.rest, *(option.cost for option in chosen.values())])

@@ -20,6 +20,7 @@ from effcompile.compiler.room import Room, device_of
 from effcompile.compiler.verify import Reference, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
+from effcompile.core.reasons import Because, Corrected
 from effcompile.core.stages import stage, without
 from effcompile.core.units import format_error
 from effcompile.ir.formats import Form
@@ -102,8 +103,8 @@ def settle(
             raise _failed(outcome)
         margin = _MARGIN**constraints.round**2
         factor = max((measured / predicted) ** 2, (measured / shop.goal.tolerance) ** 2, 1.0) * margin
-        text = f"round {constraints.round}: measured error {format_error(measured)} against predicted {format_error(predicted)}"
-        return outcome, constraints.with_errors_scaled(factor, f"{text}; errors scaled by {factor**0.5:.2f} and solved again")
+        note = Corrected(round=constraints.round, measured=measured, predicted=predicted, factor=factor**0.5)
+        return outcome, constraints.with_errors_scaled(factor, note)
 
     start = Constraints(error_scale=plan.certificate.error_scale, notes=plan.notes)
     return refine(solve, run, rounds=MAX_ROUNDS, start=start)
@@ -115,8 +116,8 @@ def _relaxed(shop: Workshop, backend: Backend, outcome: Outcome, replan: Callabl
     scale = (measured / predicted) ** 2 * _MARGIN if predicted > 0 else 1.0
     if scale >= _WORTH_CORRECTING:
         return outcome
-    text = f"round 1: measured error {format_error(measured)} against predicted {format_error(predicted)}"
-    plan = replan(error_scale=scale, rounds=2, notes=(f"{text}; errors scaled by {scale**0.5:.2f} and solved again",))
+    note = Corrected(round=1, measured=measured, predicted=predicted, factor=scale**0.5)
+    plan = replan(error_scale=scale, rounds=2, notes=(note,))
     if plan.certificate.objective > _WORTH_LOWERING * outcome.plan.certificate.objective:
         return outcome
     try:
@@ -189,7 +190,7 @@ def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
     decisions = tuple(replace(d, applied=_told(d.form, found[d.site]) if d.site in found else "") for d in plan.decisions)
     differing = Counter((d.kind, d.option, d.applied) for d in decisions if d.applied and d.applied != d.option)
     notes = [
-        f"{count} × {kind}: planned {option}, the {plan.backend} artifact has {applied}"
+        Because("{} × {name}: planned {name}, the {name} artifact has {name}", (count, kind, option, plan.backend, applied))
         for (kind, option, applied), count in sorted(differing.items())
     ]
     return replace(plan, decisions=decisions, notes=(*plan.notes, *notes))

@@ -19,8 +19,8 @@ from effcompile.capture.verify import relative_error
 from effcompile.compiler.room import Room, device_of
 from effcompile.core.errors import EffcompileError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Failed, Together
 from effcompile.core.types import Outputs
-from effcompile.core.units import format_error
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program
@@ -140,22 +140,22 @@ def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
     try:
         outputs = run(*case.args, **case.kwargs)
     except EffcompileError as failure:
-        return failed(note=str(failure))
+        return failed(note=Failed(message=str(failure)))
     found = _read(_tensors(outputs), goal)
     mask = _mask(program, case.inputs)
     if len(found) != len(case.outputs):
-        return failed(note=f"{len(found)} outputs instead of {len(case.outputs)}")
+        return failed(note=Because("{} outputs instead of {}", (len(found), len(case.outputs))))
     pairs = list(zip(found, case.outputs, strict=True))
-    if unlike := [f"output {at} is {_kind(a)} instead of {_kind(b)}" for at, (a, b) in enumerate(pairs) if _kind(a) != _kind(b)]:
-        return failed(note="; ".join(unlike))
+    if unlike := [(at, _kind(a), _kind(b)) for at, (a, b) in enumerate(pairs) if _kind(a) != _kind(b)]:
+        return failed(note=Together.of([Because("output {} is {name} instead of {name}", each) for each in unlike]))
     if (plain := tuple(_plain(outputs))) != case.plain:
-        return failed(note=f"beside the tensors it returns {plain} instead of {case.plain}")
+        return failed(note=Because("beside the tensors it returns {name} instead of {name}", (str(plain), str(case.plain))))
     error = max((relative_error(_seen(a, mask), _seen(b, mask)) for a, b in pairs), default=0.0)
     limit = case.limit(goal, error)
     hidden = mask is not None and not bool(mask.bool().all())
-    notes = ["padded positions left out"] if hidden else []
-    notes += [f"the model's own rounding is {format_error(case.rounding())}"] if limit > goal.tolerance else []
-    return Check(name=case.name, error=error, limit=limit, note="; ".join(notes))
+    notes = [Because("padded positions left out")] if hidden else []
+    notes += [Because("the model's own rounding is {error}", (case.rounding(),))] if limit > goal.tolerance else []
+    return Check(name=case.name, error=error, limit=limit, note=Together.of(notes))
 
 
 def _read(outputs: Sequence[torch.Tensor], goal: Goal) -> list[torch.Tensor]:

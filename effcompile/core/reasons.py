@@ -7,20 +7,30 @@ may have holes for figures.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Literal
+from typing import ClassVar, Literal
 
-#: What may stand in a hole of a text, and so how it is printed: a plain number, bytes, seconds, an error, a share, the name of a place.
-HOLES = ("", "bytes", "seconds", "error", "share", "site")
+#: What may stand in a hole of a text, and so how it is printed: a plain number, bytes, seconds, an error, a share, the name of a place,
+#: any other name or somebody else's words.
+HOLES = ("", "bytes", "seconds", "error", "share", "site", "name")
+_NAMES = ("site", "name")
 
 Figure = int | float | str
 
 
 class Reason:
-    """One of the classes below, a frozen dataclass with its `kind` as the first field."""
+    """One of the classes below, a frozen dataclass with its `kind` as the first field. It is printed in the report's words."""
 
     __slots__ = ()
+
+    #: How a reason words itself; `effcompile/__init__.py` puts the report layer's words here, as imports only go down.
+    words: ClassVar[Callable[[Reason], str] | None] = None
+
+    def __str__(self) -> str:
+        assert Reason.words is not None, "effcompile/__init__.py has set it"
+        return Reason.words(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +64,8 @@ def _fill(text: str, figures: tuple[Figure, ...]) -> tuple[tuple[str, str | None
         known = ", ".join(f"{{{hole}}}" for hole in HOLES)
         raise ValueError(f"The reason {text!r} has {len(holes)} holes for {len(figures)} figures. One hole for each; they are: {known}.")
     for hole, figure in zip(holes, figures, strict=True):
-        if isinstance(figure, bool) or isinstance(figure, str) != (hole == "site"):
-            raise ValueError(f"The reason {text!r} has {figure!r} in the hole {{{hole}}}: a site is a name, everything else a number.")
+        if isinstance(figure, bool) or isinstance(figure, str) != (hole in _NAMES):
+            raise ValueError(f"The reason {text!r} has {figure!r} in the hole {{{hole}}}: sites and names are words, all else a number.")
     left = iter(figures)
     return tuple((before, hole, next(left) if hole is not None else "") for before, hole in parsed)
 
@@ -281,6 +291,120 @@ class Recall(Reason):
     but: Reason | None = None
 
 
+# ------------------------------------------------------------------ what was found on the way
+
+
+@dataclass(frozen=True, slots=True)
+class Together(Reason):
+    """Several facts of one thing."""
+
+    facts: tuple[Reason, ...]
+    kind: Literal["together"] = "together"
+
+    @classmethod
+    def of(cls, facts: Sequence[Reason]) -> Reason | None:
+        """None for none, and one by itself."""
+        return cls(tuple(facts)) if len(facts) > 1 else next(iter(facts), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Reason):
+    """It was tried and raised: the message of that."""
+
+    kind: Literal["failed"] = "failed"
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotBuilt(Reason):
+    """It was predicted to take so many times as long as the best."""
+
+    kind: Literal["not built"] = "not built"
+    times: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrected(Reason):
+    """In this round the measured error was another than the predicted one: solved again with errors scaled by `factor`."""
+
+    kind: Literal["corrected"] = "corrected"
+    round: int
+    measured: float
+    predicted: float
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUse(Reason):
+    """The host memory that held values at its highest, as measured, and where it is."""
+
+    kind: Literal["host use"] = "host use"
+    bytes: int
+    folder: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmeasured(Reason):
+    """The original step was not measured beside the planned one."""
+
+    kind: Literal["unmeasured"] = "unmeasured"
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding(Reason):
+    """A padded mask changes the model's own output by this relative error; 0: the model ignores the mask."""
+
+    kind: Literal["padding"] = "padding"
+    effect: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Equals(Reason):
+    """The captured graph equals the model on these inputs."""
+
+    kind: Literal["equals"] = "equals"
+    inputs: tuple[Reason, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Of(Reason):
+    """What is known of something that has a name."""
+
+    name: str
+    known: Reason | None = None
+    kind: Literal["of"] = "of"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cosine(Reason):
+    """Of the whole gradient with the model's own; and what is known of one parameter's alone, whose error is the largest."""
+
+    kind: Literal["cosine"] = "cosine"
+    cosine: float
+    alone: Reason | None
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nats(Reason):
+    """Cross entropy of a text's tokens beside the model's own, per token."""
+
+    kind: Literal["nats"] = "nats"
+    change: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRates(Reason):
+    """Tokens a second in each regime, and the model's own, measured interleaved."""
+
+    kind: Literal["token rates"] = "token rates"
+    prefill: float
+    prefill_before: float
+    decode: float
+    decode_before: float
+
+
 #: kind → its class: what a plan.json may hold.
 KINDS: dict[str, type[Reason]] = {
     "because": Because,
@@ -304,4 +428,16 @@ KINDS: dict[str, type[Reason]] = {
     "sees": Sees,
     "sparse speed": SparseSpeed,
     "recall": Recall,
+    "together": Together,
+    "failed": Failed,
+    "not built": NotBuilt,
+    "corrected": Corrected,
+    "host use": HostUse,
+    "unmeasured": Unmeasured,
+    "padding": Padding,
+    "equals": Equals,
+    "of": Of,
+    "cosine": Cosine,
+    "nats": Nats,
+    "token rates": TokenRates,
 }

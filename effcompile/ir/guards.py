@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from effcompile.core.reasons import Reason
 from effcompile.core.types import Kwargs, Value
 
 #: What a guard is about, in the order in which a report counts them.
@@ -73,7 +74,7 @@ class StateGuards(Protocol):
     def check_weights(self) -> None:
         """Look at every byte of the weights. Raises GuardError naming the first that changed."""
 
-    def settle(self) -> tuple[str, ...]:
+    def settle(self) -> tuple[Reason, ...]:
         """Leave out what the forward itself has changed since the capture; returns a note about it, or nothing."""
 
     def bound_to(self, *models: Any) -> StateGuards:

@@ -147,7 +147,10 @@ class Check:
     name: str
     error: float
     limit: float
-    note: str = ""
+    note: Reason | None = None
+
+    def __post_init__(self) -> None:
+        _check_reasons(f"the check {self.name!r}", self.note)
 
     @property
     def passed(self) -> bool:
@@ -162,7 +165,7 @@ class Candidate:
     predicted_seconds: float | None = None
     measured_seconds: float | None = None
     error: float | None = None
-    note: str = ""
+    note: Reason | None = None
 
 
 def _reason(wanted: type, data: object) -> Reason:
@@ -285,7 +288,7 @@ class Plan:
     inputs: tuple[str, ...] = ()
     calibration_inputs: str = ""  # "the user's" or how they were generated
     settings: Mapping[str, Any] = field(default_factory=dict)  # backend settings tuned by measurement
-    notes: tuple[str, ...] = ()  # mends, fallbacks, corrections: nothing silent
+    notes: tuple[Reason, ...] = ()  # mends, fallbacks, corrections: nothing silent
     guards: tuple[Guard, ...] = ()  # what the capture took for granted; checked at each call
     signature: Signature | None = None  # the calls that the artifact holds for
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -297,6 +300,10 @@ class Plan:
 
     #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
     printer: ClassVar[Callable[..., None] | None] = None
+
+    def __post_init__(self) -> None:
+        _check_reasons("a note", *self.notes)
+        _check_reasons("a backend", *(candidate.note for candidate in self.candidates))
 
     @property
     def batch(self) -> int | None:

@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
+from effcompile.core.reasons import Reason
 from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.guards import CallGuards, StateGuards
@@ -52,7 +53,7 @@ class Traced:
         name: the model's class.
         module: the graph.
         args, kwargs: the example inputs it was captured with.
-        mends: known fixes applied at capture, in the user's words.
+        mends: known fixes applied at capture.
         state: what must be so of the model at each call.
     """
 
@@ -60,7 +61,7 @@ class Traced:
     module: fx.GraphModule
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    mends: tuple[str, ...] = ()
+    mends: tuple[Reason, ...] = ()
     state: StateGuards | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -14,7 +14,7 @@ _DEEPEST = 12
 #: reasons say of them.
 _SIGNED = (
     "objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept", "cost.bytes_transient", "cost.bytes_link",
-    "reason.seconds", "reason.against", "why.seconds", "why.against",
+    "reason.seconds", "reason.against", "why.seconds", "why.against", "note.change", "note.cosine",
 )  # fmt: skip
 
 

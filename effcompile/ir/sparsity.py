@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from effcompile.core.errors import UsageError
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.units import format_count
 
 __all__ = ["Efficiency", "LayerFigures", "SparsityFigures", "StepFlops"]
@@ -60,14 +61,15 @@ class StepFlops:
     def sparse(self) -> float:
         return self.dense - self.saved
 
-    def matched_note(self) -> str:
-        """The dense model of equal FLOPs in one sentence, for plans."""
+    def matched_note(self) -> Reason:
+        """The dense model of equal FLOPs, for plans."""
         depth = self.matched_depth()
         ways = f"width × {self.matched_width():.2f}" + (f" or depth × {depth:.2f}" if depth is not None else "")
-        return (
-            f"block-sparse layers: {format_count(self.sparse)} FLOPs per {self.of} of the linear layers against {format_count(self.dense)} "
-            f"dense; the dense model of equal FLOPs has {ways}: its loss is the one to beat"
+        text = (
+            "block-sparse layers: {name} FLOPs per {name} of the linear layers against {name} dense; the dense model of equal FLOPs has "
+            "{name}: its loss is the one to beat"
         )
+        return Because(text, (format_count(self.sparse), self.of, format_count(self.dense), ways))
 
     def matched_width(self) -> float:
         """The r at which the dense model costs what the sparse one does: inside·r² + (outside + rest)·r = sparse."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from effcompile.core.errors import InputsError
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.loader.source import Reading
 
@@ -31,7 +32,7 @@ class Derived:
 
     args: Args
     kwargs: Kwargs = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
 
 def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
@@ -47,7 +48,8 @@ def derive(model: nn.Module, reading: Reading, where: str) -> Derived:
             f"{where} defines no `inputs`, and neither a configuration nor the first layer of {type(model).__name__} tells them. {_GIVE}."
         )
     shapes = ", ".join(f"{name} {_described(value)}" for name, value in made.items() if isinstance(value, torch.Tensor))
-    note = f"inputs were not given, and made from the model's {maker.source}: {shapes}; random values, so give yours for true errors"
+    text = "inputs were not given, and made from the model's {name}: {name}; random values, so give yours for true errors"
+    note = Because(text, (maker.source, shapes))
     if maker.by_position:
         return Derived(tuple(made.values()), notes=(note,))
     return Derived((), made, (note,))

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from effcompile.core.errors import InputsError, UsageError
+from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
 from effcompile.loader.loaded import Loaded
 from effcompile.loader.source import Reading, Source
@@ -30,7 +31,7 @@ def load_exported(source: Source, reading: Reading) -> Loaded:
     if program.example_inputs is None:
         raise InputsError(f"{str(source.path)!r} holds no example inputs. Export the model again: torch.export.save keeps them.")
     args, kwargs = program.example_inputs
-    note = "the inputs are those that the program was exported with, whose free axes are planned as they were then"
+    note = Because("the inputs are those that the program was exported with, whose free axes are planned as they were then")
     module.__class__.__name__ = source.path.stem.replace("-", "_")
     return Loaded(path=source.path, name=source.path.stem, model=module, args=tuple(args), kwargs=dict(kwargs), notes=(note,))
 

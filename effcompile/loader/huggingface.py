@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from effcompile.core.errors import MissingPackageError, UsageError
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line
 from effcompile.loader.derive import Derived, derive
 from effcompile.loader.loaded import Loaded
@@ -78,7 +79,7 @@ def load_safetensors(source: Source, reading: Reading) -> Loaded:
     return _loaded(source, model, derive(model, reading, str(source.path)), notes)
 
 
-def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] | None = None) -> tuple[nn.Module, tuple[str, ...]]:
+def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] | None = None) -> tuple[nn.Module, tuple[Reason, ...]]:
     """The model of a folder in evaluation mode, and what is to be told of it; `weights` instead of the folder's own.
 
     Raises:
@@ -97,10 +98,12 @@ def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] 
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, **trusted)
             dtype = next((t.dtype for t in weights.values() if t.is_floating_point()), torch.float32)
             model, info = kind.from_pretrained(None, config=config, state_dict=weights, **{**common, "dtype": dtype})
-    notes = [f"not in the weights, and set at random: {_some(info.get('missing_keys', ()))}"] * bool(info.get("missing_keys"))
+    notes = [Because("not in the weights, and set at random: {name}", (_some(info.get("missing_keys", ())),))] * bool(
+        info.get("missing_keys")
+    )
     if getattr(model.config, "use_cache", False) and model.can_generate():
         model.config.use_cache = False  # a cache is an output that nobody reads in a plain call
-        notes.append("config.use_cache was set to False: a plan is of one call, which keeps no cache of keys and values")
+        notes.append(Because("config.use_cache was set to False: a plan is of one call, which keeps no cache of keys and values"))
     return model.eval(), tuple(notes)
 
 
@@ -219,5 +222,5 @@ def _some(names: Any, most: int = 3) -> str:
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
-def _loaded(source: Source, model: nn.Module, made: Derived, notes: tuple[str, ...]) -> Loaded:
+def _loaded(source: Source, model: nn.Module, made: Derived, notes: tuple[Reason, ...]) -> Loaded:
     return Loaded(path=source.path, name=type(model).__name__, model=model, args=made.args, kwargs=made.kwargs, notes=(*made.notes, *notes))

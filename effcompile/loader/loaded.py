@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from effcompile.core.errors import InputsError
+from effcompile.core.reasons import Reason
 from effcompile.core.types import Inputs, Kwargs
 
 
@@ -37,7 +38,7 @@ class Loaded:
     loss: Callable[..., Any] | None = None
     optimizer: Optimizer | Callable[..., Any] | None = None
     goal: Any = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
 
 def as_inputs(value: object, what: str = "inputs") -> Inputs:

@@ -18,6 +18,7 @@ import msgspec
 
 from effcompile.core.errors import EffcompileError, FormatError, UsageError, clipped
 from effcompile.core.files import cache_folder, read_bounded, write_atomically
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.formats import W4, W8, W8_CHANNEL
 from effcompile.machine import native
 from effcompile.machine.grid import grid
@@ -288,14 +289,14 @@ def save(calibration: Calibration, path: Path | None = None) -> Path:
     return written
 
 
-def save_if_dirty(calibration: Calibration, path: Path | None = None) -> str | None:
+def save_if_dirty(calibration: Calibration, path: Path | None = None) -> Reason | None:
     """Write the calibration if it holds new points. Returns None, or a note for the report when it could not be written."""
     if not calibration.dirty:
         return None
     try:
         save(calibration, path)
     except UsageError as error:
-        return f"The kernel timings were not kept for the next run: {error}"
+        return Because("The kernel timings were not kept for the next run: {name}", (str(error),))
     return None
 
 
@@ -312,7 +313,7 @@ def load(path: Path | None = None) -> Calibration:
     return _without_stale(_parsed(read_bounded(path, _MOST_BYTES, "the calibration"), path))
 
 
-def load_or_none(path: Path | None = None) -> tuple[Calibration | None, str | None]:
+def load_or_none(path: Path | None = None) -> tuple[Calibration | None, Reason | None]:
     """(calibration or None, a note for the report or None): never raises.
 
     A file that is not there yet gives (None, None), a bad one (None, why).
@@ -323,13 +324,13 @@ def load_or_none(path: Path | None = None) -> tuple[Calibration | None, str | No
             return None, None
         calibration = load(path)
     except (UsageError, OSError) as error:
-        return None, f"The kept kernel timings were ignored and are measured again. {error}"
+        return None, Because("The kept kernel timings were ignored and are measured again. {name}", (str(error),))
     changed = [name for name, points in calibration.backends.items() if not points.points and not points.missing]
-    note = f"Kernel timings of {', '.join(changed)} are measured again: its version changed." if changed else None
-    return calibration, note
+    note = Because("Kernel timings of {name} are measured again: its version changed.", (", ".join(changed),))
+    return calibration, note if changed else None
 
 
-def without_busy(calibration: Calibration) -> str | None:
+def without_busy(calibration: Calibration) -> Reason | None:
     """Takes again, where the machine is not busy now, what was measured while others used it; says so.
 
     The machine's rates are measured at once, and the kernels of backends when they are asked for. While the machine is still busy what was
@@ -340,10 +341,10 @@ def without_busy(calibration: Calibration) -> str | None:
         found = {"the machine's rates": calibration.busy or "kernels were faster than they allow", **found}
     if not found:
         return None
-    what = f"{', '.join(found)} were taken on a busy machine ({next(iter(found.values()))})"
-    what = what[0].upper() + what[1:]
+    names = ", ".join(found)
+    what, figures = "{name} were taken on a busy machine ({name})", (names[0].upper() + names[1:], next(iter(found.values())))
     if now := busy():
-        return f"{what}; it is still busy ({now}), so that predicted times may be off."
+        return Because(f"{what}; it is still busy ({{name}}), so that predicted times may be off.", (*figures, now))
     if calibration.busy or _slow_rates(calibration):
         calibration.memory_bandwidth = max(calibration.memory_bandwidth, read_bandwidth())
         calibration.peak_flops = _peaks(calibration.backends, matmul_peak())
@@ -351,7 +352,7 @@ def without_busy(calibration: Calibration) -> str | None:
     for name in [name for name, points in calibration.backends.items() if points.busy]:
         calibration.backends[name] = BackendPoints(versions=_versions_of(name))
     calibration.dirty = True
-    return f"{what}, and are taken again."
+    return Because(f"{what}, and are taken again.", figures)
 
 
 def _slow_rates(calibration: Calibration) -> bool:

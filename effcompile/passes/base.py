@@ -71,7 +71,7 @@ class Context:
     backend: str
     sensitivity: Mapping[tuple[str, str], float] = field(default_factory=dict)
     formats: tuple[WeightFormat, ...] = (FP32,)
-    lacks: Callable[[KernelCall], str | None] = lambda call: None
+    lacks: Callable[[KernelCall], Reason | None] = lambda call: None
 
 
 @runtime_checkable

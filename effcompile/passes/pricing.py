@@ -46,7 +46,7 @@ def no_kernel(context: Context, kernel: str, because: str = "", others: tuple[st
 
 def no_call(context: Context, call: KernelCall) -> Reason:
     """Why an option that takes a kernel call is not offered where that has no price."""
-    return unsupported(context.lacks(call)) or no_kernel(context, call.kernel)
+    return context.lacks(call) or no_kernel(context, call.kernel)
 
 
 def no_linear(context: Context, held: WeightFormat, dims: Dims) -> Reason:

@@ -14,6 +14,7 @@ from effcompile.ir.strategy import AXES, Strategy
 from effcompile.report import figures as f
 from effcompile.report.chart import bar, resample
 from effcompile.report.page import BAD, DIM, GOOD, LABEL, STRONG, WARN, Cell, Column, Page, Row
+from effcompile.report.reasons import words
 
 VERDICTS = {"fits": ("FITS", GOOD), "marginal": ("MARGINAL", WARN), "no": ("DOES NOT FIT", BAD)}
 _SHADES = {"F": "▒", "B": "█", "W": "▓", " ": "·"}
@@ -65,7 +66,7 @@ def print_devices(page: Page, plan: Plan, verbose: bool = False) -> None:
     _others(page, d)
     if plan.notes:
         page.blank()
-        page.fields("notes", plan.notes)
+        page.fields("notes", list(map(words, plan.notes)))
     _launch(page, d)
 
 

@@ -205,7 +205,7 @@ def _backends(plan: Plan) -> str:
         times = [f.NONE if s is None else format_seconds(s) for s in (c.predicted_seconds, c.measured_seconds)]
         error = f.NONE if c.error is None else format_error(c.error)
         name = f"<strong>{escape(c.backend)} ●</strong>" if c.backend == plan.backend else escape(c.backend)
-        note = c.note or ("" if c.measured_seconds is not None else "not measured")
+        note = words(c.note) or ("" if c.measured_seconds is not None else "not measured")
         rows.append([name, *map(escape, (*times, error)), f'<span class="dim">{escape(note)}</span>'])
     table = _table(["backend", "#predicted", "#measured", "#error", ""], rows) if rows else f"<p>{escape(plan.backend)}</p>"
     settings = " · ".join(f"{name} {value}" for name, value in plan.settings.items())
@@ -281,7 +281,7 @@ def _checks(plan: Plan) -> str:
                 escape(c.name),
                 escape(format_error(c.error)),
                 escape(format_error(c.limit)),
-                f'<span class="dim">{escape(c.note)}</span>',
+                f'<span class="dim">{escape(words(c.note))}</span>',
             ]
         )
     for c in plan.stress:
@@ -293,7 +293,7 @@ def _checks(plan: Plan) -> str:
 
 
 def _foot(plan: Plan) -> str:
-    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    notes = "".join(f"<li>{escape(words(note))}</li>" for note in plan.notes)
     commands = 'model = effcompile.optimize(model, plan="plan.json")   # no solving\neffcompile explain plan.json SITE'
     if plan.measured is not None and plan.backend == "onnxruntime":
         commands = 'onnxruntime.InferenceSession("model.onnx")               # plain ONNX Runtime\n' + commands

@@ -131,11 +131,15 @@ def _tenths(value: float) -> str:
     return f"{value:.1f}"
 
 
+def _hundredths(value: float) -> str:
+    return f"{value:.2f}"
+
+
 def _thousandths(value: float) -> str:
     return f"{value:.3f}"
 
 
-_HOLES: dict[str, Callable[[float], Figure]] = {"": _number, "bytes": _size, "seconds": _time, "error": _error, "share": _share}
+_HOLES: dict[str | None, Callable[[float], Figure]] = {"": _number, "bytes": _size, "seconds": _time, "error": _error, "share": _share}
 
 
 # ------------------------------------------------------------------ the phrases
@@ -154,7 +158,7 @@ def _text(reason: r.Because | r.Unsupported) -> Phrase:
     for before, hole, figure in reason.parts:
         parts.append(before)
         if isinstance(figure, str):
-            parts += [Place(figure)] * (hole is not None)
+            parts += [Place(figure) if hole == "site" else figure] * (hole is not None)
         elif hole is not None:
             parts.append(_HOLES[hole](figure))
     return tuple(parts)
@@ -302,9 +306,79 @@ def _recall(reason: r.Recall) -> Phrase:
     return ("recall ", Figure(reason.recall, _thousandths), " of softmax mass at ", _share(reason.share), " of tiles", *but)
 
 
-def _joined(said: Sequence[Phrase]) -> Phrase:
+@phrase.register
+def _together(reason: r.Together) -> Phrase:
+    return _joined([phrase(fact) for fact in reason.facts], "; ")
+
+
+@phrase.register
+def _failed(reason: r.Failed) -> Phrase:
+    return (f"failed: {reason.message}",)
+
+
+@phrase.register
+def _not_built(reason: r.NotBuilt) -> Phrase:
+    return ("not built: predicted ", Figure(reason.times, _hundredths), "× the best")
+
+
+@phrase.register
+def _corrected(reason: r.Corrected) -> Phrase:
+    return (
+        f"round {reason.round}: measured error ", _error(reason.measured), " against predicted ", _error(reason.predicted),
+        "; errors scaled by ", Figure(reason.factor, _hundredths), " and solved again",
+    )  # fmt: skip
+
+
+@phrase.register
+def _host_use(reason: r.HostUse) -> Phrase:
+    return ("host memory measured: ", _size(reason.bytes), " (", _number(reason.bytes), f" bytes) at its highest, in {reason.folder}")
+
+
+@phrase.register
+def _unmeasured(reason: r.Unmeasured) -> Phrase:
+    return (f"the original step was not measured: it {reason.because}",)
+
+
+@phrase.register
+def _padding(reason: r.Padding) -> Phrase:
+    return ("padding changes the output by ", _error(reason.effect)) if reason.effect else ("the model itself ignores this mask",)
+
+
+@phrase.register
+def _equals(reason: r.Equals) -> Phrase:
+    on = (" on: ", *_joined([phrase(each) for each in reason.inputs])) if reason.inputs else ()
+    return ("captured graph equals the model", *on)
+
+
+@phrase.register
+def _of(reason: r.Of) -> Phrase:
+    return (reason.name, *((" (", *phrase(reason.known), ")") if reason.known is not None else ()))
+
+
+@phrase.register
+def _cosine(reason: r.Cosine) -> Phrase:
+    alone = "" if reason.alone is None else f"{words(reason.alone)}, "
+    return (f"cosine of the whole gradient {reason.cosine:.6f}; of one parameter's alone {alone}", _error(reason.error))
+
+
+@phrase.register
+def _nats(reason: r.Nats) -> Phrase:
+    return (f"{reason.change:+.4f} nats per token",)
+
+
+@phrase.register
+def _token_rates(reason: r.TokenRates) -> Phrase:
+    prefill, decode = _rate(reason.prefill, reason.prefill_before), _rate(reason.decode, reason.decode_before)
+    return ("prefill ", *prefill, ", decode ", *decode, ", measured interleaved")
+
+
+def _rate(rate: float, before: float) -> Phrase:
+    return (Figure(rate, _tenths), " tokens/s (the model itself ", Figure(before, _tenths), ")")
+
+
+def _joined(said: Sequence[Phrase], between: str = ", ") -> Phrase:
     found: list[Part] = []
     for number, each in enumerate(said):
-        found += [", "] * bool(number)
+        found += [between] * bool(number)
         found += each
     return tuple(found)

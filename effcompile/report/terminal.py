@@ -19,6 +19,7 @@ from effcompile.report.ledger import Figure, Ledger, choice, ledger_of
 from effcompile.report.levers import print_levers
 from effcompile.report.names import Template, collapse, printed
 from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
+from effcompile.report.reasons import words
 from effcompile.report.step import print_memory
 
 _TEMPLATES_SHOWN = 2
@@ -55,7 +56,7 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
         page.field("guards", f"{len(plan.guards)} checked at each call: {counted(plan.guards)}")
     if plan.notes:
         page.blank()
-        page.fields("notes", [f"{note}" for note in plan.notes])
+        page.fields("notes", list(map(words, plan.notes)))
     if verbose and plan.versions:
         page.blank()
         page.field("versions", " · ".join(f"{name} {version}" for name, version in plan.versions.items()))
@@ -134,7 +135,7 @@ def _candidate(candidate: Candidate, chosen: str) -> Row:
     error = f.NONE if candidate.error is None else format_error(candidate.error)
     taken = candidate.backend == chosen
     name = Text(f"{'●' if taken else ' '} {candidate.backend}", style=STRONG if taken else "")
-    note = candidate.note or ("" if candidate.measured_seconds is not None else "not measured")
+    note = words(candidate.note) or ("" if candidate.measured_seconds is not None else "not measured")
     return Row(cells=[name, *times, error, note])
 
 
@@ -244,12 +245,12 @@ def _checks(page: Page, plan: Plan) -> None:
 
 def _check(check: Check) -> Row:
     mark = Text("✔ passed", style=GOOD) if check.passed else Text("✘ failed", style=BAD)
-    return Row(cells=[mark, check.name, format_error(check.error), format_error(check.limit), check.note])
+    return Row(cells=[mark, check.name, format_error(check.error), format_error(check.limit), words(check.note)])
 
 
 def _stress(check: Check) -> Row:
     """An error that no limit was promised for."""
-    note = "above the limit for usual inputs" if not check.passed else check.note
+    note = "above the limit for usual inputs" if not check.passed else words(check.note)
     return Row(cells=[Text("· stress", style=DIM), check.name, format_error(check.error), "none", note])
 
 

@@ -10,6 +10,7 @@ import pytest
 from effcompile.compiler.borne_out import confirmed
 from effcompile.compiler.settle import Outcome
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because
 from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.report.figures import borne_out
 
@@ -26,7 +27,7 @@ def outcome(predicted: float, measured: float, original: float = 1.0, note: str 
     plan = Plan(
         model="Net", fingerprint="", parameters=0, goal=Goal(), target="this machine", target_line="", backend=backend, decisions=(),
         declined=(), certificate=certificate, baseline=Totals(), predicted=Totals(seconds=predicted), measured=Totals(seconds=measured),
-        measured_baseline=Totals(seconds=original), notes=(note,) if note else (),
+        measured_baseline=Totals(seconds=original), notes=(Because(note),) if note else (),
     )  # fmt: skip
     return Outcome(plan=plan, program=cast("Any", None), lowered=cast("Any", None), checks=())
 
@@ -50,7 +51,7 @@ def test_times_that_agree_are_taken_as_they_are(predicted: float, measured: floa
 def test_a_busy_minute_of_measuring_is_measured_again(predicted: float, measured: float) -> None:
     found = confirmed(outcome(predicted, measured), lambda: outcome(predicted, predicted * 1.1), never)
     assert found.plan.misjudged is None
-    assert any("measured again" in note for note in found.plan.notes)
+    assert any("measured again" in str(note) for note in found.plan.notes)
 
 
 @pytest.mark.parametrize(("second", "share"), [(0.3, 0.3), (0.6, 0.5)])
@@ -63,8 +64,8 @@ def test_prices_of_another_minute_are_taken_again_and_the_faster_plan_stays(seco
     )
     assert len(calls) == 1
     assert found.plan.measured is not None and found.plan.measured.seconds == 2 * share
-    assert {"first", "second"} <= set(found.plan.notes)
-    assert any("timed again and the plan was solved again" in note for note in found.plan.notes)
+    assert {Because("first"), Because("second")} <= set(found.plan.notes)
+    assert any("timed again and the plan was solved again" in str(note) for note in found.plan.notes)
 
 
 def test_the_same_plan_is_taken_with_its_new_prices() -> None:

@@ -7,6 +7,7 @@ import pytest
 from effcompile.compiler.refine import Constraints, refine
 from effcompile.core.causes import Said
 from effcompile.core.errors import InfeasibleError
+from effcompile.core.reasons import Because
 
 #: Options by what they promise and what they turn out to take: seconds, bytes promised, bytes taken, error promised, error made.
 OPTIONS = {
@@ -33,7 +34,7 @@ def run(name: str, constraints: Constraints) -> tuple[list[str], Constraints | N
     _, _, taken, _, error = OPTIONS[name]
     seen.append(name)
     if constraints.budget is not None and taken > 12:
-        return [*seen], constraints.with_less(taken - 12, f"{name} took {taken}")
+        return [*seen], constraints.with_less(taken - 12, Because(f"{name} took {taken}"))
     if error > 0.5:
         return [*seen], constraints.without(("form", name), "its error is too large")
     return [*seen], None
@@ -69,10 +70,10 @@ def test_constraints_add_up_and_rounds_are_counted() -> None:
 
     def learning(_: str, constraints: Constraints) -> tuple[None, Constraints]:
         rounds.append(constraints)
-        return None, constraints.with_errors_scaled(2.0, "off by 2").with_new_prices("stale")
+        return None, constraints.with_errors_scaled(2.0, Because("off by 2")).with_new_prices(Because("stale"))
 
     refine(lambda _: "", learning, rounds=3)
     assert [c.round for c in rounds] == [1, 2, 3]
     assert [c.error_scale for c in rounds] == [1.0, 2.0, 4.0]
     assert [c.priced_again for c in rounds] == [0, 1, 2]
-    assert rounds[-1].notes == ("off by 2", "stale") * 2
+    assert rounds[-1].notes == (Because("off by 2"), Because("stale")) * 2

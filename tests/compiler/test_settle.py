@@ -114,7 +114,7 @@ def test_a_wrong_prediction_is_corrected_solved_again_and_told():
     assert all(check.passed for check in outcome.checks)
     assert outcome.plan.certificate.rounds > 1
     assert outcome.plan.certificate.error_scale > 1
-    assert any("solved again" in note for note in outcome.plan.notes)
+    assert any("solved again" in str(note) for note in outcome.plan.notes)
 
 
 def test_a_corrected_plan_that_cannot_win_is_not_lowered():
@@ -144,7 +144,7 @@ def test_options_that_are_not_in_the_artifact_are_told():
     search, shop = bench(max_error=0.5, predicted_each=0.001)
     outcome = settled(search, shop, Noisy(0.0, liar=True))
     assert {d.applied for d in outcome.plan.decisions} == {"fp32"}
-    assert any("8 × linear: planned int8_dynamic, the noisy artifact has fp32" in note for note in outcome.plan.notes)
+    assert any("8 × linear: planned int8_dynamic, the noisy artifact has fp32" in str(note) for note in outcome.plan.notes)
 
 
 @dataclass(frozen=True)

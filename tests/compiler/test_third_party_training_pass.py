@@ -15,6 +15,7 @@ from train_helpers import differing, eager, measured
 from effcompile.compiler import optimize_training, plan_training
 from effcompile.core.errors import FormatError, InfeasibleError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because
 from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.plan import Plan
 from effcompile.report.reasons import words
@@ -94,11 +95,12 @@ def test_bytes_and_seconds_that_it_puts_beside_the_step_count(made: Any, monkeyp
 
     def heavier(self: Any, case: Any, choice: Any, option: Any) -> Any:
         beside = case.beside + Footprint(resident={WORKING: 10_000_000})
-        return replace(real(self, case, choice, option), beside=beside, seconds_beside=1e-7, notes=("a table lies beside the step",))
+        note = Because("a table lies beside the step")
+        return replace(real(self, case, choice, option), beside=beside, seconds_beside=1e-7, notes=(note,))
 
     monkeypatch.setattr(unscale.Unscale, "apply", heavier)
     plan = plan_of(made)
-    assert product(plan) == "left out" and "a table lies beside the step" in plan.notes
+    assert product(plan) == "left out" and Because("a table lies beside the step") in plan.notes
     assert plan.predicted.peak_bytes == plain.predicted.peak_bytes + 10_000_000 == plan.memory_timeline.peak_bytes
     assert plan.predicted.seconds == pytest.approx(plain.predicted.seconds + 1e-7)
     without = plan_of(made, memory=10_000_000)
@@ -189,7 +191,7 @@ def test_one_that_changes_numbers_takes_part_only_where_an_error_is_allowed(made
 
     monkeypatch.setattr(unscale.Unscale, "exact", False)
     exact = plan_of(made)
-    assert product(exact) == "" and any("unscale is not proposed" in note for note in exact.notes)
+    assert product(exact) == "" and any("unscale is not proposed" in str(note) for note in exact.notes)
     assert product(plan_of(made, ["no-precision", *EXACT], max_error=0.01)) == "left out"
 
 

@@ -51,7 +51,7 @@ def test_the_batch_is_the_best_of_a_sweep(net: Net, memory: str) -> None:
     assert 1 < len(rates) < len(SIZES)
     chosen = effcompile.plan(net, inputs(2), mode="training", memory=memory, target="h100-sxm", batch=SIZES)
     assert chosen.batch == max(rates, key=rates.__getitem__) and chosen.peak_bytes == peaks[chosen.batch]
-    assert any(f"the step is of {chosen.batch} examples" in note for note in chosen.notes)
+    assert any(f"the step is of {chosen.batch} examples" in str(note) for note in chosen.notes)
     assert chosen.decisions[0].option == f"{chosen.batch} examples" and chosen.decisions[0].baseline == "2 examples"
 
 
@@ -61,7 +61,7 @@ def test_a_chosen_batch_is_carried_out_saved_and_applied_again(net: Net, tmp_pat
         net, inputs=inputs(2), mode="training", memory="3MiB", batch=[2, 4, 64], optimizer=optimizer, lr=(0.1, 2), passes=["no-pointwise"]
     )
     assert made.plan.batch == 4 and made.plan.met
-    assert any(note.startswith("learning rate 0.2 for 4 examples") and "linear law of SGD" in note for note in made.plan.notes)
+    assert any(str(note).startswith("learning rate 0.2 for 4 examples") and "linear law of SGD" in str(note) for note in made.plan.notes)
     made.zero_grad()
     loss = made(**inputs(4))
     loss.backward()

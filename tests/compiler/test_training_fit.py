@@ -70,5 +70,5 @@ def test_gradients_that_do_not_fit_together_are_consumed_in_the_backward() -> No
         effcompile.plan(model, batch, target=machine(1000), passes=[*passes, "states.in_backward=false"], **asked)
     plan = effcompile.plan(model, batch, target=machine(0.96 * caught.value.needed), passes=passes, **asked)
     assert any(d.kind == "gradient" and d.option == "consumed in the backward" for d in plan.decisions)
-    assert any("planned with --pass states.in_backward=true" in note for note in plan.notes)
+    assert any("planned with --pass states.in_backward=true" in str(note) for note in plan.notes)
     assert plan.fit is not None and (plan.peak_bytes or 0) <= plan.fit.limit_bytes

@@ -16,6 +16,7 @@ from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Unmeasured
 from effcompile.machine import memory
 
 PLENTY = Room(device="cpu", allowed=float("inf"))
@@ -128,7 +129,7 @@ def test_a_plan_whose_original_does_not_fit_is_verified_all_the_same(make: Any) 
     names = [check.name for check in planned.plan.checks]
     assert names[0] == "loss and all gradients, as eager" and planned.plan.checks[0].error < 1e-6
     assert planned.plan.measured_baseline is None and planned.plan.measured is not None and planned.plan.measured.seconds
-    assert "the original step was not measured: it needs 19 GiB" in planned.plan.notes
+    assert Unmeasured(because="needs 19 GiB") in planned.plan.notes
     assert planned.plan.measured.peak_bytes == planned.plan.predicted.peak_bytes
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
@@ -154,4 +155,6 @@ def test_where_not_even_a_lean_run_fits_the_plan_says_so(monkeypatch: pytest.Mon
     model, batch = skips()
     planned = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"])
     assert not planned.plan.checks
-    assert any(note.startswith("not compared with the unplanned step: needs 19 GiB; run leanly it reached") for note in planned.plan.notes)
+    assert any(
+        str(note).startswith("not compared with the unplanned step: needs 19 GiB; run leanly it reached") for note in planned.plan.notes
+    )

@@ -133,9 +133,9 @@ def test_a_gradient_that_is_zero_but_for_rounding_passes() -> None:
     wanted, truth = _result(w=WEIGHT, k_bias=NOISE), _result(w=WEIGHT.double() + 1e-8, k_bias=torch.zeros(8).double())
     found = _result(w=WEIGHT, k_bias=-NOISE)
     check = compare(found, wanted, None, lambda: replace(truth, named="float64's"))
-    assert check.passed and "k_bias: off by rounding alone" in check.note and "near to float64's" in check.note
+    assert check.passed and "k_bias: off by rounding alone" in str(check.note) and "near to float64's" in str(check.note)
     without = compare(found, wanted, None)
-    assert without.passed and "by the scale of the whole gradient" in without.note
+    assert without.passed and "by the scale of the whole gradient" in str(without.note)
 
 
 def test_a_small_gradient_in_16_bits_is_judged_by_the_rounding_of_its_dtype() -> None:
@@ -143,7 +143,7 @@ def test_a_small_gradient_in_16_bits_is_judged_by_the_rounding_of_its_dtype() ->
     weight, key = WEIGHT.bfloat16(), (0.01 * WEIGHT).bfloat16()
     wanted = _result(w=weight, k=key)
     near = compare(_result(w=weight, k=key * 1.08), wanted, 0.02)
-    assert near.passed and "k: off by rounding alone" in near.note and "by the scale of the whole gradient" in near.note
+    assert near.passed and "k: off by rounding alone" in str(near.note) and "by the scale of the whole gradient" in str(near.note)
     assert not compare(_result(w=weight, k=-key), wanted, 0.01).passed
     assert not compare(_result(w=weight * 1.08, k=key), wanted, 0.02).passed
 
@@ -179,7 +179,7 @@ def test_a_gradient_that_is_wrong_fails_however_small_it_is(size: float, exact: 
     slightly = [small * 1.01] if exact or size > 1e-4 else []  # 1e-7 of the usual gradient is rounding, as far as fp32 alone can tell
     for wrong in (-small, torch.zeros(8), NOISE, *slightly):
         check = compare(_result(w=WEIGHT, b=wrong), wanted, None, (lambda: truth) if exact else (lambda: None))
-        assert not check.passed and "largest at b" in check.note
+        assert not check.passed and "largest at b" in str(check.note)
 
 
 def test_float64_is_asked_only_where_a_gradient_fails() -> None:

@@ -50,7 +50,7 @@ def test_a_result_of_another_kind_fails(kind: str) -> None:
     checks = verify(lowered, program, cases, Goal(max_error=0.5))
     assert not any(check.passed for check in checks)
     which = "output 1 is int32 " if kind == "int" else "output 0 is "
-    assert all(check.note.startswith(which) and " instead of " in check.note for check in checks)
+    assert all(str(check.note).startswith(which) and " instead of " in str(check.note) for check in checks)
 
 
 def test_what_the_goal_does_not_read_may_be_left_out() -> None:

@@ -157,7 +157,7 @@ def test_ranks_train_clip_save_and_go_on(plan: Plan, tmp_path: Path) -> None:
         assert [check.passed for check in made.checks] == [True]
         assert made.measured.peak_bytes <= made.goal.memory
         assert made.measured.peak_bytes == pytest.approx(made.predicted.peak_bytes, rel=0.02)
-        assert any(note.startswith("measured peak of each rank") for note in made.notes)
+        assert any(str(note).startswith("measured peak of each rank") for note in made.notes)
     model = tiny()
     steps_of(model, adam(model), batch(), 3)
     assert found[0]["evaluated"] == pytest.approx(float(model.eval()(batch())), rel=1e-5)

@@ -147,7 +147,7 @@ def test_a_saved_choice_makes_the_same_step(subject: tuple[Model, Step]) -> None
     choice = StepChoice(site=SITE, kind=KIND, baseline=REPLICATED, options=(option,))
     made = Shard().apply(case_of(subject), choice, option)
     assert gathered(made.step) == gathered(spread_over(subject[1], subject[0], 2, BY_BLOCK))
-    assert "2 data-parallel ranks" in made.notes[0]
+    assert "2 data-parallel ranks" in str(made.notes[0])
     with pytest.raises(FormatError, match="'halved' on 2 ranks"):
         Shard().apply(case_of(subject), choice, StepOption(name="halved", settings={"ranks": 2}))
 

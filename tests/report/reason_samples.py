@@ -30,7 +30,7 @@ def written(kind: type[Reason], texts: st.SearchStrategy[str]) -> st.SearchStrat
 
     def filled(pairs: list[tuple[str, str, int]], name: str) -> Reason:
         text = "".join(before.replace("{", "{{").replace("}", "}}") + f"{{{hole}}}" for before, hole, _ in pairs)
-        return kind(text, tuple(name if hole == "site" else figure for _, hole, figure in pairs))  # type: ignore[call-arg]
+        return kind(text, tuple(name if hole in ("site", "name") else figure for _, hole, figure in pairs))  # type: ignore[call-arg]
 
     pair = st.tuples(texts, st.sampled_from(HOLES), st.integers(0, 2**40))
     return st.builds(kind, texts) | st.builds(filled, st.lists(pair, min_size=1, max_size=3), texts)
@@ -38,6 +38,8 @@ def written(kind: type[Reason], texts: st.SearchStrategy[str]) -> st.SearchStrat
 
 def _of(hint: str, texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     optional = st.none() if "None" in hint else st.nothing()
+    if "tuple" in hint and "Reason" in hint:
+        return st.lists(some(KINDS["slower"], texts), max_size=3).map(tuple)
     if "tuple" in hint:
         return st.lists(texts, max_size=3).map(tuple)
     if "Reason" in hint:

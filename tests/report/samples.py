@@ -9,7 +9,7 @@ from effcompile.core.causes import Limits
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, NotFaster, Unsupported
+from effcompile.core.reasons import Because, NotFaster, Padding, Unsupported
 from effcompile.ir.plan import Candidate, Certificate, Check, Decision, Declined, Plan, Totals
 from effcompile.machine.target import Target
 
@@ -198,21 +198,23 @@ def bert(**changes: Any) -> Plan:
         measured=Totals(seconds=45.8e-3, weight_bytes=114 * MIB, peak_bytes=143 * MIB, error=2.1e-2),
         measured_baseline=Totals(seconds=175.2e-3, weight_bytes=438 * MIB, peak_bytes=471 * MIB, error=0.0),
         candidates=(
-            Candidate(backend="torch", predicted_seconds=47.9e-3, measured_seconds=51.3e-3, error=2.2e-2, note="Inductor, x86 int8"),
-            Candidate(backend="onnxruntime", predicted_seconds=44.1e-3, measured_seconds=45.8e-3, error=2.1e-2, note="opset 23"),
-            Candidate(backend="openvino", note="not tried: not installed (pip install effcompile[openvino])"),
+            Candidate(
+                backend="torch", predicted_seconds=47.9e-3, measured_seconds=51.3e-3, error=2.2e-2, note=Because("Inductor, x86 int8")
+            ),
+            Candidate(backend="onnxruntime", predicted_seconds=44.1e-3, measured_seconds=45.8e-3, error=2.1e-2, note=Because("opset 23")),
+            Candidate(backend="openvino", note=Because("not tried: not installed (pip install effcompile[openvino])")),
         ),
         checks=(
             Check(name="same inputs", error=2.1e-2, limit=3.1e-2),
             Check(name="second shape 2×64", error=1.9e-2, limit=3.1e-2),
-            Check(name="padded mask", error=2.4e-2, limit=3.1e-2, note="the mask changes the output by 0.41"),
+            Check(name="padded mask", error=2.4e-2, limit=3.1e-2, note=Padding(effect=0.41)),
         ),
         inputs=("input_ids int64 1×128", "attention_mask int64 1×128"),
         calibration_inputs="8 generated batches of random tokens",
         settings={"threads": 2, "arena": True, "io_binding": True},
         notes=(
-            "mend: use_cache=False, as a prefill reads no cache",
-            "correction: measured error 3.4e-2 was over the limit; errors scaled by 1.31 and solved again",
+            Because("mend: use_cache=False, as a prefill reads no cache"),
+            Because("correction: measured error 3.4e-2 was over the limit; errors scaled by 1.31 and solved again"),
         ),
         versions={"effcompile": "0.1.0", "torch": "2.13.0", "onnxruntime": "1.31.0", "z3": "4.15.3"},
     )
@@ -260,11 +262,13 @@ def exact_failed() -> Plan:
         goal=Goal(memory=100 * MIB, minimize="memory"),
         decisions=tuple(made),
         declined=(),
-        checks=(Check(name="same inputs", error=2.1e-2, limit=1e-5, note="differs from the first layer on [bold]not markup[/bold]"),),
+        checks=(
+            Check(name="same inputs", error=2.1e-2, limit=1e-5, note=Because("differs from the first layer on [bold]not markup[/bold]")),
+        ),
         certificate=Certificate(
             status="optimal within gap", objective=1.0, bound=1.0, gap=0.0, sites=12, alternatives=24, seconds=0.004, solver="z3 4.15.3"
         ),
-        notes=("<script>alert(1)</script> & \x1b[31mescape codes\x1b[0m stay text",),
+        notes=(Because("<script>alert(1)</script> & \x1b[31mescape codes\x1b[0m stay text"),),
     )
 
 

@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 import samples
 
+from effcompile.core.reasons import Because
 from effcompile.ir.plan import Plan
 from effcompile.report import html_report
 
@@ -56,7 +57,7 @@ def test_nests_and_needs_no_network(name: str) -> None:
 
 def test_texts_of_the_plan_are_escaped() -> None:
     hostile = "<img src=x onerror=alert(1)>\"'&"
-    plan = samples.bert(model=hostile, target_line=hostile, notes=(hostile,), inputs=(hostile,), settings={hostile: hostile})
+    plan = samples.bert(model=hostile, target_line=hostile, notes=(Because(hostile),), inputs=(hostile,), settings={hostile: hostile})
     checker = parse(plan)
     assert "img" not in checker.tags
     assert checker.text.count(hostile) >= 3

@@ -20,7 +20,7 @@ from rich.console import Console
 from effcompile.core.cost import Cost
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import KINDS, Sees
+from effcompile.core.reasons import KINDS, Because, Sees
 from effcompile.core.units import parse_bytes
 from effcompile.ir.plan import Candidate, Decision, Declined, Plan, Totals
 from effcompile.report import diff, explain, find_site, flag, html_report, print_infeasible, print_plan, targets_table
@@ -219,7 +219,9 @@ refused = st.builds(Declined, site=texts, kind=texts, option=texts, by=texts, re
 @given(st.lists(made, max_size=6), st.lists(refused, max_size=14), texts, st.integers(40, 160))
 @settings(max_examples=60, deadline=None)
 def test_any_plan_prints_within_the_width(decisions: list[Decision], declined: list[Declined], text: str, width: int) -> None:
-    plan = samples.bert(decisions=tuple(decisions), declined=tuple(declined), model=text, notes=(text,), inputs=(text,), target_line=text)
+    plan = samples.bert(
+        decisions=tuple(decisions), declined=tuple(declined), model=text, notes=(Because(text),), inputs=(text,), target_line=text
+    )
     for verbose in (False, True):
         printed = plan_text(plan, width, verbose=verbose)
         body = printed.split("\n next ")[0]

@@ -148,14 +148,14 @@ def gpt2(**changes: Any) -> Plan:
         measured=Totals(seconds=4.64, peak_bytes=peak + 4 * MIB, error=0.0),
         measured_baseline=Totals(seconds=4.29, peak_bytes=1890 * MIB, error=0.0),
         checks=(
-            Check(name="loss", error=0.0, limit=0.0, note="bit-identical, dropout on"),
-            Check(name="gradients", error=0.0, limit=0.0, note="bit-identical: 148 of 148"),
+            Check(name="loss", error=0.0, limit=0.0, note=Because("bit-identical, dropout on")),
+            Check(name="gradients", error=0.0, limit=0.0, note=Because("bit-identical: 148 of 148")),
             Check(name="loss and gradients against eager", error=3.1e-7, limit=1e-5),
         ),
         inputs=("input_ids int64 2×512", "labels int64 2×512"),
         notes=(
-            "dropped: logits (196.3 MiB) are not returned beside the loss; keep_outputs=True keeps them",
-            "proven: the emitted graphs were simulated allocation by allocation",
+            Because("dropped: logits (196.3 MiB) are not returned beside the loss; keep_outputs=True keeps them"),
+            Because("proven: the emitted graphs were simulated allocation by allocation"),
         ),
         versions={"effcompile": "0.1.0", "torch": "2.13.0", "z3": "5.4.0"},
         memory_timeline=timeline(),
@@ -192,7 +192,7 @@ def over_budget() -> Plan:
         memory_timeline=line,
         predicted=Totals(seconds=1.0, peak_bytes=899 * MIB),
         measured=Totals(seconds=1.1, peak_bytes=1000 * MIB, error=2e-3),
-        checks=(Check(name="gradients", error=2e-3, limit=0.0, note="lm_head.weight differs"),),
+        checks=(Check(name="gradients", error=2e-3, limit=0.0, note=Because("lm_head.weight differs")),),
     )
 
 

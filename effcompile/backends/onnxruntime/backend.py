@@ -20,6 +20,7 @@ from effcompile.backends.onnxruntime.session import Settings
 from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason
 from effcompile.core.temporary import own_folder, remove
 from effcompile.core.units import format_seconds
 from effcompile.ir.formats import Form
@@ -53,7 +54,7 @@ class OnnxRuntime:
             return "onnxruntime.quantization handles models below 2 GiB of fp32 weights"
         return None
 
-    def lacks(self, call: KernelCall) -> str | None:
+    def lacks(self, call: KernelCall) -> Reason | None:
         return kernels.lacks(call) if self.unavailable() is None else None
 
     def measure(self, call: KernelCall) -> float | None:

@@ -18,6 +18,7 @@ from effcompile.backends.onnxruntime.custom_ops import DOMAIN, VERSION, block_sp
 from effcompile.backends.onnxruntime.quantise import quantise
 from effcompile.backends.onnxruntime.session import default_settings, open_session, run
 from effcompile.core.errors import LoweringError
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.timing import median_seconds
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, LINEAR_FORMATS, TABLE_INT8, W4, W8, WeightFormat
 from effcompile.machine.memory import give_back
@@ -59,12 +60,12 @@ def _opened(builder: Callable[[Dims], _Built], dims: Dims) -> tuple[onnxruntime.
     return open_session(model.SerializeToString(), default_settings()), feeds, copies
 
 
-def lacks(call: KernelCall) -> str | None:
+def lacks(call: KernelCall) -> Reason | None:
     """See `backends.base.Backend.lacks`."""
     held = call.format
     if held is None or call.kernel in _BUILDERS:
         return None
-    return f"ONNX Runtime on CPU has no {call.kernel.replace('/', ' in ')}"
+    return Unsupported("ONNX Runtime on CPU has no {name}", (call.kernel.replace("/", " in "),))
 
 
 def _linear(family: str) -> Callable[[Dims], _Built]:

@@ -19,6 +19,7 @@ from effcompile.backends.openvino.measure import KERNELS, measure
 from effcompile.backends.openvino.shapes import FLAG, Shaped
 from effcompile.core.errors import FormatError, LoweringError, MissingPackageError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.stages import first_line
 from effcompile.ir.formats import BF16, FP32, INT8_STATIC, Form, WeightFormat
 from effcompile.ir.plan import Plan
@@ -65,11 +66,11 @@ class OpenVino:
             return f"{name} is bfloat16, and OpenVINO is given NumPy's arrays, which have no such dtype"
         return _why_not(program)
 
-    def lacks(self, call: KernelCall) -> str | None:
+    def lacks(self, call: KernelCall) -> Reason | None:
         held = call.format
         if held is None or call.kernel in KERNELS:
             return None
-        return f"OpenVINO has no {call.kernel.replace('/', ' in ')} here"
+        return Unsupported("OpenVINO has no {name} here", (call.kernel.replace("/", " in "),))
 
     def measure(self, call: KernelCall) -> float | None:
         return None if self.unavailable() else measure(call)

@@ -18,6 +18,7 @@ from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load_flat, lower_eager, lower_inductor
 from effcompile.backends.torch.measure import measure
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -37,7 +38,7 @@ class TorchEager:
     def refuses(self, program: Program, goal: Goal) -> str | None:
         return _not_inference(goal)
 
-    def lacks(self, call: KernelCall) -> str | None:
+    def lacks(self, call: KernelCall) -> Reason | None:
         return numerics.lacks(call)
 
     def measure(self, call: KernelCall) -> float | None:
@@ -70,7 +71,7 @@ class TorchInductor:
     def refuses(self, program: Program, goal: Goal) -> str | None:
         return _not_inference(goal)
 
-    def lacks(self, call: KernelCall) -> str | None:
+    def lacks(self, call: KernelCall) -> Reason | None:
         return numerics.lacks(call)
 
     def measure(self, call: KernelCall) -> float | None:

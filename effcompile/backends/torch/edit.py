@@ -165,7 +165,8 @@ def _refusal(site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> str 
     if cores is None:
         return two_of_four.misfit(_half(weight), site.n, site.k)
     if weight.device.type == "cpu":
-        return None if held.block else numerics.why_not(held, *site.dims)
+        reason = None if held.block else numerics.why_not(held, *site.dims)
+        return None if reason is None else str(reason)
     if held.bits < 16 or held.block:
         return cores or f"the weight is on {weight.device}, and this form is implemented for CPU"
     return None

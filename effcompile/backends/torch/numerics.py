@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from effcompile.core import torch_compat
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
 from effcompile.machine.target import KernelCall
 
@@ -84,34 +85,34 @@ def lookup_int8(table: torch.Tensor, scale: torch.Tensor, ids: torch.Tensor) -> 
     return aten.mul.Tensor(rows, aten.embedding.default(scale, ids))
 
 
-def why_not(held: WeightFormat, m: int, k: int, n: int) -> str | None:
+def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
     """None, or why torch has no such linear; on this machine, where the lack is this machine's."""
     if held.family not in LINEAR_FORMATS or held.family == W8.family:
-        return f"torch has no linear {held.name!r}" + (
-            "; its 8-bit weights have a scale per output channel: w8_channel" if held.bits == 8 else ""
-        )
+        instead = "; its 8-bit weights have a scale per output channel: w8_channel" if held.bits == 8 else ""
+        return Unsupported(f"torch has no linear '{{name}}'{instead}", (held.name,))
     if held.family == "fp32":
         return None
     if held.group and held.group not in _W4_GROUPS:
-        return f"torch's 4-bit weights come in groups of {', '.join(map(str, _W4_GROUPS))}, not of {held.group}"
+        return Unsupported(f"torch's 4-bit weights come in groups of {', '.join(map(str, _W4_GROUPS))}, not of {{}}", (held.group,))
     if held.family == "w4" and (k % held.group or n % W4_COLUMNS):
-        return f"4-bit weights need K a multiple of {held.group} and N of {W4_COLUMNS}; here K = {k}, N = {n}"
+        return Unsupported("4-bit weights need K a multiple of {} and N of {}; here K = {}, N = {}", (held.group, W4_COLUMNS, k, n))
     if held.family == "w8_channel" and k % 16:
-        return f"torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {k}"
+        return Unsupported("torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {}", (k,))
     if not torch_compat.has_onednn():
-        return "this torch was built without oneDNN"
+        return Unsupported("this torch was built without oneDNN")
     if "int8" in held.activation and not held.group and not torch_compat.has_onednn_int8():
-        return "this torch has no oneDNN int8 linear"
+        return Unsupported("this torch has no oneDNN int8 linear")
     operator = {"w8_channel": "_weight_int8pack_mm", "w4": "_weight_int4pack_mm_for_cpu"}.get(held.family)
-    return None if operator is None or hasattr(aten, operator) else f"this torch has no linear with weights in {held.bits} bits on CPU"
+    there = operator is None or hasattr(aten, operator)
+    return None if there else Unsupported("this torch has no linear with weights in {} bits on CPU", (held.bits,))
 
 
-def lacks(call: KernelCall) -> str | None:
+def lacks(call: KernelCall) -> Reason | None:
     """See `backends.base.Backend.lacks`."""
     held = call.format
     if held is None:
         return None
     if call.kernel.startswith("embedding/"):
-        return "torch's tables of 8 bits have a scale per row: int8_rows" if held == TABLE_INT8 else None
+        return Unsupported("torch's tables of 8 bits have a scale per row: int8_rows") if held == TABLE_INT8 else None
     m, k, n = call.dims[:3]
     return why_not(held, m, k, n)

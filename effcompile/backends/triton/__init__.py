@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from effcompile.backends.triton.configs import architecture, found_with, interpreting
+from effcompile.core.reasons import Because, Reason
 
 __all__ = ["device", "interpreting", "origin", "register", "unavailable", "use"]
 
@@ -68,14 +69,14 @@ def register(device: str = "cuda") -> str | None:
     return reason
 
 
-def use(devices: Collection[str]) -> tuple[str, ...]:
+def use(devices: Collection[str]) -> tuple[Reason, ...]:
     """Make them the kernels of a model with tensors on these types of device; returns the report's line on it, none without a GPU in it."""
     if device() not in devices:
         return ()
     reason = register(device())
     if reason is not None:
-        return (f"Triton's kernels are declined, torch's own stand in: {reason}",)
-    return (f"Triton's kernels run {', '.join(_OPERATORS.values())}: {origin()}",)
+        return (Because("Triton's kernels are declined, torch's own stand in: {name}", (reason,)),)
+    return (Because("Triton's kernels run {name}: {name}", (", ".join(_OPERATORS.values()), origin())),)
 
 
 def origin() -> str:

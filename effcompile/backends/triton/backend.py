@@ -19,6 +19,7 @@ from effcompile.backends.triton import graphs, linears, rows_bodies
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason
 from effcompile.core.timing import median_seconds
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
@@ -45,7 +46,7 @@ class Triton:
         wanted = kernels.device()
         return None if found == {wanted} else f"its kernels are for tensors on {wanted}; the model's are on {' and '.join(sorted(found))}"
 
-    def lacks(self, call: KernelCall) -> str | None:
+    def lacks(self, call: KernelCall) -> Reason | None:
         return linears.lacks(call)
 
     def measure(self, call: KernelCall) -> float | None:

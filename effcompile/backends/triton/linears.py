@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from effcompile.backends.torch.edit import SITE
 from effcompile.core.errors import LoweringError
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.formats import BF16, FP32, INT8_CHANNEL, TABLE_INT8, TWO_OF_FOUR, W4, W8, WeightFormat
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.machine.target import Dims, KernelCall
@@ -32,23 +33,23 @@ _TOGETHER = 32
 HALVES = (f"linear/{BF16.family}", f"linear/{TWO_OF_FOUR.family}")
 
 
-def why_not(held: WeightFormat, k: int) -> str | None:
+def why_not(held: WeightFormat, k: int) -> Reason | None:
     """None, or why a linear of K columns is not carried out so here."""
     if held.family not in FAMILIES:
-        return f"there is no kernel for a linear in {held.name} on a GPU"
+        return Unsupported("there is no kernel for a linear in {name} on a GPU", (held.name,))
     if held.group % _TOGETHER:
-        return f"tensor cores multiply {_TOGETHER} codes at once: groups of {held.group} are not offered"
+        return Unsupported("tensor cores multiply {} codes at once: groups of {} are not offered", (_TOGETHER, held.group))
     wanted = held.group or _TOGETHER
-    return f"its K, {k}, is no multiple of {wanted}" if k % wanted else None
+    return Unsupported("its K, {}, is no multiple of {}", (k, wanted)) if k % wanted else None
 
 
-def lacks(call: KernelCall) -> str | None:
+def lacks(call: KernelCall) -> Reason | None:
     """See `backends.base.Backend.lacks`."""
     held = call.format
     if held is None or held.family in (FP32.family, BF16.family):
         return None
     if call.kernel.startswith("embedding/"):
-        return "tables of 8 bits have a scale per row here: int8_rows" if held == TABLE_INT8 else None
+        return Unsupported("tables of 8 bits have a scale per row here: int8_rows") if held == TABLE_INT8 else None
     return why_not(held, call.dims[1])
 
 

@@ -25,6 +25,7 @@ from effcompile.compiler.progress import Progress, entry
 from effcompile.compiler.request import Asked, Task
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Failed
 from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.core.units import format_bytes, format_error
 from effcompile.estimate import sensitivity
@@ -110,7 +111,7 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
         )
         for o in outcomes
     )
-    refused = tuple(Candidate(backend=name, note=f"failed: {error}") for name, error in failed.items())
+    refused = tuple(Candidate(backend=name, note=Failed(message=str(error))) for name, error in failed.items())
     notes = (*plan.notes, *shop.machine.keep_timings())
     return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=(*others, *refused), notes=notes), best.parts)
 

@@ -13,6 +13,7 @@ from effcompile.capture.mends import evaluating
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.generation.executable import Stepper
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Nats
 from effcompile.core.types import HFModel
 from effcompile.ir.plan import Check
 
@@ -51,7 +52,7 @@ def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -
             before = found.get(name, (0.0, 0.0))
             found[name] = (max(error, before[0]), loss if abs(loss) > abs(before[1]) else before[1])
     return [
-        Check(name=name, error=error, limit=limit, note=f"{loss:+.4f} nats per token" if not goal.exact else "")
+        Check(name=name, error=error, limit=limit, note=Nats(change=loss) if not goal.exact else None)
         for name, (error, loss) in found.items()
     ]
 

@@ -18,6 +18,7 @@ from effcompile.compiler.generation.executable import Stepper
 from effcompile.compiler.generation.steps import LoweredStep, Room
 from effcompile.core import torch_compat
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, TokenRates
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.core.types import HFModel
 from effcompile.ir.plan import Plan, Totals
@@ -134,10 +135,14 @@ def told(plan: Plan, seconds: Mapping[str, Seconds], goal: Goal, lowered: Lowere
     cache = lowered.layout.nbytes(context, goal.batch)
     read = parts["step"].weight_bytes + lowered.layout.nbytes(min(context, prompt + new // 2), goal.batch)
     notes = (
-        f"prefill {goal.batch * prompt / mine.prefill:.1f} tokens/s (the model itself {goal.batch * prompt / theirs.prefill:.1f}), decode "
-        f"{goal.batch / mine.decode:.1f} tokens/s (the model itself {goal.batch / theirs.decode:.1f}), measured interleaved",
-        f"a token reads {read / 1e6:.1f} MB of weights and cache: {read / mine.decode / 1e9:.2f} GB/s",
-        f"cache of {context} tokens: {cache} bytes",
+        TokenRates(
+            prefill=goal.batch * prompt / mine.prefill,
+            prefill_before=goal.batch * prompt / theirs.prefill,
+            decode=goal.batch / mine.decode,
+            decode_before=goal.batch / theirs.decode,
+        ),
+        Because("a token reads {bytes} of weights and cache: {bytes} a second", (int(read), int(read / mine.decode))),
+        Because("cache of {} tokens: {} bytes", (context, cache)),
     )
     baseline = replace(plan.baseline, seconds=theirs.total(goal), peak_bytes=None)
     return replace(plan, measured=totals, measured_baseline=baseline, notes=(*plan.notes, *notes))

@@ -32,8 +32,8 @@ from effcompile.compiler.training.compile import Applied, applied_plan, plan_tra
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.in_parts import runner_of
 from effcompile.core.errors import UsageError, VerificationError
+from effcompile.core.reasons import Because
 from effcompile.core.types import Args, Kwargs
-from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.ir.step import Spread
@@ -267,9 +267,12 @@ def _measured(plan: Plan, said: list[list[float | None]], check: Check | None, r
                 f"The planned step differs from the model's own on rank {meeting.ranks[errors.index(worst)]}: relative error {worst:.3e} > "
                 f"{check.limit:.3e} ({check.note}). Please report it."
             )
-    notes = [f"the original step was not run: {refusal}; `effcompile verify` compares a small copy of it"] * bool(refusal)
-    notes.append("measured peak of each rank: " + ", ".join(map(format_bytes, peaks)))
+    notes = [Because("the original step was not run: {name}; `effcompile verify` compares a small copy of it", (str(refusal),))] * bool(
+        refusal
+    )
+    notes.append(Because(f"measured peak of each rank: {', '.join(['{bytes}'] * len(peaks))}", tuple(peaks)))
     if over := [(r, p) for r, p in zip(meeting.ranks, peaks, strict=False) if excess(p, plan.goal.memory)]:
-        notes.append("above the budget: " + ", ".join(f"rank {rank} at {format_bytes(peak)}" for rank, peak in over))
+        each = ", ".join(["rank {} at {bytes}"] * len(over))
+        notes.append(Because(f"above the budget: {each}", tuple(figure for pair in over for figure in pair)))
     measured = Totals(seconds=max(seconds), peak_bytes=max(peaks, default=None), error=max(errors, default=None))
     return plan.with_changes(checks=checks, measured=measured, notes=(*plan.notes, *notes))

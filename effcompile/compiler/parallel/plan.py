@@ -16,6 +16,7 @@ from effcompile.compiler.request import Request
 from effcompile.compiler.search import versions
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import UsageError
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.distributed import Distributed
 from effcompile.ir.plan import Certificate, Decision, Declined, Plan, Totals
@@ -248,18 +249,18 @@ def _declined(found: Found) -> Iterator[Declined]:
             yield Declined(site=f"{_SITE}: {kind}", kind=kind, option=option, by="devices", reason=reason)
 
 
-def _notes(problem: Problem, solved: Solved, found: Found) -> tuple[str, ...]:
+def _notes(problem: Problem, solved: Solved, found: Found) -> tuple[Reason, ...]:
     s, engine = solved.strategy, ENGINES[solved.strategy.engine]
     sources = sorted({f"{name}: {engine.sources[name]}" for name in ("products", "error", "logit_bytes") if name in engine.sources})
     notes = [
-        "all figures are predicted in closed form, and simulated rank by rank; nothing was run",
-        f"counted are the buffers and the loss head of the engine {s.engine!r}",
-        *sources,
+        Because("all figures are predicted in closed form, and simulated rank by rank; nothing was run"),
+        Because("counted are the buffers and the loss head of the engine '{name}'", (s.engine,)),
+        *map(Because, sources),
     ]
     if s.precision == "bf16":
-        notes.append("products in bf16 with fp32 master weights and states; --strategy precision=fp32 plans in fp32")
+        notes.append(Because("products in bf16 with fp32 master weights and states; --strategy precision=fp32 plans in fp32"))
     if found.solves >= MOST_SOLVES:
-        notes.append(f"the search stopped after {MOST_SOLVES} exact solves: the bound is that of the next strategy")
+        notes.append(Because("the search stopped after {} exact solves: the bound is that of the next strategy", (MOST_SOLVES,)))
     if s.cp > 1:
-        notes.append("context parallelism is planned; its lowering has not been proven on ranks")
+        notes.append(Because("context parallelism is planned; its lowering has not been proven on ranks"))
     return tuple(notes)

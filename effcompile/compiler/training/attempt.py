@@ -16,13 +16,13 @@ from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.work import Work
 from effcompile.core.causes import Refuted
 from effcompile.core.errors import InfeasibleError
-from effcompile.core.units import format_bytes
+from effcompile.core.reasons import Because
 from effcompile.passes.training.base import Case
 
 #: Solves at the most: choices that do not hold, times and bytes that were others than foreseen.
 ROUNDS = 9
 _PRICED_AGAIN = "predicted ÷ measured time was {}: operators were timed again and the plan was solved again"
-_LESS = "the allocator's peak was {} above the budget: solved again with so much less"
+_LESS = "the allocator's peak was {bytes} above the budget: solved again with so much less"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +81,12 @@ class Attempt:
             return None, constraints.without((error.kind, error.option), str(error))
         ran, misjudged = Ran(executable=found, joint=joint), found.plan.misjudged
         if over and constraints.budget is not None:
-            return ran, constraints.with_less(over, _LESS.format(format_bytes(over)))
+            return ran, constraints.with_less(over, Because(_LESS, (over,)))
         if misjudged is None or constraints.priced_again:
             return ran, None
         work.forget(self.branches.whole)
         self._prepare(work)
-        return ran, constraints.with_new_prices(_PRICED_AGAIN.format(f"{misjudged:.2f}"))
+        return ran, constraints.with_new_prices(Because(_PRICED_AGAIN, (round(misjudged, 2),)))
 
     def _prepare(self, work: Work) -> None:
         self.work, self.branches = work, Branches(work=work, case=self.case)

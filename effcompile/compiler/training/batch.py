@@ -44,7 +44,7 @@ class Sized:
     planned: Planned
     decision: Decision
     declined: tuple[Declined, ...]
-    notes: tuple[str, ...]
+    notes: tuple[Reason, ...]
 
     def told_in(self, plan: Plan) -> Plan:
         """The plan with the batch among its decisions."""
@@ -173,17 +173,16 @@ def _declined(best: Trial[Planned], others: list[Trial[Planned]], failed: dict[i
         yield Declined(site=SITE, kind=KIND, option=_name(trial.batch), by=BY, reason=reason)
 
 
-def _notes(task: Task, best: Trial[Planned], work: Work) -> Iterator[str]:
+def _notes(task: Task, best: Trial[Planned], work: Work) -> Iterator[Reason]:
     """What the user has to do with it."""
     there = examples_in(task.args, task.kwargs)
     if best.batch != there:
-        yield f"the step is of {best.batch} examples: the {there} of the example inputs were repeated; give it batches of {best.batch}"
+        text = "the step is of {} examples: the {} of the example inputs were repeated; give it batches of {}"
+        yield Because(text, (best.batch, there, best.batch))
     if task.request.lr is not None and work.optimizer is not None:
         given, name = LearningRate.of(task.request.lr), type(work.optimizer).__name__
-        yield (
-            f"learning rate {given.at(best.batch, name):.3g} for {best.batch} examples, from {given.rate:.3g} for {given.batch} by the "
-            f"{law(name)} law of {name}: a law, not a measurement; it was not set"
-        )
+        text = "learning rate {} for {} examples, from {} for {} by the {name} law of {name}: a law, not a measurement; it was not set"
+        yield Because(text, (_short(given.at(best.batch, name)), best.batch, _short(given.rate), given.batch, law(name), name))
 
 
 def _cost(trial: Trial[Planned]) -> Cost:

@@ -15,7 +15,6 @@ from effcompile.compiler.training.prepare import Figures, Preparation, Prepared,
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Faster, Reason
-from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import GIVEN, GRADIENTS
 from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, MemoryTimeline, Plan, Totals
 from effcompile.ir.step import Step
@@ -26,7 +25,7 @@ from effcompile.passes.training.taken_blocks import TakenBlocks, notes_of_fronts
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
 
 
-def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, notes: Sequence[str] = ()) -> Plan:
+def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, notes: Sequence[Reason] = ()) -> Plan:
     """The plan of a schedule and its optimizer states. `found`: what was chosen from."""
     best = joint.schedule
     prepared = best.prepared
@@ -181,20 +180,21 @@ def _end_peak(prepared: Prepared) -> int:
 # ------------------------------------------------------------------ notes and the timeline
 
 
-def _dropped(step: Step) -> list[str]:
+def _dropped(step: Step) -> list[Reason]:
     size = sum(step.dropped.values())
     if not size:
         return []
     names = ", ".join(step.dropped)
-    return [f"not returned beside the loss: {names} ({format_bytes(size)}); --keep-outputs returns them and counts their bytes"]
+    return [Because("not returned beside the loss: {name} ({bytes}); --keep-outputs returns them and counts their bytes", (names, size))]
 
 
-def _times(figures: Figures) -> list[str]:
+def _times(figures: Figures) -> list[Reason]:
     if figures.here and not figures.modelled:
-        return [f"operator times were measured on this machine, {len(figures.known)} different ones, each alone"]
+        return [Because("operator times were measured on this machine, {} different ones, each alone", (len(figures.known),))]
+    if not figures.here:
+        return [Because("operator times are modelled from the target's peaks")]
     names = ", ".join(sorted(figures.modelled)[:3])
-    rest = f" (among them {names})" if figures.here else ""
-    return [f"{'some ' if figures.here else ''}operator times are modelled from the target's peaks{rest}"]
+    return [Because("some operator times are modelled from the target's peaks (among them {name})", (names,))]
 
 
 def _timeline(joint: Joint) -> MemoryTimeline:

@@ -25,6 +25,7 @@ from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.solve import frontier
 from effcompile.compiler.training.work import Work, as_planned, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
+from effcompile.core.reasons import Because
 from effcompile.core.types import Args, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
@@ -60,7 +61,7 @@ def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[
         if work.figures.here or work.optimizer is None or any(name.startswith(IN_BACKWARD) for name in spec):
             raise
         work = make_work(replace(task, request=replace(task.request, passes=(*spec, f"{IN_BACKWARD}=true"))))
-        work.notes.append(f"nothing fits with all gradients there at once: planned with --pass {IN_BACKWARD}=true")
+        work.notes.append(Because("nothing fits with all gradients there at once: planned with --pass {name}=true", (IN_BACKWARD,)))
         found, size = _decided(task, work, captured)
     plan = build_plan(found.joint, found.branches.chosen_from(found.joint), work.figures, work.goal, work.notes)
     plan = _with_levers(found.branches, found.joint, plan)

@@ -22,11 +22,12 @@ from effcompile.compiler.training.exact import in_float64, rounded_otherwise
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.in_parts import eager_in_parts, inseparable, without_dropout
 from effcompile.compiler.training.lean import lean
-from effcompile.compiler.training.moved import MEASURED, RefutedError, host_use, too_coarse
+from effcompile.compiler.training.moved import RefutedError, host_use, too_coarse
 from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.spool import Spool
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import VerificationError
+from effcompile.core.reasons import Because, HostUse, Reason, Unmeasured
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.passes.training.base import Case
@@ -60,15 +61,16 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
         found = _settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner, prepared.case, plan)
     room.tidy()
-    plan = replace(plan, notes=(*(n for n in plan.notes if not n.startswith(MEASURED)), *used))
+    plan = replace(plan, notes=(*(n for n in plan.notes if not isinstance(n, HostUse)), *used))
     original = _Original(work=work, case=prepared.case, folder=prepared.cut.host.folder, room=room, refusal=refusal)
-    wanted, checks, notes = None, list[Check](), list[str]()
+    wanted, checks, notes = None, list[Check](), list[Reason]()
     try:
         wanted = original.run(work.eager_loss)
         checks = _checked(original, plan, runner, found, wanted)
     except NoRoomError as error:
         rest = "; that the micro-batches add up to it is read off the graph" if division is not None else ""
-        notes.append(f"not compared with the unplanned step: {refusal or 'it does not fit'}; run leanly it {error}{rest}")
+        text = f"not compared with the unplanned step: {{name}}; run leanly it {{name}}{rest}"
+        notes.append(Because(text, (refusal or "it does not fit", str(error))))
     notes += _compare_updates(work, states, wanted or found, checks)
     room.tidy()
     theirs = None
@@ -89,7 +91,7 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
         before = Totals(seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base + there, wanted, theirs), error=0.0)
         plan = replace(plan, measured_baseline=before)
     else:
-        plan = replace(plan, notes=(*plan.notes, f"the original step was not measured: it {refusal}"))
+        plan = replace(plan, notes=(*plan.notes, Unmeasured(because=refusal or "does not fit")))
     return _finished(work, runner, plan, states), excess(peak, plan.goal.memory)
 
 
@@ -210,12 +212,12 @@ def _passed(check: Check) -> Check:
     return check
 
 
-def _compare_updates(work: Work, states: StatesOption | None, wanted: verify.Result, checks: list[Check]) -> list[str]:
+def _compare_updates(work: Work, states: StatesOption | None, wanted: verify.Result, checks: list[Check]) -> list[Reason]:
     """Adds the check of the planned update, or returns the note on one that may differ."""
     if states is None or work.optimizer is None:
         return []
     found = updates.check(states, work.optimizer, work.model, wanted.gradients)
-    if isinstance(found, str):
+    if isinstance(found, Reason):
         return [found]
     checks.append(_passed(found))
     return []

@@ -11,6 +11,7 @@ import torch
 
 from effcompile.core.errors import UsageError
 from effcompile.core.files import read_bounded, write_atomically
+from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.operators import Measured
 from effcompile.machine.calibration import calibration_path
 
@@ -49,12 +50,13 @@ def _sound(measured: Measured) -> bool:
     return 0 < measured.seconds <= _LONGEST and min(sizes) >= 0 and max(sizes) <= _LARGEST
 
 
-def keep_figures(known: Mapping[str, Measured]) -> str | None:
+def keep_figures(known: Mapping[str, Measured]) -> Reason | None:
     """Write the figures for the next plan; returns a note where that was not possible."""
     kept = dict(list(known.items())[-_MOST:])
     file = _File(format=_FORMAT, torch=str(torch.__version__), threads=torch.get_num_threads(), operators=kept)
     try:
         write_atomically(figures_path(), msgspec.json.encode(file))
     except (UsageError, OSError) as error:
-        return f"operator times could not be kept for the next plan ({error}); EFFCOMPILE_CACHE={os.environ.get('EFFCOMPILE_CACHE', '')}"
+        text = "operator times could not be kept for the next plan ({name}); EFFCOMPILE_CACHE={name}"
+        return Because(text, (str(error), os.environ.get("EFFCOMPILE_CACHE", "")))
     return None

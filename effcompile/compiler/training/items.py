@@ -16,17 +16,18 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.compiler.training.work import Work
 from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.step import Step
 from effcompile.passes.training.items import labels_counted
 
 _PROBE = 3.0
-NOT_TAKEN = (
+NOT_TAKEN = Because(
     f"{ITEMS} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's Trainer then averages the "
     f"batches' means, where the model alone would weigh every label alike. Plan with {ITEMS} among the inputs to have it taken."
 )
 
 
-def items_of(work: Work, step: Step) -> tuple[Items | None, tuple[str, ...]]:
+def items_of(work: Work, step: Step) -> tuple[Items | None, tuple[Reason, ...]]:
     """How the planned loss takes `num_items_in_batch`, and a note where the model itself would take it and the plan does not."""
     if work.loss is not None or ITEMS in work.kwargs or not accepts_items(work.model):
         return None, ()

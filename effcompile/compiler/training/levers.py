@@ -18,7 +18,7 @@ from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training.cases import Joint, recorded
 from effcompile.compiler.training.prepare import Figures, Preparation, Prepared, with_levers
 from effcompile.core.errors import InfeasibleError, UnknownNameError
-from effcompile.core.units import format_seconds
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import LeverRow
 from effcompile.passes.training.checkpoint import carried_out, periodic
@@ -96,7 +96,7 @@ class Subsets:
 
 def lever_rows(
     subsets: Subsets, joint: Joint, budget: int, progress: Progress = QUIET, *, seconds: float = PAIRS_SECONDS
-) -> tuple[tuple[LeverRow, ...], list[str]]:
+) -> tuple[tuple[LeverRow, ...], list[Reason]]:
     """None of the levers, what checkpointing by a fixed period reaches, each alone, the best pair, and all (the plan).
 
     Nothing where there are not two to choose from.
@@ -111,7 +111,8 @@ def lever_rows(
     ordered = sorted(combinations(names, 2), key=lambda pair: sorted((order[name] for name in pair), reverse=True))
     pairs = _reached(subsets, ordered if len(names) > 2 else [], budget, progress, deadline=time.monotonic() + seconds)
     cut = 0 < len(pairs) < len(ordered)
-    said = f"the pair of levers is the best of {len(pairs)} of {len(ordered)}, which were looked at within {format_seconds(seconds)}"
+    text = "the pair of levers is the best of {} of {}, which were looked at within {seconds}"
+    said = Because(text, (len(pairs), len(ordered), seconds))
     whole = LeverRow(levers=names, seconds=joint.seconds, peak_bytes=joint.peak_bytes)
     return (none, *_periodic(subsets, budget), *alone, *([min(pairs, key=_rank)] if pairs else []), whole), [said] * cut
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from effcompile.core.errors import VerificationError
-from effcompile.core.units import format_bytes
+from effcompile.core.reasons import HostUse, Reason
 from effcompile.ir.plan import Plan
 from effcompile.ops.offload import host_pool
 from effcompile.passes import WAYS
@@ -15,9 +15,6 @@ from effcompile.passes.training.base import Case
 
 if TYPE_CHECKING:
     from effcompile.compiler.training.prepare import Prepared
-
-#: How the note on the measured use of host memory begins.
-MEASURED = "host memory measured:"
 
 
 class RefutedError(VerificationError):
@@ -40,9 +37,9 @@ def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
 
 
 @contextlib.contextmanager
-def host_use(plan: Plan, prepared: Prepared) -> Iterator[list[str]]:
+def host_use(plan: Plan, prepared: Prepared) -> Iterator[list[Reason]]:
     """A list that has a note on the measured use of the pool when the step that is run inside is done."""
-    found: list[str] = []
+    found: list[Reason] = []
     if not any(d.kind in WAYS and WAYS[d.kind].on_host for d in plan.decisions):
         yield found
         return
@@ -50,4 +47,4 @@ def host_use(plan: Plan, prepared: Prepared) -> Iterator[list[str]]:
     pool.reset_peak()
     before = pool.in_use
     yield found
-    found.append(f"{MEASURED} {format_bytes(pool.peak - before)} ({pool.peak - before} bytes) at its highest, in {pool.folder}")
+    found.append(HostUse(bytes=pool.peak - before, folder=str(pool.folder)))

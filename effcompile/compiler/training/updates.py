@@ -19,6 +19,7 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Check
 from effcompile.machine.memory import give_back
 from effcompile.ops.optimizers import Form, one_by_one
@@ -103,14 +104,14 @@ class _parameters_restored:  # noqa: N801  a context manager, named like one
                 self.model.get_parameter(name).copy_(value)
 
 
-def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]) -> Check | str:
+def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]) -> Check | Reason:
     """Parameters after two planned updates with the same gradients against the given optimizer's: a check, or a note.
 
     The note stands for updates that the user allowed to differ.
     """
     name = type(given).__name__
     if one_by_one(given) is not None:
-        return f"the update of {name} is run as it is"
+        return Because("the update of {name} is run as it is", (name,))
     groups = {id(p): group for group in given.param_groups for p in group["params"]}
     moved = apart = 0.0
     worst = (0.0, EXACT_TOLERANCE)  # error, and what rounding allows in the parameter's dtype
@@ -128,7 +129,8 @@ def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: M
         apart += between.apart
     if states.changes_numbers:
         relative = (apart / moved) ** 0.5 if moved else 0.0
-        return f"{states.form.name}: two updates differ from those of {name} by {relative:.1%} of them, at the example inputs' gradients"
+        text = "{name}: two updates differ from those of {name} by {error} of them, at the example inputs' gradients"
+        return Because(text, (states.form.name, name, relative))
     return Check(name=f"parameters after two updates, as {name}'s", error=worst[0], limit=worst[1])
 
 

@@ -18,6 +18,7 @@ from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.reasons import Because, Cosine, Reason, Together
 from effcompile.ir.plan import Check
 
 #: Inputs that require a gradient, by name.
@@ -121,12 +122,12 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     nothing = [name for name in failed if _is_rounding(name, found, wanted, truth, scale)]
     apart = max((errors.pop(name) for name in nothing), default=0.0)
     where = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])  # NaN is the worst
-    notes = ["bit-identical" if same else f"largest at {where}"]
+    notes: list[Reason] = [Because("bit-identical") if same else Because("largest at {name}", (where,))]
     if nothing:
         more = f" and {len(nothing) - 1} more" if len(nothing) > 1 else ""
         beside = f"as near to {truth.named} as eager's" if truth is not None else "measured by the scale of the whole gradient"
-        notes.append(f"{nothing[0]}{more}: off by rounding alone (up to {apart:.1e}), {beside}")
-    return Check(name="loss and all gradients, as eager", error=errors[where], limit=allowed, note="; ".join(notes))
+        notes.append(Because(f"{{name}}{more}: off by rounding alone (up to {{error}}), {beside}", (nothing[0], apart)))
+    return Check(name="loss and all gradients, as eager", error=errors[where], limit=allowed, note=Together.of(notes))
 
 
 def _require_numbers(wanted: Result) -> None:
@@ -187,7 +188,7 @@ def compare_whole(found: Result, wanted: Result, limit: float) -> Check:
     apart, ours, theirs, dot = (math.fsum(getattr(each, name) for each in sums) for name in ("apart", "ours", "theirs", "dot"))
     error = max(math.sqrt(apart / theirs) if theirs else 0.0, _relative(found.loss, wanted.loss, 0.0))
     cosine = dot / math.sqrt(ours * theirs) if ours and theirs else 1.0
-    note = f"cosine of the whole gradient {cosine:.6f}; of one parameter's alone {each.note}, {each.error:.1e}"
+    note = Cosine(cosine=cosine, alone=each.note, error=each.error)
     return Check(name="loss and whole gradient, as eager", error=error, limit=limit, note=note)
 
 

@@ -25,6 +25,7 @@ from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.prepare import Figures, Preparation, prepare
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.estimate import operators
 from effcompile.ir.plan import Decision, Plan
@@ -62,7 +63,7 @@ class Work:
     forbidden: Mapping[tuple[str, str], str] = field(default_factory=dict)
     decided: Sequence[Decision] | None = None
     progress: Progress = QUIET
-    notes: list[str] = field(default_factory=list)
+    notes: list[Reason] = field(default_factory=list)
     fronts: dict[str, BlockFront] = field(default_factory=dict)
 
     def capture(self, keep_outputs: bool = False) -> Case:
@@ -107,7 +108,7 @@ class Work:
         of_values = error.kind in levers.names
         passes = replace(self.passes, levers=replace(levers, refused=levers.refused | {error.option})) if of_values else self.passes
         if of_values or not error.option:
-            self.notes.append(f"{error.said}: {error}")
+            self.notes.append(Because("{name}: {name}", (error.said, str(error))))
         return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): str(error)})
 
     def forget(self, found: Preparation) -> None:
@@ -144,7 +145,7 @@ def make_work(task: Task) -> Work:
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
     machine = resolve(asked.target, [])
     devices = {tensor.device.type for tensor in model.parameters()}
-    notes = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
+    notes: list[Reason] = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
     if (sparse := per_row_of(model)) is not None:
         notes.append(sparse.matched_note())
     # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
@@ -153,7 +154,8 @@ def make_work(task: Task) -> Work:
     if goal.exact:
         loaded, refused = loaded.exact
         notes += [
-            f"{name} is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02." for name in refused
+            Because("{name} is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02.", (name,))
+            for name in refused
         ]
     known = known_figures() if machine.here else {}
     return Work(

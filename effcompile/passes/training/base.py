@@ -62,7 +62,7 @@ class Case:
     repeats: float = 1.0
     seconds_beside: float = 0.0
     around: tuple[tuple[str, int], ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
     @property
     def options(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture.source import Source
 from effcompile.core.cost import Cost
 from effcompile.core.errors import CaptureError, FormatError, InputsError, UsageError
-from effcompile.core.reasons import Divided, Unsupported
+from effcompile.core.reasons import Because, Divided, Reason, Unsupported
 from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import DividedStep, Step
@@ -253,15 +253,17 @@ def _told(outcome: Outcome) -> Iterator[Decision]:
     )  # fmt: skip
 
 
-def _notes(division: DividedStep) -> list[str]:
+def _notes(division: DividedStep) -> list[Reason]:
     """What the user must know of a divided batch."""
     weights = "as its labels are of all" if division.counts is not None else f"{division.factor:.4g}"
-    lines = [
-        f"{division.count} micro-batches, each with the weight {weights} in the loss: the effective batch, and so the learning rate, stay "
-        "as they are. Times and bytes of blocks are of one micro-batch. Gradients are made with the loss; backward() hands them out"
-    ]
+    text = (
+        "{} micro-batches, each with the weight {name} in the loss: the effective batch, and so the learning rate, stay as they are. "
+        "Times and bytes of blocks are of one micro-batch. Gradients are made with the loss; backward() hands them out"
+    )
+    lines: list[Reason] = [Because(text, (division.count, weights))]
     if division.pair is not None:
-        lines.append("one example is captured as other operators than several; that examples add up was read off two at a time")
+        lines.append(Because("one example is captured as other operators than several; that examples add up was read off two at a time"))
     if division.random:
-        lines.append("dropout draws other numbers for micro-batches than for the whole batch: the same distribution, not the same numbers")
+        text = "dropout draws other numbers for micro-batches than for the whole batch: the same distribution, not the same numbers"
+        lines.append(Because(text))
     return lines

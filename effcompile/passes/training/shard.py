@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 
 from effcompile.core.errors import FormatError, UsageError
-from effcompile.core.reasons import Unsupported
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.plan import Declined
 from effcompile.ir.program import module_path
 from effcompile.ir.resident import storage_bytes
@@ -102,7 +102,7 @@ class Shard:
         if case.scaled:
             raise Refusal("the loss is scaled, and an overflow is seen on the rank that holds the gradient alone")
         step = spread_over(case.step, case.source.model, ranks, form)
-        note = f"{ranks} data-parallel ranks: times, bytes and the batch are one rank's; gradients are the means over ranks"
+        note = Because("{} data-parallel ranks: times, bytes and the batch are one rank's; gradients are the means over ranks", (ranks,))
         return replace(case, step=step, notes=(note, *case.notes))
 
 

@@ -188,15 +188,15 @@ def _why(taken: StatesOption, given: StatesOption) -> Reason:
     )  # fmt: skip
 
 
-def _notes(states: StatesOption) -> list[str]:
+def _notes(states: StatesOption) -> list[Reason]:
     """What the user must know of a changed optimizer."""
-    notes = []
+    notes: list[Reason] = []
     if (name := states.form.name) in CHANGES:
         kind, rate, decay = CHANGES[name]
-        notes.append(
-            f"another optimizer, as allowed by states.change: {kind}, with the given learning rate × {rate:.3g} and "
-            f"weight decay × {decay:.3g}"
-        )
+        text = "another optimizer, as allowed by states.change: {name}, with the given learning rate × {} and weight decay × {}"
+        notes.append(Because(text, (kind, rate, decay)))
     if states.consumed:
-        notes.append("gradients are consumed in the backward: nothing may clip, accumulate or read them; call step() after every backward")
+        notes.append(
+            Because("gradients are consumed in the backward: nothing may clip, accumulate or read them; call step() after every backward")
+        )
     return notes

@@ -96,22 +96,23 @@ def of_values(cut: Blocks, chosen: Sequence[BlockOption]) -> list[Decision]:
     return found
 
 
-def notes_of_fronts(cut: Blocks, fronts_of: Mapping[str, BlockFront], host_bytes: int) -> list[str]:
+def notes_of_fronts(cut: Blocks, fronts_of: Mapping[str, BlockFront], host_bytes: int) -> list[Reason]:
     """Host memory, and what the certificate holds for, where values may be held elsewhere. `fronts_of`: kind of block → its options."""
     kinds = {block.stage.kind for block in cut.blocks if block.problem.forms}
     fronts = [fronts_of[kind] for kind in kinds if kind in fronts_of]
     if not fronts:
         return []
-    lines = []
+    lines: list[Reason] = []
     if host_bytes:
-        limit = cut.host.limit
-        room = f" of {format_bytes(limit)}" if limit is not None else "; its room was not checked"
-        lines.append(f"host memory: {format_bytes(host_bytes)} ({host_bytes} bytes) at its highest{room}")
+        room = " of {bytes}" if cut.host.limit is not None else "; its room was not checked"
+        figures = (host_bytes, host_bytes, *((cut.host.limit,) if cut.host.limit is not None else ()))
+        lines.append(Because(f"host memory: {{bytes}} ({{}} bytes) at its highest{room}", figures))
     cut_off = sum(not front.complete for front in fronts)
     thinned = [front for front in fronts if front.found > len(front.options)]
     if cut_off or thinned:
         parts = [f"{cut_off} searched until the time was up"] * bool(cut_off)
         most = max((front.found for front in thinned), default=0)
         parts += [f"{len(thinned)} thinned (the largest from {most} options)"] * bool(thinned)
-        lines.append(f"of {len(fronts)} kinds of blocks, {', '.join(parts)}: the certificate holds among the options that were left")
+        text = "of {} kinds of blocks, {name}: the certificate holds among the options that were left"
+        lines.append(Because(text, (len(fronts), ", ".join(parts))))
     return lines
