@@ -90,7 +90,7 @@ def test_a_home_that_cannot_be_written_is_said_and_costs_nothing_else(
     out, err = capsys.readouterr()
     assert not stopped.value.code, err
     assert "Traceback" not in err
-    assert any("not kept" in note and "/proc/.cache" in note for note in json.loads(out)["notes"])
+    assert any("not kept" in note.get("text", "") and "/proc/.cache" in str(note["figures"]) for note in json.loads(out)["notes"])
 
 
 @pytest.mark.parametrize(("number", "status", "during"), [(signal.SIGTERM, 143, "load the model"), (signal.SIGINT, 130, "lower")])
@@ -208,7 +208,7 @@ def test_a_disk_that_is_full_keeps_no_timings_and_costs_nothing_else(tmp_path: P
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert any("not kept" in note for note in json.loads(done.stdout)["notes"])
+    assert any("not kept" in note.get("text", "") for note in json.loads(done.stdout)["notes"])
     assert all(path.stat().st_size == 0 for path in (tmp_path / "cache").rglob("*") if path.is_file())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -9,40 +10,14 @@ import typer
 
 from effcompile import console, report
 from effcompile.cli import ranks
-from effcompile.cli.job import Job, Many, parsed_shape
+from effcompile.cli.job import Job, Many, spread
 from effcompile.cli.options import (
     HOW,
     OUTPUT,
-    AllowPickle,
     AsJson,
-    BackendName,
-    Batch,
-    BatchTokens,
-    Context,
-    DeviceCount,
     Devices,
-    Dynamic,
-    GlobalBatch,
-    KeepOutputs,
-    LearningRate,
-    MaxError,
-    Memory,
-    Minimize,
-    Mode,
-    ModelFile,
-    New,
-    Nodes,
     Output,
-    PassNames,
-    Prompt,
-    Reads,
-    Robust,
     SavedPlan,
-    Shape,
-    StrategyText,
-    TargetName,
-    Task,
-    TrustRemoteCode,
     Verbose,
 )  # fmt: skip
 from effcompile.core.errors import InfeasibleError, UsageError
@@ -50,35 +25,15 @@ from effcompile.core.files import write_atomically
 from effcompile.core.folders import check_writable
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
-from effcompile.loader.source import Reading
 
 if TYPE_CHECKING:
     from effcompile.compiler import Executable, TrainingExecutable
 
 
+@spread()
 def optimize(
     context: typer.Context,
-    model: ModelFile,
-    task: Task = None,
-    shape: Shape = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    memory: Memory = None,
-    max_error: MaxError = None,
-    minimize: Minimize = None,
-    mode: Mode = None,
-    reads: Reads = None,
-    robust: Robust = None,
-    keep_outputs: KeepOutputs = False,
-    batch: Batch = None,
-    tokens: Context = None,
-    prompt: Prompt = None,
-    new: New = None,
-    lr: LearningRate = None,
-    target: TargetName = "auto",
-    backend: BackendName = None,
-    passes: PassNames = None,
-    dynamic: Dynamic = None,
+    job: Job,
     devices: Devices = None,
     strategy: StrategyText = None,
     plan: SavedPlan = None,
@@ -88,15 +43,9 @@ def optimize(
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
     given = None if plan is None else Plan.load(plan)
-    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    goal |= {"context": tokens, "prompt": prompt, "new": new}
-    axes = ranks.axes_asked(devices, strategy, mode, backend)
-    passes = [*(passes or ()), *axes.passes] if axes.several else passes
-    reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    job = Job(
-        file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
-        keep_outputs=keep_outputs, batch=batch, lr=lr,
-    ).checked()  # fmt: skip
+    axes = ranks.axes_asked(devices, strategy, job.mode, job.backend)
+    job = replace(job, passes=[*(job.passes or ()), *axes.passes]) if axes.several else job
+    job.check()
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []
@@ -104,7 +53,7 @@ def optimize(
         wanted = job.load(steps, given)
         with console.explaining(wanted.request.goal, as_json, context.obj):
             if axes.several:
-                made, written = ranks.plan_for_ranks(wanted, output, model, reading)
+                made, written = ranks.plan_for_ranks(wanted, output, job.model, job.reading)
             else:
                 executable = wanted.carried_out()
                 made = executable.plan
@@ -122,34 +71,11 @@ def optimize(
         raise typer.Exit(1)
 
 
+@spread()
 def plan(
     context: typer.Context,
-    model: ModelFile,
-    task: Task = None,
-    shape: Shape = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    memory: Memory = None,
-    max_error: MaxError = None,
-    minimize: Minimize = None,
-    mode: Mode = None,
-    reads: Reads = None,
-    robust: Robust = None,
-    keep_outputs: KeepOutputs = False,
-    batch: Batch = None,
-    tokens: Context = None,
-    prompt: Prompt = None,
-    new: New = None,
-    lr: LearningRate = None,
-    target: TargetName = "auto",
-    backend: BackendName = None,
-    passes: PassNames = None,
-    dynamic: Dynamic = None,
-    devices: DeviceCount = None,
-    nodes: Nodes = None,
-    strategy: StrategyText = None,
-    global_batch: GlobalBatch = None,
-    batch_tokens: BatchTokens = None,
+    job: Job,
+    many: Many,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=OUTPUT)
     ] = None,
@@ -157,17 +83,11 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Decide without lowering, also for machines that are not here (--target h100-sxm), several (a,b,c), or many (--devices 64)."""
-    many = Many(devices=devices, nodes=nodes, strategy=strategy, global_batch=global_batch, batch_tokens=batch_tokens).checked()
-    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    goal |= {"context": tokens, "prompt": prompt, "new": new}
-    reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    job = Job(
-        file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic,
-        keep_outputs=keep_outputs, batch=batch, lr=lr,
-    ).checked()  # fmt: skip
-    if "," in target and many.count is not None:
-        raise UsageError(f"--target {target} compares machines for one device each: give one target with --devices.")
-    if "," in target:
+    many.check()
+    job.check()
+    if "," in job.target and many.count is not None:
+        raise UsageError(f"--target {job.target} compares machines for one device each: give one target with --devices.")
+    if "," in job.target:
         _compare_targets(job, as_json, output)
         return
     if output is not None:
@@ -188,24 +108,10 @@ def plan(
         raise typer.Exit(1)
 
 
+@spread("batch", "tokens", "prompt", "new", "lr")
 def frontier(
     context: typer.Context,
-    model: ModelFile,
-    task: Task = None,
-    shape: Shape = None,
-    trust_remote_code: TrustRemoteCode = False,
-    allow_pickle: AllowPickle = False,
-    memory: Memory = None,
-    max_error: MaxError = None,
-    minimize: Minimize = None,
-    mode: Mode = None,
-    reads: Reads = None,
-    robust: Robust = None,
-    keep_outputs: KeepOutputs = False,
-    target: TargetName = "auto",
-    backend: BackendName = None,
-    passes: PassNames = None,
-    dynamic: Dynamic = None,
+    job: Job,
     points: Annotated[int | None, typer.Option(min=1, help="How many plans at the most: 8, in training 20.", rich_help_panel=HOW)] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the picture there, as report.html.", rich_help_panel=OUTPUT)
@@ -213,14 +119,10 @@ def frontier(
     as_json: AsJson = False,
 ) -> None:
     """What each byte of memory buys: predicted plans, none both larger and slower than another; of a saved plan, an estimate."""
-    if saved.is_plan(Path(model)):
-        _curve_of(Plan.load(model), points or 12, as_json)
+    if saved.is_plan(Path(job.model)):
+        _curve_of(Plan.load(job.model), points or 12, as_json)
         return
-    goal = {"memory": memory, "max_error": max_error, "minimize": minimize, "mode": mode, "reads": reads, "robust": robust}
-    reading = Reading(task=task, shape=parsed_shape(shape), trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
-    job = Job(
-        file=model, reading=reading, changes=goal, target=target, backend=backend, passes=passes, dynamic=dynamic, keep_outputs=keep_outputs
-    ).checked()
+    job.check()
     if output is not None:
         check_writable(output)
     with console.steps(as_json) as steps:

@@ -1,17 +1,47 @@
-"""What the commands `optimize`, `plan` and `frontier` have in common: the job that they make of their options.
+"""What the commands `optimize`, `plan` and `frontier` have in common: a job, whose fields are their options.
 
 torch takes seconds to import: it is, with the user's model, when the job is loaded.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from effcompile import console, report
+from effcompile.cli.options import (
+    AllowPickle,
+    BackendName,
+    Batch,
+    BatchTokens,
+    Context,
+    DeviceCount,
+    Dynamic,
+    GlobalBatch,
+    KeepOutputs,
+    LearningRate,
+    MaxError,
+    Memory,
+    Minimize,
+    Mode,
+    ModelFile,
+    New,
+    Nodes,
+    PassNames,
+    Prompt,
+    Reads,
+    Robust,
+    Shape,
+    StrategyText,
+    TargetName,
+    Task,
+    TrustRemoteCode,
+)
 from effcompile.cli.strategy import parse_strategy
 from effcompile.core.errors import UsageError, clipped
 from effcompile.core.goal import Goal
@@ -29,14 +59,14 @@ if TYPE_CHECKING:
 class Many:
     """The options that say among which devices a step is divided, as they were typed."""
 
-    devices: str | None
-    nodes: str | None
-    strategy: str | None
-    global_batch: int | None
-    batch_tokens: int | None
+    devices: DeviceCount = None
+    nodes: Nodes = None
+    strategy: StrategyText = None
+    global_batch: GlobalBatch = None
+    batch_tokens: BatchTokens = None
 
-    def checked(self) -> Many:
-        """The same, all checked that can be before torch loads.
+    def check(self) -> None:
+        """Check all that can be before torch loads.
 
         Raises:
             UsageError: a value that is not allowed, or one without --devices.
@@ -45,7 +75,6 @@ class Many:
         if self.count is None and (given := [name for name, value in others.items() if value is not None]):
             raise UsageError(f"{given[0]} is for a step on many devices: give --devices or --nodes, too.")
         parse_strategy(self.strategy or "")
-        return self
 
     @property
     def count(self) -> int | Literal["auto"] | None:
@@ -109,32 +138,56 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What `optimize`, `plan` and `frontier` have in common. `changes` are the goal fields given on the command line."""
+    """What `optimize`, `plan` and `frontier` are all asked, as it was typed: `spread` makes an option of each field."""
 
-    file: str
-    reading: Reading
-    changes: Mapping[str, object]
-    target: str
-    backend: str | None
-    passes: list[str] | None
-    dynamic: bool | None
-    keep_outputs: bool
-    batch: str | None = None
-    lr: str | None = None
+    model: ModelFile
+    task: Task = None
+    shape: Shape = None
+    trust_remote_code: TrustRemoteCode = False
+    allow_pickle: AllowPickle = False
+    memory: Memory = None
+    max_error: MaxError = None
+    minimize: Minimize = None
+    mode: Mode = None
+    reads: Reads = None
+    robust: Robust = None
+    keep_outputs: KeepOutputs = False
+    batch: Batch = None
+    tokens: Context = None
+    prompt: Prompt = None
+    new: New = None
+    lr: LearningRate = None
+    target: TargetName = "auto"
+    backend: BackendName = None
+    passes: PassNames = None
+    dynamic: Dynamic = None
+
+    @property
+    def changes(self) -> dict[str, object]:
+        """The goal fields that were given."""
+        fields = {name: getattr(self, name) for name in ("memory", "max_error", "minimize", "mode", "reads", "robust", "prompt", "new")}
+        return {name: value for name, value in {**fields, "context": self.tokens}.items() if value is not None}
+
+    @property
+    def reading(self) -> Reading:
+        """How the model is to be read."""
+        return Reading(
+            task=self.task, shape=parsed_shape(self.shape), trust_remote_code=self.trust_remote_code, allow_pickle=self.allow_pickle
+        )
 
     @property
     def targets(self) -> list[str]:
         """The machines that are named: one, or several with commas between."""
         return [self.target] if Path(self.target).exists() else [name.strip() for name in self.target.split(",")]
 
-    def checked(self) -> Job:
-        """The job without the goal fields that were not given, all checked that can be before torch and the model load.
+    def check(self) -> None:
+        """Check all that can be before torch and the model load.
 
         Raises:
             UsageError: a goal, model, pass, backend or target that does not exist or is not allowed.
         """
-        changes = {name: value for name, value in self.changes.items() if value is not None}
-        Goal.of(**changes)
+        Goal.of(**self.changes)
+        parsed_shape(self.shape)
         if self.batch is not None:
             from effcompile.planner.batch import wanted_sizes
 
@@ -148,8 +201,7 @@ class Job:
                 from effcompile.machine.machines import load_target
 
                 load_target(name)
-        find(self.file)
-        return replace(self, changes=changes)
+        find(self.model)
 
     def load(self, steps: report.Steps, plan: Plan | None = None) -> Wanted:
         """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""
@@ -159,8 +211,8 @@ class Job:
             from effcompile.loader.reading import load
             from effcompile.passes import load_passes, load_training_passes
 
-            mode = self.changes.get("mode") if plan is None else plan.goal.mode
-            loaded = load(self.file, replace(self.reading, training=mode == "training"))
+            mode = self.mode if plan is None else plan.goal.mode
+            loaded = load(self.model, replace(self.reading, training=mode == "training"))
         asked = declare(loaded.goal, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
         training = asked.mode == "training"
         (load_training_passes if training else load_passes)(self.passes)
@@ -182,6 +234,32 @@ class Job:
             progress=steps,
         )
         return Wanted(loaded=loaded, request=request)
+
+
+def spread(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose dataclass parameters are spread: each of their fields, but those left out, is an option of the command's own."""
+
+    def around(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True)
+        shown: list[inspect.Parameter] = []
+        fields: dict[str, tuple[type, list[str]]] = {}
+        for name, parameter in own.parameters.items():
+            kind = parameter.annotation
+            there = [parameter]
+            if isinstance(kind, type) and is_dataclass(kind):
+                there = [one for one in inspect.signature(kind, eval_str=True).parameters.values() if one.name not in left_out]
+                fields[name] = kind, [one.name for one in there]
+            shown += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in there]
+
+        @functools.wraps(command)
+        def run(**given: object) -> None:
+            made = {name: kind(**{one: given.pop(one) for one in names}) for name, (kind, names) in fields.items()}
+            command(**made, **given)
+
+        vars(run)["__signature__"] = own.replace(parameters=shown)
+        return run
+
+    return around
 
 
 def parsed_rate(said: str) -> tuple[float, int]:

@@ -54,7 +54,7 @@ def check_passes(given: Iterable[str]) -> None:
     for item in given:
         name = item.partition("=")[0].partition(".")[0].strip()
         if name not in known and name.removeprefix("no-") not in known:
-            known |= _installed("effcompile.passes") | _installed("effcompile.training_passes")
+            known |= _installed("effcompile.passes") | _installed("effcompile.training_passes") | _installed("effcompile.value_levers")
             if name not in known and name.removeprefix("no-") not in known:
                 raise UnknownNameError("pass", name.removeprefix("no-"), known)
 

@@ -16,6 +16,13 @@ from effcompile.ir.strategy import Axis, Strategy
 
 _NODES = re.compile(r"\s*(\d{1,7})\s*[x×]\s*(\d{1,7})\s*")
 MOST_DEVICES = 1 << 20
+#: Figures of links, the least and the most that they may be.
+_ALLOWED: tuple[tuple[tuple[str, ...], float, float], ...] = (
+    (("devices_per_node", "adapters_per_node"), 1, MOST_DEVICES),
+    (("inside", "adapter"), 1, 1e24),
+    (("inside_efficiency", "between_efficiency"), 1e-6, 1),
+    (("inside_seconds", "between_seconds"), 0, 1),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +49,10 @@ class Links:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if min(self.devices_per_node, self.adapters_per_node) < 1 or min(self.inside, self.adapter) <= 0:
-            raise UsageError("A cluster has at least one device and one adapter on each node, and links of more than 0 bytes per second.")
-        if not (0 < self.inside_efficiency <= 1 and 0 < self.between_efficiency <= 1):
-            raise UsageError("The efficiency of a cluster's links is a share: more than 0, at most 1.")
+        for names, least, most in _ALLOWED:
+            for name in names:
+                if not least <= getattr(self, name) <= most:
+                    raise UsageError(f"{name} = {getattr(self, name)} of a cluster must be {least:g} to {most:g}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

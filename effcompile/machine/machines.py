@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ import msgspec
 
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
 from effcompile.core.files import read_bounded
-from effcompile.machine.cluster import MOST_DEVICES, Links
+from effcompile.machine.cluster import Links
 from effcompile.machine.target import HOST_BANDWIDTH, Target
 
 TARGETS = Path(__file__).parent / "targets"
@@ -28,22 +29,6 @@ _MOST = 1 << 62
 _Positive = Annotated[float, msgspec.Meta(gt=0, le=float(1 << 80))]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-_Short = Annotated[float, msgspec.Meta(ge=0, le=1)]
-_Devices = Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)]
-
-
-class _ClusterSection(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What a target file may say of many such machines; the same figures as `Links`."""
-
-    devices_per_node: _Devices = 8
-    inside: _Positive
-    adapters_per_node: _Devices = 8
-    adapter: _Positive
-    inside_efficiency: _Share = 0.8
-    between_efficiency: _Share = 0.8
-    inside_seconds: _Short = 3e-6
-    between_seconds: _Short = 8e-6
-    sources: dict[str, str] = {}
 
 
 class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -61,7 +46,7 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     gains: dict[str, Annotated[float, msgspec.Meta(ge=1, le=1000)]] = {}
     host_bandwidth: _Positive = HOST_BANDWIDTH
     host_memory_bytes: _Count | None = None
-    cluster: _ClusterSection | None = None
+    cluster: Links | None = None
     sources: dict[str, str] = {}
 
 
@@ -97,9 +82,10 @@ def _from_file(path: Path) -> Target:
         raise FormatError(f"The target {str(path)!r} is not valid TOML: {error}.") from error
     try:
         parsed = msgspec.convert(data, _TargetFile)
-    except (msgspec.ValidationError, RecursionError) as error:
+        if unknown := set(data.get("cluster", ())) - {field.name for field in fields(Links)}:
+            raise msgspec.ValidationError(f"[cluster] has the unknown field {min(unknown)!r}")
+    except (msgspec.ValidationError, UsageError, RecursionError) as error:
         raise FormatError(
             f"The target {str(path)!r} is not valid: {clipped(error)}. Compare it with {TARGETS / 'cpu-generic.toml'}."
         ) from error
-    links = None if parsed.cluster is None else Links(**msgspec.structs.asdict(parsed.cluster))
-    return Target(name=path.stem, **{**msgspec.structs.asdict(parsed), "cluster": links})
+    return Target(name=path.stem, **msgspec.structs.asdict(parsed))

@@ -38,7 +38,6 @@ __all__ = [
     "OPTIONAL",
     "PASSES",
     "TRAINING_PASSES",
-    "WAYS",
     "Choice",
     "Context",
     "Declined",
@@ -48,9 +47,11 @@ __all__ = [
     "TrainingPasses",
     "load_passes",
     "load_training_passes",
+    "over_values",
     "propose_all",
     "registered",
     "registered_for_training",
+    "ways",
 ]
 
 #: name → class. Structure changes first, so that precision is put on what is left.
@@ -81,9 +82,6 @@ _BESIDE: dict[str, type[Any]] = {"shard": Shard, "states": States}
 _OWN_STEP_PASSES = {**_CAPTURED_LATE, **_OF_THE_GRAPH, **_BESIDE}
 #: Ours over values, in the order in which the ways of several are told.
 _OVER_VALUES: dict[str, type[Any]] = {"offload": Offload, "compress": Compress}
-#: Every way to hold a value elsewhere that a plan may have, by its name.
-WAYS: dict[str, Way] = {way.name: way for way in composed([way for lever in _OVER_VALUES.values() for way in lever.known])}
-
 #: The passes of a training step: those of the whole step, and those of its blocks.
 TRAINING_PASSES: dict[str, type[Any]] = {
     **_OWN_STEP_PASSES,
@@ -94,11 +92,12 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
 OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict", "microbatch", "precision"})
 
-_GROUP, _TRAINING_GROUP = "effcompile.passes", "effcompile.training_passes"
+_GROUP, _TRAINING_GROUP, _LEVER_GROUP = "effcompile.passes", "effcompile.training_passes", "effcompile.value_levers"
 #: What a pass of an installed package is asked.
 _ASKED = {
     _GROUP: ("name", "exact", "propose", "apply", "measured_options", "replaced_weights"),
     _TRAINING_GROUP: ("name", "exact", "propose", "apply"),
+    _LEVER_GROUP: ("name", "exact", "known", "share", "ways", "takes", "rates"),
 }
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -113,12 +112,33 @@ def registered() -> dict[str, type[Any]]:
 
 
 def registered_for_training() -> dict[str, type[Any]]:
-    """Our passes of a training step, then those of installed packages (passes/training/base.py).
+    """Our passes of a training step, then those of installed packages: of the whole step (base.py), and over values (levers.py).
 
     Raises:
         UsageError: an installed pass cannot be imported, or takes a name that is in use.
     """
-    return _with_installed(TRAINING_PASSES, _TRAINING_GROUP)
+    return _with_installed(TRAINING_PASSES, _TRAINING_GROUP) | over_values()
+
+
+def over_values() -> dict[str, type[Any]]:
+    """Our levers over values, then those of installed packages (passes/training/levers.py), in the order in which their ways are told.
+
+    Raises:
+        UsageError: an installed lever cannot be imported, takes a name that is in use, or says no ways.
+    """
+    found, names = _with_installed(TRAINING_PASSES, _LEVER_GROUP), list[str]()
+    levers = {name: cls for name, cls in found.items() if name in _OVER_VALUES or name not in TRAINING_PASSES}
+    for name, cls in levers.items():
+        sound = isinstance(cls.known, tuple) and all(isinstance(way, Way) and way.by == name for way in cls.known)
+        names += [way.name for way in cls.known] if sound else []
+        if not sound or len(set(names)) < len(names):
+            raise UsageError(f"The lever {name!r} must know a tuple of ways, each by itself and of a name of its own. Mend or remove it.")
+    return levers
+
+
+def ways() -> dict[str, Way]:
+    """Every way to hold a value elsewhere that a plan may have, by its name."""
+    return {way.name: way for way in composed([way for lever in over_values().values() for way in lever.known])}
 
 
 def _with_installed(own: Mapping[str, type[Any]], group: str) -> dict[str, type[Any]]:
@@ -203,12 +223,14 @@ def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = F
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")
     made = {name: cls(**settings) for name, (cls, settings) in selected.items()}
     made.setdefault(States.name, States(offload=False))  # left out: held as given
-    late, step = _in_order({name: each for name, each in made.items() if name in _OWN_STEP_PASSES or name not in TRAINING_PASSES})
+    levers = over_values()
+    blocks = {"checkpoint", *levers}
+    late, step = _in_order({name: each for name, each in made.items() if name not in blocks})
     return TrainingPasses(
         late=late,
         step=step,
         checkpoint=made["checkpoint"],
-        levers=Levers(values=tuple(made[name] for name in _OVER_VALUES if name in made)),
+        levers=Levers(values=tuple(made[name] for name in levers if name in made)),
     )
 
 

@@ -1,7 +1,6 @@
 """A training pass of another package, found by its entry point: it competes in the solve, is verified, told, saved and applied again."""
 
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from third_party_helpers import PACKAGE, declared, install
 from torch import nn
 from train_helpers import differing, eager, measured
 
@@ -21,7 +21,7 @@ from effcompile.ir.plan import Plan
 from effcompile.report.reasons import words
 
 pytestmark = pytest.mark.usefixtures("quick_training")
-PACKAGE = Path(__file__).parent.parent / "third_party"
+GROUP = "effcompile.training_passes"
 EXACT = ["no-pointwise"]
 
 
@@ -44,20 +44,10 @@ def made() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Scaled().train(), {"x": torch.randn(8, 16), "y": torch.randn(8, 16)}
 
 
-def install(folder: Path, entry_points: dict[str, str]) -> None:
-    """What pip leaves of a package beside its modules."""
-    info = folder / "effcompile_unscale-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: effcompile-unscale\nVersion: 0.1\n")
-    lines = [f"{name} = {value}" for name, value in entry_points.items()]
-    (info / "entry_points.txt").write_text("\n".join(["[effcompile.training_passes]", *lines, ""]))
-
-
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The package, as its pyproject.toml declares it."""
-    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
-    install(tmp_path, project["entry-points"]["effcompile.training_passes"])
+    install(tmp_path, GROUP, declared(GROUP))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(PACKAGE))
     yield
@@ -196,7 +186,7 @@ def test_one_that_changes_numbers_takes_part_only_where_an_error_is_allowed(made
 
 
 def test_a_name_that_is_taken_is_refused(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, {"checkpoint": "effcompile_unscale:Unscale"})
+    install(tmp_path, GROUP, {"checkpoint": "effcompile_unscale:Unscale"})
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError, match=r"'checkpoint' of effcompile_unscale:Unscale has a name that is taken"):
         plan_of(made)

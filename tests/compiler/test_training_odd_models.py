@@ -16,6 +16,7 @@ import effcompile
 from effcompile.compiler.training.exact import rounded_otherwise
 from effcompile.compiler.training.verify import Result, compare
 from effcompile.core.errors import CaptureError, InternalError, UsageError
+from effcompile.core.reasons import Because
 from effcompile.report.reasons import words
 
 
@@ -186,7 +187,7 @@ def test_float64_is_asked_only_where_a_gradient_fails() -> None:
     def never() -> Result:
         raise AssertionError("asked")
 
-    assert compare(_result(w=WEIGHT), _result(w=WEIGHT), None, never).note == "bit-identical"
+    assert compare(_result(w=WEIGHT), _result(w=WEIGHT), None, never).note == Because("bit-identical")
     assert compare(_result(w=WEIGHT * (1 + 1e-6)), _result(w=WEIGHT), None, never).passed
 
 

@@ -40,8 +40,16 @@ def test_a_group_has_the_adapters_of_its_ranks_on_a_node():
     assert cluster.bandwidth(cluster.on_one_node(beside, "tp"), 8) == 450e9
 
 
-def test_a_section_of_a_target_file_is_checked(tmp_path):
+@pytest.mark.parametrize(
+    ("figure", "said"),
+    [
+        ("adapter = -1.0", "adapter = -1"), ("adapter = inf", "adapter = inf"), ("adapter = nan", "adapter = nan"),
+        ("adapter = 'x'", "adapter"),
+        ("adapter = 50e9\nadapters = 3", "unknown field 'adapters'"),
+    ],
+)  # fmt: skip
+def test_a_section_of_a_target_file_is_checked(figure, said, tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text((TARGETS / "h100-sxm.toml").read_text().replace("adapter = 50e9", "adapter = -1.0"))
-    with pytest.raises(FormatError, match="adapter"):
+    path.write_text((TARGETS / "h100-sxm.toml").read_text().replace("adapter = 50e9", figure))
+    with pytest.raises(FormatError, match=said):
         load_target(path)

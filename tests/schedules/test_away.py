@@ -12,7 +12,7 @@ from train_helpers import MODELS, Batch, cut_model, differing, eager, everything
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.ops.offload import host_pool
-from effcompile.passes import WAYS
+from effcompile.passes import ways
 from effcompile.planner.remat import Group
 from effcompile.schedules.away import movable
 from effcompile.schedules.blocks import Blocks, Host
@@ -20,7 +20,7 @@ from effcompile.schedules.emit import emit
 from effcompile.schedules.simulate import simulate
 from effcompile.schedules.ways import Way
 
-OFFLOAD, COMPRESS, BOTH = WAYS["offload"], WAYS["compress"], WAYS["compress+offload"]
+OFFLOAD, COMPRESS, BOTH = (ways()[name] for name in ("offload", "compress", "compress+offload"))
 SLACK = 64  # as in test_emit
 FEW = settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 Away = dict[int, dict[int, Way]]

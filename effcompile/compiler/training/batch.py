@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from effcompile.compiler.request import Task
 from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.cases import Joint
-from effcompile.compiler.training.fit import model_error
+from effcompile.compiler.training.fit import room_elsewhere
 from effcompile.compiler.training.solve import keeping_everything
 from effcompile.compiler.training.work import Work
 from effcompile.core.cost import Cost
@@ -147,7 +147,7 @@ def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, Infeas
 def _budget(work: Work) -> int:
     """What a step may take: the user's limit, and never more than the machine has, with the error of predictions for one elsewhere."""
     target = work.figures.target
-    room = target.memory_bytes if work.figures.here else int(target.memory_bytes / (1 + model_error(target)))
+    room = target.memory_bytes if work.figures.here else room_elsewhere(target)
     return room if work.goal.memory is None else min(work.goal.memory, room)
 
 

@@ -31,7 +31,7 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.ir.step import Step
-from effcompile.passes import WAYS
+from effcompile.passes import ways
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.saved_blocks import chosen, held
@@ -172,7 +172,7 @@ def applied_plan(task: Task, plan: Plan) -> Applied:
     if fingerprint(case.step) != plan.fingerprint:
         raise _another(plan)
     (prepared,) = lazy.prepare(case).variants
-    prepared = replace(prepared, cut=replace(prepared.cut, ways=WAYS))
+    prepared = replace(prepared, cut=replace(prepared.cut, ways=ways()))
     if case.optimizer is not None and prepared.case.states is None:
         raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
     emitted, trace = carried_out(prepared.cut, *chosen(prepared.cut, blocks))

@@ -24,6 +24,11 @@ def model_error(target: Target) -> float:
     return MODEL_ERROR.get(target.device, ELSEWHERE)
 
 
+def room_elsewhere(target: Target) -> int:
+    """Bytes of a machine that is not here, less what predictions for it may be off."""
+    return int(target.memory_bytes / (1 + model_error(target)))
+
+
 def limit(allowed: int | None, unplanned: int, target: Target) -> int | None:
     """The budget of a step that is to run on this machine: what the user allows, and never more than the machine has.
 
@@ -40,7 +45,7 @@ def within_machine(target: Target, solve: Callable[[int], Joint]) -> Joint:
         InfeasibleError: none does even without the error.
     """
     try:
-        return solve(int(target.memory_bytes / (1 + model_error(target))))
+        return solve(room_elsewhere(target))
     except InfeasibleError:
         pass
     try:

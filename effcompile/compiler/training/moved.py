@@ -10,7 +10,7 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.reasons import HostUse, Reason
 from effcompile.ir.plan import Plan
 from effcompile.ops.offload import host_pool
-from effcompile.passes import WAYS
+from effcompile.passes import ways
 from effcompile.passes.training.base import Case
 
 if TYPE_CHECKING:
@@ -31,8 +31,9 @@ def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
         if chosen.changes and not chosen.exact:
             kind, option = chosen.choice.kind, chosen.option.name
             return RefutedError(message, kind=kind, option=option, said=f"nothing is computed in {option}")
-    used = {part for d in plan.decisions if d.kind in WAYS for part in (*WAYS[d.kind].parts, d.kind)}
-    coarse = [way for way in WAYS.values() if way.name in used and not way.exact and not way.parts]
+    known = ways()
+    used = {part for d in plan.decisions if d.kind in known for part in (*known[d.kind].parts, d.kind)}
+    coarse = [way for way in known.values() if way.name in used and not way.exact and not way.parts]
     return RefutedError(message, kind=coarse[-1].by, option=coarse[-1].name, said=coarse[-1].without) if coarse else None
 
 
@@ -40,7 +41,8 @@ def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
 def host_use(plan: Plan, prepared: Prepared) -> Iterator[list[Reason]]:
     """A list that has a note on the measured use of the pool when the step that is run inside is done."""
     found: list[Reason] = []
-    if not any(d.kind in WAYS and WAYS[d.kind].on_host for d in plan.decisions):
+    known = ways()
+    if not any(d.kind in known and known[d.kind].on_host for d in plan.decisions):
         yield found
         return
     pool = host_pool(prepared.cut.host.folder)

@@ -25,12 +25,12 @@ from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.prepare import Figures, Preparation, prepare
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, Reason
+from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.types import Args, Kwargs
 from effcompile.estimate import operators
-from effcompile.ir.plan import Decision, Plan
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.ops.optimizers import check
-from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes
+from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes, over_values, ways
 from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.forms import Forms, forms, reapplied
 from effcompile.passes.training.optimizer_ways import GivenOptimizer
@@ -97,7 +97,11 @@ class Work:
         )  # fmt: skip
         if self.figures.here and (note := keep_figures(self.figures.known)):
             self.notes.append(note)
-        return replace(found, declined=tuple(made.declined), refused=made.refused)
+        broken = [
+            Declined(site="values", kind=name, option=name, by=name, reason=Unsupported("{name}", (said,)))
+            for name, said in self.passes.levers.broken.items()
+        ]
+        return replace(found, declined=(*made.declined, *broken), refused=made.refused)
 
     def _as_decided(self, case: Case, decided: Sequence[Decision]) -> Forms:
         return Forms(cases=[reapplied(self.passes.whole, case, decided)])
@@ -187,9 +191,10 @@ def as_planned(work: Work, plan: Plan) -> Work:
     Raises:
         FormatError: a pass that the plan was made with is missing.
     """
-    known = {*TRAINING_PASSES, *(each.name for each in work.passes.whole)}
+    values, held = over_values(), ways()
+    known = {*TRAINING_PASSES, *values, *(each.name for each in work.passes.whole)}
     decided = tuple(d for d in plan.decisions if d.by != BY)  # of which the inputs are
-    missing = [d for d in decided if d.by not in known and d.option != d.baseline]
+    missing = [d for d in decided if d.option != d.baseline and (d.by not in known or (d.by in values and d.kind not in held))]
     if missing:
         listed = ", ".join(sorted(f"{d.kind} = {d.option} at {d.site}" for d in missing))
         raise FormatError(

@@ -4,19 +4,25 @@ A lever over values is a pass (`ValueLever`) that says in which ways it holds a 
 costs. Ways that pack on the device may be followed by those to the host, of whatever lever. `Levers.proposed` adds them to a
 step that was cut into blocks. Any subset of levers gives the same step with fewer ways, so that each alone, pairs, and all
 can be held against each other at one budget.
+
+Levers of installed packages (entry point group `effcompile.value_levers`) are asked alike. One that raises, or says what cannot
+be, has no way from then on, and is declined by name (`Levers.broken`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import fx
 
-from effcompile.core.errors import UnknownNameError
+from effcompile.core.errors import EffcompileError, UnknownNameError
+from effcompile.core.stages import first_line
 from effcompile.machine.target import Target
 from effcompile.planner.remat import BlockProblem, Form
 from effcompile.schedules.away import movable
@@ -24,6 +30,7 @@ from effcompile.schedules.blocks import Block, Blocks, Host
 from effcompile.schedules.ways import Way
 
 RECOMPUTE = "recompute"
+_Said = TypeVar("_Said")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,17 +87,40 @@ class ValueLever(Protocol):
 class Levers:
     """Which of them are there. The default is what there is without asking: recomputation alone.
 
-    refused: names of ways that were run, and did not hold.
+    refused: names of ways that were run, and did not hold. broken: name of a lever → what it raised, or said that cannot be.
     """
 
     recompute: bool = True
     values: tuple[ValueLever, ...] = ()
     refused: frozenset[str] = frozenset()
+    broken: MutableMapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def there(self) -> tuple[ValueLever, ...]:
         """Those over values that have a way left."""
-        return tuple(lever for lever in self.values if any(way.name not in self.refused for way in lever.ways))
+        return tuple(lever for lever in self.values if self.ways(lever))
+
+    def ways(self, lever: ValueLever) -> tuple[Way, ...]:
+        """The ways of a lever that are left."""
+        with contextlib.suppress(_BrokenError):
+            return tuple(way for way in self._said(lever, lambda: _known(lever)) if way.name not in self.refused)
+        return ()
+
+    def _said(self, lever: ValueLever, asked: Callable[[], _Said]) -> _Said:
+        """What a lever says.
+
+        Raises:
+            _BrokenError: it raised, or what it said cannot be; then, and from then on.
+        """
+        if lever.name in self.broken:
+            raise _BrokenError
+        try:
+            return asked()
+        except EffcompileError:
+            raise
+        except Exception as error:
+            self.broken[lever.name] = f"{type(error).__name__}: {first_line(error)}"
+            raise _BrokenError from error
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,11 +142,17 @@ class Levers:
         """Rates for these levers on the target. `here`: it is this machine."""
         found = Rates(call=target.launch_seconds, beside=target.device != "cpu")
         for lever in self.there:
-            found |= lever.rates(target, here)
+            with contextlib.suppress(_BrokenError):
+                found |= self._said(lever, lambda: _sound(lever.rates(target, here)))  # noqa: B023  asked at once
         return found
 
     def proposed(self, cut: Blocks, rates: Rates, seconds: Callable[[fx.Node], float]) -> Blocks:
         """The step with these levers' ways in its blocks. `seconds`: time of a node, of which some hides copies."""
+        while True:
+            with contextlib.suppress(_BrokenError):  # then without that one
+                return self._proposed(cut, rates, seconds)
+
+    def _proposed(self, cut: Blocks, rates: Rates, seconds: Callable[[fx.Node], float]) -> Blocks:
         if not self.there and self.recompute:
             return cut
         learned = _learned(cut)
@@ -137,10 +173,11 @@ class Levers:
     ) -> Iterator[Way]:
         """The ways in which a value may be held; they are added to `known`."""
         size, whole, made = block.problem.nbytes[name], sum(block.problem.nbytes.values()), cut.maker[block.values[name]] in learned
-        able = [lever for lever in self.there if size >= lever.share * whole and lever.takes(value, made)]
-        ways = [way for lever in able for way in lever.ways if way.name not in self.refused]
-        for way in composed(ways):
-            if way.codec is None or way.codec.packed_bytes(value.numel()) < size:
+        able = [lever for lever in self.there if self._said(lever, lambda: _takes(lever, size, whole, value, made))]  # noqa: B023
+        levers = {way.name: lever for lever in able for way in self.ways(lever)}
+        for way in composed([way for lever in able for way in self.ways(lever)]):
+            lever = levers[(*way.parts, way.name)[0]]
+            if way.codec is None or self._said(lever, lambda: _packed(way, value)) < size:  # noqa: B023
                 yield known.setdefault(way.name, way)
 
     def _with(self, block: Block, forms: dict[str, tuple[Form, ...]], scarce: bool, hidden: tuple[float, ...] | None) -> Block:
@@ -149,6 +186,55 @@ class Levers:
         forward = block.problem.forward if self.recompute else tuple(replace(op, repeatable=False) for op in block.problem.forward)
         problem = replace(block.problem, forms=forms, hidden=hidden if forms else None, scarce=scarce and bool(forms), forward=forward)
         return replace(block, problem=problem, stage=replace(block.stage, kind=_kind(problem)))
+
+
+class _BrokenError(Exception):
+    """A lever cannot be asked any more: see `Levers.broken`."""
+
+
+def _known(lever: ValueLever) -> tuple[Way, ...]:
+    """The ways of a lever, which it has to know.
+
+    Raises:
+        ValueError: others.
+    """
+    found, known = tuple(lever.ways), type(lever).known
+    if strange := [way for way in found if way not in known]:
+        raise ValueError(f"has the way {getattr(strange[0], 'name', strange[0])!r}, which is none that it knows")
+    return found
+
+
+def _takes(lever: ValueLever, size: int, whole: int, value: torch.Tensor, learned: bool) -> bool:
+    if not 0 <= lever.share <= 1:
+        raise ValueError(f"takes values of the share {lever.share}: 0 to 1 is one")
+    return size >= lever.share * whole and bool(lever.takes(value, learned))
+
+
+def _packed(way: Way, value: torch.Tensor) -> int:
+    """Bytes of a packed value.
+
+    Raises:
+        ValueError: there are no such.
+    """
+    assert way.codec is not None
+    size = way.codec.packed_bytes(value.numel())
+    if type(size) is not int or size < 0:
+        raise ValueError(f"packs {value.numel()} elements to {size!r} bytes")
+    return size
+
+
+def _sound(rates: Rates) -> Rates:
+    """The same rates.
+
+    Raises:
+        ValueError: a figure that is negative, or none.
+    """
+    for name, figure in (("out", rates.out), ("back", rates.back), ("call", rates.call), *rates.pack.items()):
+        if not (math.isfinite(figure) and figure >= 0):
+            raise ValueError(f"takes {figure} seconds per byte or element ({name})")
+    if rates.host_bytes is not None and rates.host_bytes < 0:
+        raise ValueError(f"has {rates.host_bytes} bytes of room on the host")
+    return rates
 
 
 def composed(ways: Collection[Way]) -> Iterator[Way]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from effcompile.core.errors import FormatError
 from effcompile.ir.plan import Decision, Plan, Setting
-from effcompile.passes import WAYS
+from effcompile.passes import ways
 from effcompile.passes.training.base import setting_of
 from effcompile.planner.remat import BlockOption, Group
 from effcompile.schedules.away import movable
@@ -81,7 +81,7 @@ def held(plan: Plan) -> dict[str, Held]:
     for decision in plan.decisions:
         by_kind.setdefault(decision.kind, []).append(decision)
     forms: dict[str, dict[str, str]] = {}
-    for kind in WAYS:
+    for kind in ways():
         for decision in by_kind.get(kind, ()):
             forms.setdefault(decision.site, {}).update(dict.fromkeys(_names(decision, "values"), kind))
     blocks = {
