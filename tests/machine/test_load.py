@@ -48,10 +48,10 @@ def test_times_taken_on_a_busy_machine_are_taken_again_when_it_is_quiet(monkeypa
     found = store.calibrate({"torch": measured(0.5)}, quick=True)
     assert found.backends["torch"].busy == "load 9"
     note = store.without_busy(found)
-    assert note and "still busy" in note and found.backends["torch"].points  # nothing better can be had now
+    assert note and "still busy" in str(note) and found.backends["torch"].points  # nothing better can be had now
     monkeypatch.setattr(store, "busy", lambda: "")
     note = store.without_busy(found)
-    assert note and "taken again" in note and "load 9" in note and not found.backends["torch"].points and found.dirty
+    assert note and "taken again" in str(note) and "load 9" in str(note) and not found.backends["torch"].points and found.dirty
     assert store.without_busy(found) is None
     target = store.this_machine(found, {"torch": measured(0.25)})
     assert target.probe is not None and target.probe("torch", CALL) == 0.25 and not found.backends["torch"].busy
@@ -85,6 +85,6 @@ def test_rates_taken_on_a_busy_machine_are_taken_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(store, "read_bandwidth", lambda: 21e9)
     monkeypatch.setattr(store, "matmul_peak", lambda: 190e9)
     note = store.without_busy(found)
-    assert note and "machine's rates" in note and "taken again" in note
+    assert note and "machine's rates" in str(note) and "taken again" in str(note)
     assert found.memory_bandwidth == 21e9 and found.peak_flops["fp32"] == pytest.approx(200e9) and not found.busy
     assert found.backends["torch"].points and store.without_busy(found) is None
