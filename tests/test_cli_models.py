@@ -272,5 +272,5 @@ def test_onnxruntime_missing(write: Write) -> None:
     assert "Traceback" not in named.stderr
     free = subprocess.run([*command, "--json"], check=False, capture_output=True, text=True)
     assert free.returncode == 0, free.stderr
-    told = {c["backend"]: c["note"] for c in json.loads(free.stdout)["candidates"]}
+    told = {c["backend"]: str(c["note"]) for c in json.loads(free.stdout)["candidates"]}
     assert "pip install onnxruntime" in told["onnxruntime"]

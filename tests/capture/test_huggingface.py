@@ -35,14 +35,14 @@ program = capture(model, (), {"attention_mask": ones, "input_ids": ids})
 print("ANSWER" + json.dumps({
     "inputs": [(s.name, s.shape) for s in program.inputs],
     "outputs": [(s.name, s.shape) for s in program.outputs],
-    "mends": program.mends, "fixed": program.fixed,
+    "mends": [*map(str, program.mends)], "fixed": program.fixed,
     "restored": model.config.use_cache is cache and model.training,
     "linears": [(s.site, s.dims) for s in linears(program)],
     "attentions": [(s.site, s.dims) for s in attentions(program)],
     "bare": [n.name for n in program.calls() if "val" not in n.meta or not n.meta.get("nn_module_stack")],
     "targets": [str(n.target) for n in program.calls()],
     "type": type(program.module(input_ids=ids, attention_mask=ones)).__name__,
-    "checks": [(c.name, c.error, c.passed, c.note) for c in verify_capture(program, model)],
+    "checks": [(c.name, c.error, c.passed, str(c.note)) for c in verify_capture(program, model)],
 }))
 """
 

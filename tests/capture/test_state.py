@@ -25,7 +25,7 @@ def guarded(training: bool) -> tuple[Model, ModelGuards]:
     guards = ModelGuards(model, training=training)
     model(IDS)
     notes = guards.settle()
-    assert len(notes) == 1 and "model.calls" in notes[0]
+    assert len(notes) == 1 and "model.calls" in str(notes[0])
     guards.check()
     return model, guards
 

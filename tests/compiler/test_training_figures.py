@@ -60,7 +60,7 @@ def test_a_folder_in_the_files_place_is_a_note(cache: Path) -> None:
     figures_path().mkdir(parents=True)
     assert known_figures() == {}
     note = keep_figures(ONE)
-    assert note and "could not be kept" in note
+    assert note and "could not be kept" in str(note)
 
 
 def test_figures_are_measured_once_and_then_taken_from_the_file(quick_training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
