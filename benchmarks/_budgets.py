@@ -17,7 +17,8 @@ from effcompile.compiler.training.solve import leanest
 from effcompile.core.goal import Goal
 from effcompile.machine.machines import load_target
 from effcompile.passes import load_training_passes
-from effcompile.passes.training.base import Case, forms
+from effcompile.passes.training.base import Case
+from effcompile.passes.training.forms import forms
 from effcompile.schedules.emit import emit
 
 
@@ -40,8 +41,8 @@ def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
     passes, step = load_training_passes(None), capture_training(model, (), batch)
     checkpoint = passes.checkpoint
     figures = Figures(target=load_target("cpu-generic"), here=True)
-    made, _ = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
-    found = prepare(step, made, checkpoint, figures)
+    made = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
+    found = prepare(step, made.cases, checkpoint, figures)
     low = min(leanest(prepared) for prepared in found.variants)
     high = fastest(found, None).trace.peak_bytes
     eager = verify.run(lambda: model(**batch).loss, model)

@@ -128,7 +128,7 @@ def _run(request: Request, joint: Any, budget: int) -> dict[str, Any]:
     from effcompile.compiler.training import confirm
     from effcompile.compiler.training.build import build_plan
     from effcompile.compiler.training.in_parts import runner_of
-    from effcompile.core.reasons import HostUse
+    from effcompile.core.findings import HostUse
 
     confirm._TIMING_SECONDS = 0.0
     work, best = request.work, joint.schedule

@@ -103,7 +103,7 @@ def child(name: str) -> None:
     import torch
 
     import effcompile
-    from effcompile.core.reasons import Unmeasured
+    from effcompile.core.findings import Unmeasured
 
     row = ROWS[name]
     model, inputs = row.make()

@@ -96,7 +96,7 @@ def _planned(model: Any, batch: dict[str, Any], *, compress: bool, eight_bit: bo
 
 def _gradient(name: str) -> dict[str, Any]:
     """How near the gradient of an architecture is, with all compressed that may be."""
-    from effcompile.core.reasons import Cosine
+    from effcompile.core.findings import Cosine
 
     model, batch = build(name)
     for module in model.modules():

@@ -274,16 +274,9 @@ def frontier(
     if points is not None and points < 1:
         raise UsageError(f"points = {points} must be at least 1.")
     request = Request(
-        goal=declare(goal, goal_fields),
-        target=target,
-        backend=backend,
-        passes=passes,
-        dynamic=dynamic,
-        calibration=_calibration(calibration),
-        loss=loss,
-        keep_outputs=keep_outputs,
-        optimizer=optimizer,
-    )
+        goal=declare(goal, goal_fields), target=target, backend=backend, passes=passes, dynamic=dynamic,
+        calibration=_calibration(calibration), loss=loss, keep_outputs=keep_outputs, optimizer=optimizer,
+    )  # fmt: skip
     return make_frontier(request, _ready(as_module(model), request), *as_inputs(inputs), points)
 
 

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.mends import as_reference
 from effcompile.core.errors import InputsError
-from effcompile.core.reasons import Because, Padding
+from effcompile.core.findings import Padding
+from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
 from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.ir.export import allowed, mend_views, resized, sizes_of

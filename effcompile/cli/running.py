@@ -10,8 +10,8 @@ import typer
 from effcompile import console
 from effcompile.cli.options import AsJson
 from effcompile.core.errors import UsageError
+from effcompile.core.findings import TokenRates
 from effcompile.core.folders import read_steadily
-from effcompile.core.reasons import TokenRates
 from effcompile.core.units import format_seconds
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan

@@ -9,7 +9,8 @@ from effcompile.capture import capture, verify_capture, without_unproven_ones
 from effcompile.compiler.inputs import as_captured
 from effcompile.compiler.request import Task
 from effcompile.core.errors import CaptureError
-from effcompile.core.reasons import Equals, Of, Reason
+from effcompile.core.findings import Equals, Of
+from effcompile.core.reasons import Reason
 from effcompile.core.units import format_error
 from effcompile.ir.program import Program
 from effcompile.sites.attention.normalise import normalised

@@ -24,8 +24,9 @@ from effcompile.compiler.search import Search, fingerprint
 from effcompile.compiler.settle import Outcome, Workshop, settle
 from effcompile.compiler.verify import references, stress_references, stressed, worst
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
+from effcompile.core.findings import Failed, NotBuilt
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, Failed, NotBuilt
+from effcompile.core.reasons import Because
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.estimate import sensitivity
 from effcompile.ir.plan import Candidate, Plan

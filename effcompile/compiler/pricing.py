@@ -10,10 +10,11 @@ from effcompile.backends import load_backend
 from effcompile.backends.base import Backend
 from effcompile.compiler.machine import AUTO, Machine, usable_backends
 from effcompile.compiler.progress import Progress
-from effcompile.compiler.search import Search, explain_infeasible
+from effcompile.compiler.search import Regimes, Search, explain_infeasible
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
+from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, Failed, Unsupported
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.core.types import Inputs
 from effcompile.estimate import sensitivity
 from effcompile.estimate.inputs import stress_inputs
@@ -53,7 +54,8 @@ def search_for(program: Program, goal: Goal, machine: Machine, passes: tuple[Pas
     measured, text = _sensitivity(program, goal, passes, options, progress)
     notes = (*machine.notes, *program.mends, *(Because("fixed: {name}", (line,)) for line in program.fixed))
     return Search(
-        program=program, goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
+        program=program, regimes=Regimes.of_call(program),
+        goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
         formats=formats(options),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -12,28 +12,18 @@ from torch import fx
 from effcompile import planner
 from effcompile.backends.base import Backend
 from effcompile.compiler.machine import BASELINE, Machine
+from effcompile.compiler.refine import Constraints
+from effcompile.compiler.told import decision, not_taken, objective
 from effcompile.core.causes import Limits, MachineTooSmall
 from effcompile.core.cost import Cost, Provenance, total
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import (
-    Gains,
-    Kept,
-    Needed,
-    NotFaster,
-    NotSmaller,
-    OverBudget,
-    OverError,
-    Reason,
-    Requires,
-    Unsupported,
-    WithinGap,
-)
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
-from effcompile.estimate.timeline import Timeline, timeline
+from effcompile.estimate.timeline import timeline
 from effcompile.ir.formats import WeightFormat
-from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.ir.program import Program
 from effcompile.machine.target import Target
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
@@ -41,8 +31,44 @@ from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_a
 #: The solver proves that nothing is cheaper by more than this share.
 GAP = 0.01
 
-#: What the quantity that is not minimised counts for: 100 MB as 10 µs, a second as a megabyte.
-SECONDS_PER_BYTE, BYTES_PER_SECOND = 1e-13, 1e6
+#: The backend whose graphs write where they read what they go on from.
+IN_PLACE = "torch-eager"
+#: What the first solve holds to beyond the goal: nothing.
+FREE = Constraints()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """One way in which a model is called: its graph at these sizes, and how often."""
+
+    name: str
+    program: Program
+    calls: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regimes:
+    """How a model is called, and what memory has to hold for it. An option is one choice for all of them.
+
+    weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those what a runtime that copies what
+    it is given to go on from holds once more.
+    """
+
+    each: tuple[Regime, ...]
+    weight_bytes: int
+    kept_bytes: int
+    copied_bytes: int = 0
+
+    @classmethod
+    def of_call(cls, program: Program) -> Regimes:
+        """One call at the example inputs."""
+        memory = timeline(program)
+        kept = memory.activation_bytes + memory.input_bytes
+        return cls(each=(Regime(name="call", program=program),), weight_bytes=memory.weight_bytes, kept_bytes=kept)
+
+    def kept(self, backend: str) -> int:
+        """Bytes beside the weights at the highest instant on a backend."""
+        return self.kept_bytes + (0 if backend == IN_PLACE else self.copied_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +95,19 @@ class Proposal:
             sites={choice.site: tuple(_alternative(option, goal) for option in choice.options) for choice in self.choices},
             limits=limits,
             base={"memory": float(self.rest.weight_bytes + self.rest.bytes_kept)},
-            base_objective=_objective(self.rest, goal),
+            base_objective=objective(self.rest, goal),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """One model, one goal, one machine; `plan_for` answers for each backend, again with corrected errors."""
+    """One model, one goal, one machine; `plan_for` answers for each backend, again under what running it taught.
+
+    explained: adds to an error what is known beyond it.
+    """
 
     program: Program
+    regimes: Regimes
     goal: Goal
     machine: Machine
     passes: tuple[Pass, ...]
@@ -85,67 +115,58 @@ class Search:
     sensitivity: Sensitivity
     calibration_inputs: str
     notes: tuple[Reason, ...] = ()
-    _memory: list[Timeline] = field(default_factory=list)
+    explained: Callable[[InfeasibleError], InfeasibleError] = lambda error: error
     _proposals: dict[str, Proposal] = field(default_factory=dict)
 
-    def plan_for(self, backend: Backend, *, error_scale: float = 1.0, rounds: int = 1, notes: tuple[Reason, ...] = ()) -> Plan:
+    def plan_for(self, backend: Backend, constraints: Constraints = FREE) -> Plan:
         """The best plan on one backend, predicted and certified.
 
-        Args:
-            backend: where it is to run.
-            error_scale: measured over predicted squared error of an earlier round.
-            rounds: which solve this is.
-            notes: what the earlier rounds found.
-
         Raises:
-            InfeasibleError: nothing meets the goal on this backend.
+            InfeasibleError: nothing meets the goal and the constraints on this backend.
         """
         proposal = self._proposal(backend)
-        scaled = replace(proposal, choices=tuple(_scaled(choice, error_scale) for choice in proposal.choices))
+        scaled = replace(proposal, choices=tuple(_scaled(choice, constraints.error_scale) for choice in proposal.choices))
+        asked = self.goal if constraints.budget is None else replace(self.goal, memory=constraints.budget)
         plans: list[Plan] = []
         infeasible: list[InfeasibleError] = []
         for part in _without_conflicts(scaled, backend.conflicts):
-            goal = self._on_the_machine(part)
+            goal = self._on_the_machine(part, asked)
             problem = part.problem(goal)
             try:
                 solution = planner.solve(problem, gap=GAP)
             except InfeasibleError as error:
                 error = _with_errors(error)
-                infeasible.append(error if goal is self.goal else too_large(error, self.machine.target))
+                infeasible.append(error if goal is asked else too_large(error, self.machine.target))
                 continue
-            plans.append(self._plan(part, problem, solution, error_scale, rounds, notes))
+            plans.append(self._plan(part, problem, solution, constraints))
         if not plans:
-            raise infeasible[0]
+            raise self.explained(infeasible[0])
         return min(plans, key=lambda plan: plan.certificate.objective)
 
     def frontier(self, backend: Backend, points: int) -> list[Plan]:
         """Plans along the memory-time Pareto front on one backend, least memory first."""
         proposal = self._proposal(backend)
-        goal = self._on_the_machine(proposal)
+        goal = self._on_the_machine(proposal, self.goal)
         problem = proposal.problem(goal)
         try:
             solutions = planner.frontier(problem, "memory", points)
         except InfeasibleError as error:
             error = _with_errors(error)
             raise error if goal is self.goal else too_large(error, self.machine.target) from error
-        return [self._plan(proposal, problem, solution, 1.0, 1, ()) for solution in solutions]
+        return [self._plan(proposal, problem, solution, FREE) for solution in solutions]
 
-    def _on_the_machine(self, proposal: Proposal) -> Goal:
+    def _on_the_machine(self, proposal: Proposal, goal: Goal) -> Goal:
         """The goal with the machine's memory as its limit, where that is less than what was allowed and what may be needed."""
-        size, allowed = self.machine.target.memory_bytes, self.goal.memory
+        size, allowed = self.machine.target.memory_bytes, goal.memory
         fits = size <= 0 or (allowed is not None and allowed <= size) or proposal.at_most_bytes() <= size
-        return self.goal if fits else replace(self.goal, memory=size)
-
-    def timeline(self) -> Timeline:
-        """The captured graph's memory over one call."""
-        if not self._memory:
-            self._memory.append(timeline(self.program))
-        return self._memory[0]
+        return goal if fits else replace(goal, memory=size)
 
     def baseline(self) -> Totals:
         """Predicted figures of the unplanned model in stock torch."""
-        seconds = estimate(self.program, self.machine.target, BASELINE).seconds
-        return Totals(seconds=seconds, weight_bytes=self.program.weight_bytes(), peak_bytes=self.timeline().peak_bytes, error=0.0)
+        target, regimes = self.machine.target, self.regimes
+        seconds = sum(regime.calls * estimate(regime.program, target, BASELINE).seconds for regime in regimes.each)
+        peak = regimes.weight_bytes + regimes.kept_bytes
+        return Totals(seconds=seconds, weight_bytes=self.program.weight_bytes(), peak_bytes=peak, error=0.0)
 
     def _proposal(self, backend: Backend) -> Proposal:
         name = backend.name
@@ -154,35 +175,32 @@ class Search:
                 goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
                 formats=self.formats, lacks=backend.lacks,
             )  # fmt: skip
-            choices, declined = propose_all(self.passes, self.program, context)
-            rest = self._rest(name, choices)
-            provenance = total([o.cost for c in choices for o in c.options]).provenance
+            found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
+            made = [choices for choices, _ in found]
+            choices = tuple(_merged(self.regimes.each, made))
+            first, *others = (declined for _, declined in found)
+            said = {(d.site, d.option) for d in first}
             self._proposals[name] = Proposal(
-                backend=name, choices=tuple(choices), declined=tuple(declined), rest=rest, provenance=provenance
+                backend=name,
+                choices=choices,
+                declined=(*first, *(d for more in others for d in more if (d.site, d.option) not in said)),
+                rest=self._rest(name, made, choices),
+                provenance=total([o.cost for c in choices for o in c.options]).provenance,
             )
         return self._proposals[name]
 
-    def _rest(self, backend: str, choices: Sequence[Choice]) -> Cost:
-        """Seconds of nodes that no choice covers, bytes of parameters that no choice stores, peak activations."""
-        covered = frozenset[fx.Node]().union(*(choice.covers for choice in choices))
-        predicted = estimate(self.program, self.machine.target, backend, overrides=dict.fromkeys(covered, 0.0))
+    def _rest(self, backend: str, made: Sequence[Sequence[Choice]], choices: Sequence[Choice]) -> Cost:
+        """Seconds of nodes that no choice covers, bytes of weights that no choice stores, and what is held beside them."""
+        decided, seconds = {choice.site for choice in choices}, 0.0
+        for regime, of_regime in zip(self.regimes.each, made, strict=True):
+            covered = frozenset[fx.Node]().union(*(choice.covers for choice in of_regime if choice.site in decided))
+            predicted = estimate(regime.program, self.machine.target, backend, overrides=dict.fromkeys(covered, 0.0))
+            seconds += regime.calls * predicted.seconds
         stored = sum(choice.option(choice.baseline).cost.weight_bytes for choice in choices)
-        memory = self.timeline()
-        return Cost(
-            seconds=predicted.seconds,
-            weight_bytes=max(memory.weight_bytes - stored, 0),
-            bytes_kept=memory.activation_bytes + memory.input_bytes,
-        )
+        weights = max(self.regimes.weight_bytes - stored, 0)
+        return Cost(seconds=seconds, weight_bytes=weights, bytes_kept=self.regimes.kept(backend))
 
-    def _plan(
-        self,
-        proposal: Proposal,
-        problem: planner.Problem,
-        solution: planner.Solution,
-        error_scale: float,
-        rounds: int,
-        notes: tuple[Reason, ...],
-    ) -> Plan:
+    def _plan(self, proposal: Proposal, problem: planner.Problem, solution: planner.Solution, constraints: Constraints) -> Plan:
         chosen = {choice.site: choice.option(solution.choice[choice.site]) for choice in proposal.choices}
         cost = total([proposal.rest, *(option.cost for option in chosen.values())])
         return Plan(
@@ -193,9 +211,9 @@ class Search:
             target=self.machine.target.name,
             target_line=self.machine.target.describe(),
             backend=proposal.backend,
-            decisions=tuple(_decision(choice, chosen[choice.site]) for choice in proposal.choices),
-            declined=(*proposal.declined, *_not_taken(proposal.choices, chosen, problem, solution, self.goal)),
-            certificate=_certificate(solution, rounds, error_scale),
+            decisions=tuple(decision(choice, chosen[choice.site]) for choice in proposal.choices),
+            declined=(*proposal.declined, *not_taken(proposal.choices, chosen, problem, solution, self.goal)),
+            certificate=_certificate(solution, constraints),
             baseline=self.baseline(),
             predicted=Totals(
                 seconds=cost.seconds,
@@ -205,9 +223,26 @@ class Search:
             ),
             inputs=describe_inputs(self.program),
             calibration_inputs=self.calibration_inputs,
-            notes=(*self.notes, *notes),
+            notes=(*self.notes, *constraints.notes),
             versions=versions(),
         )
+
+
+def _merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:
+    """Choices of all regimes as one: an option's seconds are those of all its calls. What one regime does not offer is offered by none."""
+    first, *others = ({choice.site: choice for choice in of_regime} for of_regime in made)
+    for site, choice in first.items():
+        twins = [choice, *(of_regime[site] for of_regime in others if site in of_regime)]
+        if len(twins) < len(regimes):
+            continue
+        options = []
+        for option in choice.options:
+            same = [other for twin in twins for other in twin.options if other.name == option.name]
+            if len(same) == len(regimes):
+                seconds = sum(regime.calls * other.cost.seconds for regime, other in zip(regimes, same, strict=True))
+                options.append(replace(option, cost=replace(option.cost, seconds=seconds)))
+        if any(option.name == choice.baseline for option in options):
+            yield replace(choice, options=tuple(options))
 
 
 def fingerprint(program: Program) -> str:
@@ -259,17 +294,10 @@ def _alternative(option: Option, goal: Goal) -> planner.Alternative:
     cost = option.cost
     return planner.Alternative(
         name=option.name,
-        objective=_objective(cost, goal),
+        objective=objective(cost, goal),
         resources={"error_squared": cost.error_squared, "memory": float(cost.weight_bytes)},
         requires=option.requires,
     )
-
-
-def _objective(cost: Cost, goal: Goal) -> float:
-    """Seconds or weight bytes; a little of the other, so that of two equally good options the smaller or faster is taken."""
-    if goal.minimize == "time":
-        return cost.seconds + cost.weight_bytes * SECONDS_PER_BYTE
-    return float(cost.weight_bytes) + cost.seconds * BYTES_PER_SECOND
 
 
 def _scaled(choice: Choice, factor: float) -> Choice:
@@ -307,78 +335,7 @@ def _without(proposal: Proposal, option: str) -> Proposal:
     return replace(proposal, choices=tuple(possible), declined=(*proposal.declined, refused))
 
 
-def _decision(choice: Choice, option: Option) -> Decision:
-    baseline = next((o for o in choice.options if o.name == choice.baseline), option)
-    return Decision(
-        site=choice.site,
-        kind=choice.kind,
-        option=option.name,
-        form=option.form,
-        baseline=choice.baseline,
-        by=option.by,
-        cost=option.cost,
-        baseline_cost=baseline.cost,
-        why=_why(option, baseline, len(choice.options)),
-        note=option.note,
-    )
-
-
-def _why(option: Option, baseline: Option, alternatives: int) -> Reason | None:
-    if option is baseline:
-        return Kept(options=alternatives)
-    saved = baseline.cost.seconds - option.cost.seconds
-    smaller = max(0, baseline.cost.weight_bytes - option.cost.weight_bytes)
-    error = option.cost.error if option.cost.error_squared else 0.0
-    return Gains(seconds=saved, bytes=smaller, error=error) if saved or smaller or error else None
-
-
-def _not_taken(
-    choices: Sequence[Choice], chosen: Mapping[str, Option], problem: planner.Problem, solution: planner.Solution, goal: Goal
-) -> list[Declined]:
-    return [
-        Declined(
-            site=choice.site,
-            kind=choice.kind,
-            option=option.name,
-            by=option.by,
-            reason=_reason(option, choice.site, chosen, problem, solution, goal),
-            cost=option.cost,
-        )
-        for choice in choices
-        for option in choice.options
-        if option.name != chosen[choice.site].name
-    ]
-
-
-def _reason(
-    option: Option, site: str, chosen: Mapping[str, Option], problem: planner.Problem, solution: planner.Solution, goal: Goal
-) -> Reason:
-    """Why this option lost: needs others that lost, not better, or better but over a limit if taken here with all else unchanged."""
-    taken = chosen[site]
-    for other, allowed in option.requires.items():
-        if solution.choice.get(other) not in allowed:
-            return Requires(site=other, options=tuple(allowed), offered=True)
-    if _objective(taken.cost, goal) <= _objective(option.cost, goal):
-        if goal.minimize == "memory":
-            return NotSmaller(bytes=option.cost.weight_bytes, against=taken.cost.weight_bytes, than=taken.name)
-        return NotFaster(seconds=option.cost.seconds, against=taken.cost.seconds, than=taken.name)
-    for other, needing in chosen.items():
-        if option.name not in needing.requires.get(site, (option.name,)):
-            return Needed(site=other, option=needing.name)
-    moved = {
-        "error_squared": option.cost.error_squared - taken.cost.error_squared,
-        "memory": float(option.cost.weight_bytes - taken.cost.weight_bytes),
-    }
-    for resource, limit in problem.limits.items():
-        would_be = solution.resources[resource] + moved[resource]
-        if would_be > limit:
-            if resource == "memory":
-                return OverBudget(needed=round(would_be), budget=round(limit))
-            return OverError(error=would_be**0.5, limit=limit**0.5)
-    return WithinGap(gap=solution.gap)
-
-
-def _certificate(solution: planner.Solution, rounds: int, error_scale: float) -> Certificate:
+def _certificate(solution: planner.Solution, constraints: Constraints) -> Certificate:
     return Certificate(
         status=solution.status,
         objective=solution.objective,
@@ -388,8 +345,8 @@ def _certificate(solution: planner.Solution, rounds: int, error_scale: float) ->
         alternatives=solution.alternatives,
         seconds=solution.seconds,
         solver=solution.solver,
-        rounds=rounds,
-        error_scale=error_scale,
+        rounds=constraints.round,
+        error_scale=constraints.error_scale,
     )
 
 

@@ -19,8 +19,9 @@ from effcompile.compiler.refine import Constraints, refine
 from effcompile.compiler.room import Room, device_of
 from effcompile.compiler.verify import Reference, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
+from effcompile.core.findings import Corrected
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
-from effcompile.core.reasons import Because, Corrected
+from effcompile.core.reasons import Because
 from effcompile.core.stages import stage, without
 from effcompile.core.units import format_error
 from effcompile.ir.formats import Form
@@ -67,7 +68,7 @@ class Workshop:
 
 
 def settle(
-    shop: Workshop, backend: Backend, plan: Plan, replan: Callable[..., Plan] | None, *, worth_building: float = math.inf
+    shop: Workshop, backend: Backend, plan: Plan, replan: Callable[[Constraints], Plan] | None, *, worth_building: float = math.inf
 ) -> Outcome:
     """Lower a plan and verify it; while its error is over the limit, correct the error model and plan again.
 
@@ -77,7 +78,7 @@ def settle(
         shop: the program and what to verify with.
         backend: lowers it.
         plan: the first plan.
-        replan: makes another one from error_scale, rounds and notes; None for a plan that must be taken as it is.
+        replan: makes another one under constraints; None for a plan that must be taken as it is.
         worth_building: a corrected plan whose objective is above this is not lowered: another backend's result is better.
 
     Raises:
@@ -88,11 +89,10 @@ def settle(
     def solve(constraints: Constraints) -> Plan:
         if constraints.round == 1 or replan is None:
             return plan
-        found = constraints.notes[-1]
-        made = replan(error_scale=constraints.error_scale, rounds=constraints.round, notes=(found,))
+        made = replan(constraints)
         if made.certificate.objective > worth_building:
-            raise VerificationError(f"{found}; the plan that allows for it is not built, for another backend's is better")
-        return replace(made, notes=tuple(dict.fromkeys((*constraints.notes, *made.notes))))
+            raise VerificationError(f"{constraints.notes[-1]}; the plan that allows for it is not built, for another backend's is better")
+        return made
 
     def run(made: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
         outcome = _lower_and_check(shop, backend, made)
@@ -101,23 +101,26 @@ def settle(
         measured, predicted = worst(outcome.checks), made.predicted.error or 0.0
         if replan is None or predicted == 0.0 or not measured < float("inf") or constraints.round == MAX_ROUNDS:
             raise _failed(outcome)
-        margin = _MARGIN**constraints.round**2
-        factor = max((measured / predicted) ** 2, (measured / shop.goal.tolerance) ** 2, 1.0) * margin
-        note = Corrected(round=constraints.round, measured=measured, predicted=predicted, factor=factor**0.5)
-        return outcome, constraints.with_errors_scaled(factor, note)
+        return outcome, corrected(constraints, measured, predicted, shop.goal)
 
-    start = Constraints(error_scale=plan.certificate.error_scale, notes=plan.notes)
-    return refine(solve, run, rounds=MAX_ROUNDS, start=start)
+    return refine(solve, run, rounds=MAX_ROUNDS, start=Constraints(error_scale=plan.certificate.error_scale))
 
 
-def _relaxed(shop: Workshop, backend: Backend, outcome: Outcome, replan: Callable[..., Plan]) -> Outcome:
+def corrected(constraints: Constraints, measured: float, predicted: float, goal: Goal) -> Constraints:
+    """The constraints after a round whose measured error was over the limit: predictions are scaled so that it would not be again."""
+    factor = max((measured / predicted) ** 2, (measured / goal.tolerance) ** 2, 1.0) * _MARGIN**constraints.round**2
+    note = Corrected(round=constraints.round, measured=measured, predicted=predicted, factor=factor**0.5)
+    return constraints.with_errors_scaled(factor, note)
+
+
+def _relaxed(shop: Workshop, backend: Backend, outcome: Outcome, replan: Callable[[Constraints], Plan]) -> Outcome:
     """The outcome, or a better one that an over-estimated error had ruled out; tried once, kept only if it verifies."""
     measured, predicted = worst(outcome.checks), outcome.plan.predicted.error or 0.0
     scale = (measured / predicted) ** 2 * _MARGIN if predicted > 0 else 1.0
     if scale >= _WORTH_CORRECTING:
         return outcome
     note = Corrected(round=1, measured=measured, predicted=predicted, factor=scale**0.5)
-    plan = replan(error_scale=scale, rounds=2, notes=(note,))
+    plan = replan(Constraints(round=2).with_errors_scaled(scale, note))
     if plan.certificate.objective > _WORTH_LOWERING * outcome.plan.certificate.objective:
         return outcome
     try:

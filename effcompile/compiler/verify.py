@@ -18,8 +18,9 @@ from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.room import Room, device_of
 from effcompile.core.errors import EffcompileError
+from effcompile.core.findings import Failed, Together
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, Failed, Together
+from effcompile.core.reasons import Because
 from effcompile.core.types import Outputs
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check

@@ -17,13 +17,15 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import KINDS, Because, Reason
+from effcompile.core.reason_kinds import KINDS
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.distributed import Distributed
 from effcompile.ir.footprint import excess
 from effcompile.ir.formats import Form
 from effcompile.ir.guards import Guard
 from effcompile.ir.sane import objection
 from effcompile.ir.signature import Signature
+from effcompile.ir.step_figures import Fit, LeverRow, MemoryTimeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -184,80 +186,6 @@ def _reason(wanted: type, data: object) -> Reason:
     if not isinstance(kind, str) or kind not in KINDS:
         raise ValueError(f"a reason of the kind {clipped(repr(kind), 120)} is not known; there are {', '.join(KINDS)}")
     return msgspec.convert(data, KINDS[kind], dec_hook=_reason)
-
-
-#: A memory timeline has no more points than this: enough for a wide terminal, little in a plan.json.
-MOST_POINTS = 160
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTimeline:
-    """Bytes live on the device over one training step, as predicted by simulating what was emitted, and its highest instant.
-
-    Attributes:
-        points: bytes live, in the order of the step; at most MOST_POINTS, each the maximum of its bucket.
-        forward_points: how many of them belong to the forward; the others are the backward.
-        parameter_bytes: what is live at every instant: parameters, buffers, inputs.
-        peak_phase: "forward" or "backward". peak_site: the block. peak_node: the operator.
-        parts: what is alive at the peak → bytes: "parameters, buffers, inputs", "gradients", "kept activations",
-            "working memory".
-
-    Raises:
-        UsageError: no points, too many, or a division that is not among them.
-    """
-
-    points: tuple[int, ...]
-    forward_points: int
-    parameter_bytes: int
-    peak_phase: str
-    peak_site: str
-    peak_node: str
-    parts: Mapping[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.points) <= MOST_POINTS:
-            raise UsageError(f"a memory timeline of {len(self.points)} points; 1 to {MOST_POINTS} are allowed")
-        if not 0 <= self.forward_points <= len(self.points):
-            raise UsageError(f"forward_points = {self.forward_points} must be 0 to {len(self.points)}, the number of points")
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.points)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """Whether a training step fits on a machine that is not here.
-
-    Attributes:
-        verdict: "FITS" (the whole interval does), "MARGINAL", "DOES NOT FIT" (none of it does).
-        low_bytes, high_bytes: the predicted peak less and plus the model's error.
-        limit_bytes: the machine's memory, or the user's limit where that is less.
-        instant: the one that binds: "backward model.layers.3".
-    """
-
-    verdict: str
-    low_bytes: int
-    high_bytes: int
-    limit_bytes: int
-    instant: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeverRow:
-    """What some of a training step's memory levers reach by themselves, within the plan's budget. Predicted.
-
-    Attributes:
-        levers: their names; none: everything is kept.
-        seconds: of the fastest step with them that fits; None where none does.
-        peak_bytes: its peak; where none fits, the least that these levers reach.
-        every: of whole blocks that are remade, how many there are to each; 0 where the planner chose freely.
-    """
-
-    levers: tuple[str, ...]
-    seconds: float | None
-    peak_bytes: int
-    every: int = 0
 
 
 #: Predicted and measured seconds further apart than this factor do not bear each other out, beyond what a call itself takes in Python.

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from effcompile.core.units import format_bytes, format_seconds
-from effcompile.ir.plan import MemoryTimeline, Plan
+from effcompile.ir.plan import Plan
+from effcompile.ir.step_figures import MemoryTimeline
 from effcompile.report.page import BAD, DIM, STRONG
 
 Run = tuple[str, str]  # characters and their style

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from effcompile.core.units import format_bytes, format_error, format_seconds
-from effcompile.ir.plan import Certificate, Fit, Plan, Totals
+from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.ir.step_figures import Fit
 
 NONE = "–"
 

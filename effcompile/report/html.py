@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from effcompile.core.units import format_bytes, format_count, format_error, format_seconds
-from effcompile.ir.plan import Decision, MemoryTimeline, Plan
+from effcompile.ir.plan import Decision, Plan
+from effcompile.ir.step_figures import MemoryTimeline
 from effcompile.report import figures as f
 from effcompile.report import levers as lever_table
 from effcompile.report.chart import dots_of, letter

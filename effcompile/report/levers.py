@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 
 from effcompile.core.units import format_bytes, format_seconds
-from effcompile.ir.plan import LeverRow, Plan
+from effcompile.ir.plan import Plan
+from effcompile.ir.step_figures import LeverRow
 from effcompile.report.chart import bar
 from effcompile.report.figures import format_ratio, ratio
 from effcompile.report.page import DIM, GOOD, LABEL, STRONG, Column, Page, Row

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from effcompile.core.units import format_bytes, format_seconds
-from effcompile.ir.plan import MemoryTimeline
+from effcompile.ir.step_figures import MemoryTimeline
 from effcompile.report.chart import Dot, bytes_like, far, span
 
 _WIDTH, _HEIGHT = 720, 280

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 
+from effcompile.core import findings as f
 from effcompile.core import reasons as r
 from effcompile.core.units import format_bytes, format_error, format_seconds
 from effcompile.report.names import collapse, printed
@@ -307,22 +308,22 @@ def _recall(reason: r.Recall) -> Phrase:
 
 
 @phrase.register
-def _together(reason: r.Together) -> Phrase:
+def _together(reason: f.Together) -> Phrase:
     return _joined([phrase(fact) for fact in reason.facts], "; ")
 
 
 @phrase.register
-def _failed(reason: r.Failed) -> Phrase:
+def _failed(reason: f.Failed) -> Phrase:
     return (f"failed: {reason.message}",)
 
 
 @phrase.register
-def _not_built(reason: r.NotBuilt) -> Phrase:
+def _not_built(reason: f.NotBuilt) -> Phrase:
     return ("not built: predicted ", Figure(reason.times, _hundredths), "× the best")
 
 
 @phrase.register
-def _corrected(reason: r.Corrected) -> Phrase:
+def _corrected(reason: f.Corrected) -> Phrase:
     return (
         f"round {reason.round}: measured error ", _error(reason.measured), " against predicted ", _error(reason.predicted),
         "; errors scaled by ", Figure(reason.factor, _hundredths), " and solved again",
@@ -330,44 +331,44 @@ def _corrected(reason: r.Corrected) -> Phrase:
 
 
 @phrase.register
-def _host_use(reason: r.HostUse) -> Phrase:
+def _host_use(reason: f.HostUse) -> Phrase:
     return ("host memory measured: ", _size(reason.bytes), " (", _number(reason.bytes), f" bytes) at its highest, in {reason.folder}")
 
 
 @phrase.register
-def _unmeasured(reason: r.Unmeasured) -> Phrase:
+def _unmeasured(reason: f.Unmeasured) -> Phrase:
     return (f"the original step was not measured: it {reason.because}",)
 
 
 @phrase.register
-def _padding(reason: r.Padding) -> Phrase:
+def _padding(reason: f.Padding) -> Phrase:
     return ("padding changes the output by ", _error(reason.effect)) if reason.effect else ("the model itself ignores this mask",)
 
 
 @phrase.register
-def _equals(reason: r.Equals) -> Phrase:
+def _equals(reason: f.Equals) -> Phrase:
     on = (" on: ", *_joined([phrase(each) for each in reason.inputs])) if reason.inputs else ()
     return ("captured graph equals the model", *on)
 
 
 @phrase.register
-def _of(reason: r.Of) -> Phrase:
+def _of(reason: f.Of) -> Phrase:
     return (reason.name, *((" (", *phrase(reason.known), ")") if reason.known is not None else ()))
 
 
 @phrase.register
-def _cosine(reason: r.Cosine) -> Phrase:
+def _cosine(reason: f.Cosine) -> Phrase:
     alone = "" if reason.alone is None else f"{words(reason.alone)}, "
     return (f"cosine of the whole gradient {reason.cosine:.6f}; of one parameter's alone {alone}", _error(reason.error))
 
 
 @phrase.register
-def _nats(reason: r.Nats) -> Phrase:
+def _nats(reason: f.Nats) -> Phrase:
     return (f"{reason.change:+.4f} nats per token",)
 
 
 @phrase.register
-def _token_rates(reason: r.TokenRates) -> Phrase:
+def _token_rates(reason: f.TokenRates) -> Phrase:
     prefill, decode = _rate(reason.prefill, reason.prefill_before), _rate(reason.decode, reason.decode_before)
     return ("prefill ", *prefill, ", decode ", *decode, ", measured interleaved")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from rich.text import Text
 
 from effcompile.core.units import format_bytes
-from effcompile.ir.plan import MemoryTimeline, Plan
+from effcompile.ir.plan import Plan
+from effcompile.ir.step_figures import MemoryTimeline
 from effcompile.report.chart import bar, far, memory_chart
 from effcompile.report.page import DIM, LABEL, STRONG, Column, Page, Row
 

@@ -18,7 +18,7 @@ from effcompile.backends.base import Lowered
 from effcompile.capture import capture
 from effcompile.compiler import pricing
 from effcompile.compiler.machine import Machine
-from effcompile.compiler.search import Search
+from effcompile.compiler.search import Regimes, Search
 from effcompile.compiler.settle import apply_passes
 from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
@@ -116,6 +116,7 @@ def make(program: Program) -> Callable[..., Made]:
         passes, chosen = load_passes(spec), load_backend(backend)
         options = pricing.measured_options(passes)
         search = Search(
+            regimes=Regimes.of_call(program),
             program=program, goal=Goal(max_error=0.5), machine=Machine(target=target), passes=passes, calibration_inputs="none",
             sensitivity=Sensitivity(errors=Small(), method="given"), formats=pricing.formats(options),
         )  # fmt: skip

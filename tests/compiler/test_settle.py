@@ -10,7 +10,7 @@ from torch import nn
 
 from effcompile.capture import capture
 from effcompile.compiler.machine import Machine
-from effcompile.compiler.search import Search
+from effcompile.compiler.search import Regimes, Search
 from effcompile.compiler.settle import Workshop, apply_passes, settle
 from effcompile.compiler.verify import references
 from effcompile.core.errors import InfeasibleError, VerificationError
@@ -77,6 +77,7 @@ def bench(max_error, predicted_each, passes=("quantize",), layers=8):
     errors = {(s.site, option): predicted_each**2 for s in linears(program) for option in OPTIONS}
     chosen = load_passes(passes)
     search = Search(
+        regimes=Regimes.of_call(program),
         program=program, goal=goal, machine=Machine(target=flat_target()), passes=chosen,
         sensitivity=Sensitivity(errors=errors, method="given"), formats=tuple(LINEAR_FORMATS.values()), calibration_inputs="none",
     )  # fmt: skip
@@ -85,8 +86,8 @@ def bench(max_error, predicted_each, passes=("quantize",), layers=8):
 
 
 def settled(search, shop, backend):
-    def replan(**changes):
-        return search.plan_for(backend, **changes)
+    def replan(constraints):
+        return search.plan_for(backend, constraints)
 
     return settle(shop, backend, search.plan_for(backend), replan)
 
@@ -122,7 +123,7 @@ def test_a_corrected_plan_that_cannot_win_is_not_lowered():
     backend = Noisy(0.015)
     first = search.plan_for(backend)
     with pytest.raises(VerificationError, match="not built, for another backend's is better"):
-        settle(shop, backend, first, lambda **c: search.plan_for(backend, **c), worth_building=first.certificate.objective)
+        settle(shop, backend, first, lambda c: search.plan_for(backend, c), worth_building=first.certificate.objective)
     assert len(backend.lowerings) == 1
 
 

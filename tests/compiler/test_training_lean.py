@@ -15,8 +15,8 @@ from effcompile.compiler.training.lean import lean
 from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
+from effcompile.core.findings import Unmeasured
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Unmeasured
 from effcompile.machine import memory
 
 PLENTY = Room(device="cpu", allowed=float("inf"))

@@ -16,7 +16,8 @@ from effcompile.compiler.training.levers import Subsets, lever_rows
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
-from effcompile.ir.plan import LeverRow, Plan
+from effcompile.ir.plan import Plan
+from effcompile.ir.step_figures import LeverRow
 from effcompile.machine.machines import load_target
 from effcompile.passes import Levers
 from effcompile.passes.training.base import Case

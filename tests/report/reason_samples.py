@@ -7,7 +7,8 @@ from typing import Any, get_type_hints
 
 from hypothesis import strategies as st
 
-from effcompile.core.reasons import HOLES, KINDS, Because, Reason, Unsupported
+from effcompile.core.reason_kinds import KINDS
+from effcompile.core.reasons import HOLES, Because, Reason, Unsupported
 
 _figures: dict[str, st.SearchStrategy[Any]] = {
     "float": st.floats(0, 1e6, allow_nan=False),

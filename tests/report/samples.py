@@ -8,8 +8,9 @@ from typing import Any
 from effcompile.core.causes import Limits
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import InfeasibleError
+from effcompile.core.findings import Padding
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, NotFaster, Padding, Unsupported
+from effcompile.core.reasons import Because, NotFaster, Unsupported
 from effcompile.ir.plan import Candidate, Certificate, Check, Decision, Declined, Plan, Totals
 from effcompile.machine.target import Target
 

@@ -12,19 +12,8 @@ from hypothesis import strategies as st
 from reason_samples import some
 
 from effcompile.core.errors import FormatError, UsageError
-from effcompile.core.reasons import (
-    KINDS,
-    Because,
-    Frees,
-    NotFaster,
-    OverBudget,
-    Reason,
-    Recall,
-    Requires,
-    Sees,
-    Slower,
-    Unsupported,
-)
+from effcompile.core.reason_kinds import KINDS
+from effcompile.core.reasons import Because, Frees, NotFaster, OverBudget, Reason, Recall, Requires, Sees, Slower, Unsupported
 from effcompile.ir.plan import Declined, Plan
 from effcompile.report.groups import refusals
 from effcompile.report.reasons import alike, words

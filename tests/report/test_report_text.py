@@ -20,7 +20,8 @@ from rich.console import Console
 from effcompile.core.cost import Cost
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import KINDS, Because, Sees
+from effcompile.core.reason_kinds import KINDS
+from effcompile.core.reasons import Because, Sees
 from effcompile.core.units import parse_bytes
 from effcompile.ir.plan import Candidate, Decision, Declined, Plan, Totals
 from effcompile.report import diff, explain, find_site, flag, html_report, print_infeasible, print_plan, targets_table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,20 +17,24 @@ from effcompile.compiler.generation.cases import scored
 from effcompile.compiler.generation.check import Told, checks, told_by
 from effcompile.compiler.generation.executable import GenerationExecutable, OpenedGeneration, Stepper
 from effcompile.compiler.generation.room import fitting, largest_context
-from effcompile.compiler.generation.search import GenerationSearch, Regimes
+from effcompile.compiler.generation.search import regimes_of
 from effcompile.compiler.generation.steps import LoweredStep, Room, lower_step
 from effcompile.compiler.generation.text import as_inputs, calibration_text
 from effcompile.compiler.machine import Machine, resolve, usable_backends
 from effcompile.compiler.pricing import formats, measured_options
 from effcompile.compiler.progress import Progress, entry
+from effcompile.compiler.refine import Constraints, refine
 from effcompile.compiler.request import Asked, Task
+from effcompile.compiler.search import FREE, Regimes, Search, explain_infeasible
+from effcompile.compiler.settle import corrected
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError, VerificationError
+from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Failed
+from effcompile.core.reasons import Because
 from effcompile.core.types import Args, HFModel, Kwargs
-from effcompile.core.units import format_bytes, format_error
 from effcompile.estimate import sensitivity
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.passes import Pass, load_passes
 
@@ -60,12 +65,13 @@ class Shop:
     regimes: Regimes
     progress: Progress
 
-    def search(self) -> GenerationSearch:
+    def search(self) -> Search:
+        """What may be decided, priced."""
         options = {} if self.goal.exact else measured_options(self.passes)
-        return GenerationSearch(
-            program=self.step.program, goal=self.goal, machine=self.machine, passes=self.passes, sensitivity=self.sensitivity,
-            calibration_inputs=self.said, notes=(*self.machine.notes, *self.step.program.mends), formats=formats(options),
-            regimes=self.regimes,
+        return Search(
+            program=self.step.program, regimes=self.regimes, goal=self.goal, machine=self.machine, passes=self.passes,
+            sensitivity=self.sensitivity, calibration_inputs=self.said, notes=(*self.machine.notes, *self.step.program.mends),
+            formats=formats(options), explained=lambda error: largest_context(error, self.step, self.goal),
         )  # fmt: skip
 
 
@@ -164,7 +170,7 @@ def _shop(task: Task) -> Shop:
         texts, said = calibration_text(model, given, context)
     with progress.step("measure sensitivity"):
         found = _sensitivity(step, goal, passes, texts)
-    regimes = Regimes.of(step, step.program, goal.tokens, goal.batch, CHUNK)
+    regimes = regimes_of(step, goal, CHUNK)
     room = Room(context=context, chunk=CHUNK)
     return Shop(
         model=model, step=step, goal=goal, passes=passes, machine=machine, room=room, texts=tuple(texts), said=said, sensitivity=found,
@@ -195,17 +201,9 @@ def _source_of(step: GenerationStep, model: HFModel, texts: Sequence[torch.Tenso
     return {"encoder_outputs": encoder_output(hidden)}
 
 
-def _solved(shop: Shop, search: GenerationSearch, backend: Backend, **corrected: Any) -> Plan:
-    """The best plan of a backend.
-
-    Raises:
-        InfeasibleError: there is none; where memory binds, with the largest context that fits.
-    """
+def _solved(shop: Shop, search: Search, backend: Backend, constraints: Constraints = FREE) -> Plan:
     with shop.progress.step(f"price and solve for {backend.name}"):
-        try:
-            return search.plan_for(backend, **corrected)
-        except InfeasibleError as error:
-            raise largest_context(error, shop.step, shop.goal) from None
+        return search.plan_for(backend, constraints)
 
 
 def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Outcome:
@@ -214,34 +212,31 @@ def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Outcome:
     Raises:
         InfeasibleError: nothing meets the goal. VerificationError: nothing that was tried does. LoweringError: it cannot be built.
     """
-    search, scale = shop.search(), 1.0
-    notes: tuple[str, ...] = ()
-    for round in range(1, _ROUNDS + 1):
-        plan = _solved(shop, search, backend, error_scale=scale, rounds=round, notes=notes)
+    search = shop.search()
+
+    def run(plan: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
         outcome, peak = _lowered(shop, backend, plan, told)
         worst = max(outcome.plan.checks, key=lambda check: check.error)
-        over = 0 if shop.goal.memory is None else peak - shop.goal.memory
-        if worst.passed and over <= 0:
-            return outcome
+        over, last = excess(peak, shop.goal.memory), constraints.round == _ROUNDS
+        if worst.passed and not over:
+            return outcome, None
         if not worst.passed:
-            predicted = plan.predicted.error or 0.0
-            if shop.goal.exact or predicted == 0.0:
-                break
-            factor = max(1.05, (worst.error / predicted) ** 2 / scale * 1.05) if worst.error > predicted else 1.1
-            scale *= factor
-            notes += (
-                f"round {round}: measured error {format_error(worst.error)} against predicted {format_error(predicted)}; solved again",
+            if last or shop.goal.exact or not plan.predicted.error:
+                raise VerificationError(
+                    f"The {backend.name} result is not within the declared error: {worst.name}: relative error {worst.error:.3e} > "
+                    f"{worst.limit:.3e}. Allow more error, or choose another backend."
+                )
+            constraints = corrected(constraints, worst.error, plan.predicted.error, shop.goal)
+        if over:
+            if last:
+                raise largest_context(InfeasibleError(binding=("memory",)), shop.step, shop.goal)
+            note = Because(
+                "round {}: the allocator held {bytes} more than allowed; solved again with so much less", (constraints.round, over)
             )
-        if over > 0:
-            search.extra[backend.name] = search.extra.get(backend.name, 0) + over
-            search._proposals.clear()
-            notes += (f"round {round}: the allocator held {format_bytes(over)} more than allowed; solved again with so much less",)
-    if not worst.passed:
-        raise VerificationError(
-            f"The {backend.name} result is not within the declared error: {worst.name}: relative error {worst.error:.3e} > "
-            f"{worst.limit:.3e}. Allow more error, or choose another backend."
-        )
-    raise largest_context(InfeasibleError(binding=("memory",)), shop.step, shop.goal)
+            constraints = constraints.with_less(over, note)
+        return outcome, constraints
+
+    return refine(partial(_solved, shop, search, backend), run, rounds=_ROUNDS, start=Constraints(budget=shop.goal.memory))
 
 
 def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Outcome, int]:
@@ -266,10 +261,8 @@ def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> 
 
 def _joined(failed: dict[str, EffcompileError]) -> EffcompileError:
     """The nearest miss of those that no plan was found for, else the first failure."""
-    infeasible = [error for error in failed.values() if isinstance(error, InfeasibleError)]
-    if infeasible:
-        return min(infeasible, key=lambda error: sum(error.nearest.values(), start=0.0))
-    return next(iter(failed.values()))
+    infeasible = {name: error for name, error in failed.items() if isinstance(error, InfeasibleError)}
+    return explain_infeasible(infeasible) if infeasible else next(iter(failed.values()))
 
 
 def open_generation(directory: Path) -> OpenedGeneration:

@@ -12,8 +12,8 @@ from effcompile.capture.caches import new_cache
 from effcompile.capture.mends import evaluating
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.generation.executable import Stepper
+from effcompile.core.findings import Nats
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Nats
 from effcompile.core.types import HFModel
 from effcompile.ir.plan import Check
 

@@ -17,8 +17,9 @@ from effcompile.capture.mends import evaluating
 from effcompile.compiler.generation.executable import Stepper
 from effcompile.compiler.generation.steps import LoweredStep, Room
 from effcompile.core import torch_compat
+from effcompile.core.findings import TokenRates
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, TokenRates
+from effcompile.core.reasons import Because
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.core.types import HFModel
 from effcompile.ir.plan import Plan, Totals

@@ -16,8 +16,9 @@ from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Faster, Reason
 from effcompile.ir.footprint import GIVEN, GRADIENTS
-from effcompile.ir.plan import MOST_POINTS, Certificate, Decision, MemoryTimeline, Plan, Totals
+from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.ir.step import Step
+from effcompile.ir.step_figures import MOST_POINTS, MemoryTimeline
 from effcompile.passes.training.base import Chosen, Outcome
 from effcompile.passes.training.forms import told
 from effcompile.passes.training.taken_blocks import TakenBlocks, notes_of_fronts

@@ -27,7 +27,8 @@ from effcompile.compiler.training.prepare import Prepared
 from effcompile.compiler.training.spool import Spool
 from effcompile.compiler.training.work import Work
 from effcompile.core.errors import VerificationError
-from effcompile.core.reasons import Because, HostUse, Reason, Unmeasured
+from effcompile.core.findings import HostUse, Unmeasured
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.passes.training.base import Case

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from effcompile.compiler.training.cases import Joint
 from effcompile.core.causes import MachineTooSmall
 from effcompile.core.errors import InfeasibleError
-from effcompile.ir.plan import Fit, MemoryTimeline
+from effcompile.ir.step_figures import Fit, MemoryTimeline
 from effcompile.machine.target import Target
 
 #: How far the allocator's peak may be from the simulated one, as a share of it. On CPUs it was within 2 % wherever measured

@@ -20,7 +20,7 @@ from effcompile.compiler.training.prepare import Figures, Preparation, Prepared,
 from effcompile.core.errors import InfeasibleError, UnknownNameError
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import LeverRow
+from effcompile.ir.step_figures import LeverRow
 from effcompile.passes.training.checkpoint import carried_out, periodic
 from effcompile.passes.training.levers import RECOMPUTE, Levers
 

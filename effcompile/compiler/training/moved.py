@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from effcompile.core.errors import VerificationError
-from effcompile.core.reasons import HostUse, Reason
+from effcompile.core.findings import HostUse
+from effcompile.core.reasons import Reason
 from effcompile.ir.plan import Plan
 from effcompile.ops.offload import host_pool
 from effcompile.passes import ways

@@ -17,8 +17,9 @@ from effcompile.compiler.room import device_of
 from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
+from effcompile.core.findings import Cosine, Together
 from effcompile.core.goal import EXACT_TOLERANCE
-from effcompile.core.reasons import Because, Cosine, Reason, Together
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Check
 
 #: Inputs that require a gradient, by name.
