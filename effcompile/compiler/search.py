@@ -127,6 +127,7 @@ class Search:
         proposal = self._proposal(backend)
         scaled = replace(proposal, choices=tuple(_scaled(choice, constraints.error_scale) for choice in proposal.choices))
         asked = self.goal if constraints.budget is None else replace(self.goal, memory=constraints.budget)
+        beyond = (self.goal.memory or 0) - (asked.memory or 0)  # what running took and nobody had foreseen
         plans: list[Plan] = []
         infeasible: list[InfeasibleError] = []
         for part in _without_conflicts(scaled, backend.conflicts):
@@ -136,6 +137,7 @@ class Search:
                 solution = planner.solve(problem, gap=GAP)
             except InfeasibleError as error:
                 error = _with_errors(error)
+                error = error.needing(error.needed + beyond) if beyond and error.needed else error
                 infeasible.append(error if goal is asked else too_large(error, self.machine.target))
                 continue
             plans.append(self._plan(part, problem, solution, constraints))
