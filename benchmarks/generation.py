@@ -139,7 +139,7 @@ def architectures() -> None:
     from effcompile.capture.generation import capture_step, encoder_inputs, encoder_output
     from effcompile.compiler.generation.check import forced, told_by
     from effcompile.compiler.generation.executable import Stepper
-    from effcompile.compiler.generation.steps import Room, assembled
+    from effcompile.compiler.generation.steps import CacheRoom, assembled
 
     worst_of_all = 0.0
     for kind, settings in ARCHITECTURES.items():
@@ -161,7 +161,9 @@ def architectures() -> None:
             with torch.no_grad():
                 hidden = model.get_encoder()(**encoder_inputs(model), return_dict=True).last_hidden_state
             extra["encoder_outputs"] = encoder_output(hidden)
-        stepper = Stepper(assembled(step.boundary, step.layout, Room(context=64), step.program.inputs, runs), type(model).forward, config)
+        stepper = Stepper(
+            assembled(step.boundary, step.layout, CacheRoom(context=64), step.program.inputs, runs), type(model).forward, config
+        )
         text = torch.randint(3, 120, (2, 45))
         told = told_by(model, [text], extra)[0]
         ways = ([45], [12, 1, 1, 3, 5, 1, 1, 20, 1], [1, 30, 1, 13])

@@ -18,7 +18,7 @@ from effcompile.compiler.generation.check import Told, checks, told_by
 from effcompile.compiler.generation.executable import GenerationExecutable, OpenedGeneration, Stepper
 from effcompile.compiler.generation.room import fitting, largest_context
 from effcompile.compiler.generation.search import regimes_of
-from effcompile.compiler.generation.steps import LoweredStep, Room, lower_step
+from effcompile.compiler.generation.steps import CacheRoom, LoweredStep, lower_step
 from effcompile.compiler.generation.text import as_inputs, calibration_text
 from effcompile.compiler.machine import Machine, resolve, usable_backends
 from effcompile.compiler.pricing import formats, measured_options
@@ -58,7 +58,7 @@ class Shop:
     goal: Goal
     passes: tuple[Pass, ...]
     machine: Machine
-    room: Room
+    room: CacheRoom
     texts: tuple[torch.Tensor, ...]
     said: str
     sensitivity: Sensitivity
@@ -76,7 +76,7 @@ class Shop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Generated:
     """A lowered plan within its limits."""
 
     plan: Plan
@@ -171,7 +171,7 @@ def _shop(task: Task) -> Shop:
     with progress.step("measure sensitivity"):
         found = _sensitivity(step, goal, passes, texts)
     regimes = regimes_of(step, goal, CHUNK)
-    room = Room(context=context, chunk=CHUNK)
+    room = CacheRoom(context=context, chunk=CHUNK)
     return Shop(
         model=model, step=step, goal=goal, passes=passes, machine=machine, room=room, texts=tuple(texts), said=said, sensitivity=found,
         regimes=regimes, progress=progress,
@@ -206,7 +206,7 @@ def _solved(shop: Shop, search: Search, backend: Backend, constraints: Constrain
         return search.plan_for(backend, constraints)
 
 
-def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Outcome:
+def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Generated:
     """Solve, lower, compare; and solve again with what was learned, while the error or the peak is over its limit.
 
     Raises:
@@ -214,7 +214,7 @@ def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Outcome:
     """
     search = shop.search()
 
-    def run(plan: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
+    def run(plan: Plan, constraints: Constraints) -> tuple[Generated, Constraints | None]:
         outcome, peak = _lowered(shop, backend, plan, told)
         worst = max(outcome.plan.checks, key=lambda check: check.error)
         over, last = excess(peak, shop.goal.memory), constraints.round == _ROUNDS
@@ -239,7 +239,7 @@ def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Outcome:
     return refine(partial(_solved, shop, search, backend), run, rounds=_ROUNDS, start=Constraints(budget=shop.goal.memory))
 
 
-def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Outcome, int]:
+def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Generated, int]:
     """The plan carried out and compared, and its peak as measured."""
     with shop.progress.step(f"lower to {backend.name}"):
         program = shop.step.program
@@ -256,7 +256,7 @@ def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> 
     )
     applied = parts["step"].applied
     decisions = tuple(replace(d, applied=applied[d.site].name if d.site in applied else "") for d in plan.decisions)
-    return Outcome(plan=replace(plan, decisions=decisions), lowered=lowered, parts=parts), peak
+    return Generated(plan=replace(plan, decisions=decisions), lowered=lowered, parts=parts), peak
 
 
 def _joined(failed: dict[str, EffcompileError]) -> EffcompileError:

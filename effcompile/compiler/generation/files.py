@@ -16,7 +16,7 @@ from effcompile.backends.onnxruntime import backend as onnxruntime
 from effcompile.backends.onnxruntime.session import numpy_feeds
 from effcompile.backends.torch import lowered as torch_lowered
 from effcompile.capture.generation import Boundary, GenerationStep
-from effcompile.compiler.generation.steps import LoweredStep, Room, Run, assembled
+from effcompile.compiler.generation.steps import CacheRoom, LoweredStep, Run, assembled
 from effcompile.core.errors import FormatError
 from effcompile.core.files import read_bounded
 from effcompile.core.types import HFClass, HFModel
@@ -50,7 +50,7 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     kind: str
     boundary: Boundary
     layout: CacheLayout
-    room: Room
+    room: CacheRoom
     inputs: tuple[TensorSpec, ...]
     graphs: dict[str, Graph]
 

@@ -15,7 +15,7 @@ from effcompile.capture.caches import new_cache
 from effcompile.capture.generation import encoder_inputs, encoder_output
 from effcompile.capture.mends import evaluating
 from effcompile.compiler.generation.executable import Stepper
-from effcompile.compiler.generation.steps import LoweredStep, Room
+from effcompile.compiler.generation.steps import CacheRoom, LoweredStep
 from effcompile.core import torch_compat
 from effcompile.core.findings import TokenRates
 from effcompile.core.goal import Goal
@@ -88,7 +88,7 @@ def _extra(model: HFModel, batch: int) -> dict[str, Any]:
         return {"encoder_outputs": encoder_output(model.get_encoder()(**inputs, return_dict=True).last_hidden_state)}
 
 
-def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: Room) -> int:
+def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: CacheRoom) -> int:
     """Most bytes of weights, cache and workspace over a whole context: a prompt of all of it but one token, and that token.
 
     torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at the end of the context.

@@ -28,7 +28,7 @@ Run = Callable[..., Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class CacheRoom:
     """What a cache has room for.
 
     Attributes:
@@ -52,7 +52,7 @@ class LoweredStep:
 
     boundary: Boundary
     layout: CacheLayout
-    room: Room
+    room: CacheRoom
     inputs: tuple[TensorSpec, ...]
     run: Run
     source: Run | None = None
@@ -144,7 +144,7 @@ def _part(given: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, 
 
 
 def lower_step(
-    step: GenerationStep, program: Program, backend: Backend, plan: Plan, room: Room, texts: Sequence[torch.Tensor] = ()
+    step: GenerationStep, program: Program, backend: Backend, plan: Plan, room: CacheRoom, texts: Sequence[torch.Tensor] = ()
 ) -> tuple[LoweredStep, dict[str, Lowered]]:
     """A step made runnable, and what the backend made of each of its graphs: `step`, and of an encoder-decoder `source` and `encoder`.
 
@@ -168,7 +168,9 @@ def lower_step(
     return assembled(step.boundary, step.layout, room, program.inputs, made), made
 
 
-def assembled(boundary: Boundary, layout: CacheLayout, room: Room, inputs: tuple[TensorSpec, ...], runs: Mapping[str, Run]) -> LoweredStep:
+def assembled(
+    boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...], runs: Mapping[str, Run]
+) -> LoweredStep:
     """The parts of a step put together; the cache of torch's graphs grows in place."""
     run = runs["step"]
     graph = run.run if isinstance(run, TorchLowered) else run

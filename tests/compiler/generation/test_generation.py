@@ -15,7 +15,7 @@ import effcompile
 from effcompile.backends import load_backend
 from effcompile.capture.generation import capture_step
 from effcompile.compiler.generation.executable import GenerationExecutable
-from effcompile.compiler.generation.steps import Room, lower_step
+from effcompile.compiler.generation.steps import CacheRoom, lower_step
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Certificate, Plan, Totals
 
@@ -32,7 +32,7 @@ def bare(model: nn.Module, backend: str = "torch-eager", context: int = CONTEXT)
         model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="", target_line="",
         backend=backend, decisions=(), declined=(), certificate=proof, baseline=nothing, predicted=nothing,
     )  # fmt: skip
-    lowered, parts = lower_step(step, step.program, load_backend(backend), plan, Room(context=context, chunk=64))
+    lowered, parts = lower_step(step, step.program, load_backend(backend), plan, CacheRoom(context=context, chunk=64))
     return model, GenerationExecutable(model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts)
 
 
