@@ -18,6 +18,7 @@ from effcompile.cli.options import (
     Devices,
     Output,
     SavedPlan,
+    StrategyText,
     Verbose,
 )  # fmt: skip
 from effcompile.core.errors import InfeasibleError, UsageError

@@ -9,6 +9,7 @@ from functools import partial
 from typing import ClassVar
 
 from effcompile.core.errors import EffcompileError, FormatError, UsageError
+from effcompile.core.reasons import Because
 from effcompile.core.torch_compat_aot import draws
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Spread, Step
@@ -71,9 +72,10 @@ class TensorParallel:
         except EffcompileError as error:
             raise RequestError(f"The step cannot be captured for {ranks} tensor-parallel ranks: {error}") from error
         _check(split, step)
-        note = f"{ranks} tensor-parallel ranks: times and bytes are one rank's, and all of them have the same examples"
-        whole = f"{len(split.whole)} fused weights, whose rows on a rank are in several places, are whole on every rank: {split.whole[:1]}"
-        notes = (note, *[whole] * bool(split.whole), *case.notes)
+        note = Because("{} tensor-parallel ranks: times and bytes are one rank's, and all of them have the same examples", (ranks,))
+        text = "{} fused weights, whose rows on a rank are in several places, are whole on every rank: {name}"
+        whole = [Because(text, (len(split.whole), str(name))) for name in split.whole[:1]]
+        notes = (note, *whole, *case.notes)
         return replace(case, step=step, source=divided, front=front, notes=notes), split
 
 
@@ -89,7 +91,7 @@ def _check(split: Split, step: Step) -> None:
     """Raises RequestError where the model has too few or too uneven units, nothing is divided, or ranks would draw other numbers."""
     shapes = {name: tuple(map(int, node.meta["val"].shape)) for node, name in step.parameters.items()}
     if any(shapes.get(name, part.local) != part.local for name, part in split.parts.items()):
-        raise RequestError(f"The step was captured in a way that cannot be divided: {'; '.join(step.mends)}. Leave tp out.")
+        raise RequestError(f"The step was captured in a way that cannot be divided: {'; '.join(map(str, step.mends))}. Leave tp out.")
     if split.uneven:
         site, count = next(iter(split.uneven.items()))
         fit = [n for n in range(2, count + 1) if all(units % n == 0 for units in (*split.uneven.values(), *split.taken.values()))]
