@@ -261,7 +261,7 @@ def test_a_few_elements_written_through_data_are_noticed_in_time() -> None:
     """torch counts no such write; each call looks at another part of all bytes."""
     model, x = Wide().eval(), torch.randn(2, 64)
     run = effcompile.optimize(model, inputs=x, backend="onnxruntime", **QUICK)
-    (said,) = (note for note in run.plan.notes if "check_weights()" in str(note))
+    (said,) = (str(note) for note in run.plan.notes if "check_weights()" in str(note))
     calls = int(said.partition("within ")[2].split()[0])
     for _ in range(2 * calls):
         run(x)

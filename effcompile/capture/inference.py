@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import axes as dynamic_axes
 from effcompile.capture import cleanup
 from effcompile.capture.calls import CallGuards
+from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, place_of
 from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.state import ModelGuards
@@ -66,9 +67,10 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
     """
     args, kwargs = pytree.tree_map(_contiguous, (tuple(args), dict(kwargs or {})))
     call = CallGuards(model.forward, type(model).__name__, args, kwargs)
-    with evaluating(model), torch.no_grad():
+    read = ConfigReads()
+    with evaluating(model), torch.no_grad(), recording(model, read):
         original = _run_eager(model, args, kwargs)
-    with mended(model, kwargs, args) as mends, named_arguments(model, args, kwargs):
+    with mended(model, kwargs, args) as mends, named_arguments(model, args, kwargs), recording(model, read):
         outputs = _run_eager(model, args, kwargs) if CACHE_MEND in mends else original
         cached = len(pytree.tree_leaves(outputs)) != len(pytree.tree_leaves(original))  # many configs ask for a cache that never comes
         subject = _Subject(
@@ -80,7 +82,8 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
             mends=tuple(mend for mend in mends if mend != CACHE_MEND or cached),
         )
         program = _first_success(subject, dynamic)
-    return replace(program, call=call, state=ModelGuards(model, training=False, mended=CACHE_ATTRIBUTES if CACHE_MEND in mends else ()))
+    free = CACHE_ATTRIBUTES if CACHE_MEND in mends else ()
+    return replace(program, call=call, state=ModelGuards(model, training=False, mended=free, configurations=read))
 
 
 def _contiguous(leaf: object) -> Any:

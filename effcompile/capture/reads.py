@@ -11,13 +11,15 @@ import functools
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+from effcompile.capture.config_reads import ConfigReads
 
 #: Code that names these may read attributes whose names are made at run time.
 _BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
@@ -40,6 +42,7 @@ class Reads:
         variables: the globals that it loads, by the name of their Python module: (namespace, names).
         cells: variables of enclosing functions: (function's name, variable's name) → cell.
         kinds: the classes whose methods it may call, of modules and of other objects.
+        configurations: what of the model's configurations was read.
     """
 
     names: set[str] = field(default_factory=lambda: {"forward", "__call__"})
@@ -47,13 +50,14 @@ class Reads:
     variables: dict[str, tuple[Mapping[str, Any], set[str]]] = field(default_factory=dict)
     cells: dict[tuple[str, str], CellType] = field(default_factory=dict)
     kinds: dict[type, None] = field(default_factory=dict)
+    configurations: ConfigReads = field(default_factory=ConfigReads)
 
 
-def reads_of(model: nn.Module) -> Reads:
+def reads_of(model: nn.Module, configurations: ConfigReads | None = None) -> Reads:
     """What the forward of a model and all that it names read."""
     walk = _Walk(model)
     walk.run()
-    return walk.reads
+    return replace(walk.reads, configurations=configurations or ConfigReads())
 
 
 def is_installed(filename: str) -> bool:

@@ -208,7 +208,8 @@ class Snapshot:
             return
         self._seen.add(id(value))
         held = vars(value)
-        keys = tuple(key for key in held if key in self._reads.names and f"{place}.{key}" not in self._without)
+        read = (key for key in held if key in self._reads.names and self._reads.configurations.may_read(value, key))
+        keys = tuple(key for key in read if f"{place}.{key}" not in self._without)
         self._watch(_getter(keys), held)
         self._sized.append(held)
         for key in keys:

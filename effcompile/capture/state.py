@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from effcompile.capture import reads as code
+from effcompile.capture.config_reads import ConfigReads
 from effcompile.capture.snapshot import Fact, Snapshot
 from effcompile.capture.tensors import Sums
 from effcompile.core.errors import GuardError
@@ -23,10 +24,6 @@ _SUMMED = (
     "a write to some elements of a weight through .data, which torch does not count, is noticed within {} calls, as each looks at another "
     "part; executable.check_weights() looks at all"
 )
-
-
-#: Attributes of a configuration that say of which dtype the weights are: save_pretrained() writes there what they are.
-_DTYPES = ("dtype", "torch_dtype")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +48,17 @@ class ModelGuards:
         model, others: the model, and the executable that stands for it.
         training: whether its parameters may change.
         mended: names of attributes that the graph does not depend on, as capture mended what they say.
+        configurations: what of its configurations capture saw it read.
     """
 
-    def __init__(self, model: nn.Module, *others: nn.Module, training: bool, mended: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, *others: nn.Module, training: bool, mended: Collection[str] = (), configurations: ConfigReads | None = None
+    ) -> None:
         self._training, self._without = training, frozenset[str]()
         self._roots = dict(zip(("model", "executable"), (model, *others), strict=False))
         self._stale: GuardError | None = None
         self._name = type(model).__name__
-        self._dtype = next((str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()), None)
-        self._reads = code.reads_of(model)
+        self._reads = code.reads_of(model, configurations)
         self._snapshot = self._taken()
         if free := frozenset(place for place in self._snapshot.facts if place.rpartition(".")[2] in mended):
             self._without = free
@@ -114,7 +113,7 @@ class ModelGuards:
         """See `ir.guards.StateGuards`. What has changed before is not forgotten."""
         if tuple(self._roots.values()) == models:
             return self
-        other = ModelGuards(*models, training=self._training)
+        other = ModelGuards(*models, training=self._training, configurations=self._reads.configurations)
         other._without = self._without
         other._snapshot = other._taken()
         try:
@@ -140,17 +139,10 @@ class ModelGuards:
     def _holds(self, change: Change) -> bool:
         was, now = change.was, change.now
         if was is not None and now is not None:
-            if change.place.rpartition(".")[2] in _DTYPES and {_said(was), _said(now)} <= {None, self._dtype}:
-                return True
             thawed = change.place.endswith(".requires_grad") and was.value is True
             return was.equals(now) or thawed
         unnamed = change.kind == "attribute" and change.place.rpartition(".")[2] not in self._reads.names
         return unnamed and (was is None or change.place not in self._first)  # it was not there when the model was captured
-
-
-def _said(fact: Fact) -> str | None:
-    """The name of a dtype that a configuration states, as itself or as text."""
-    return None if fact.value is None else str(fact.value).removeprefix("torch.")
 
 
 def _refusal(name: str, change: Change) -> str:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
+from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, place_of
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
@@ -44,10 +45,12 @@ class Exported:
     """The forward as torch.export gave it, for further captures of the same model with the same inputs, edited otherwise.
 
     front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the forward returned.
+    configurations: what of the model's configurations was read while it was traced.
     """
 
     front: fx.GraphModule | None = None
     layout: Layout | None = None
+    configurations: ConfigReads = field(default_factory=ConfigReads)
 
     def keep(self, front: fx.GraphModule, layout: Layout | None) -> None:
         """Graphs within the graph are changed in place on their way to autograd: such a forward is not kept."""
@@ -124,7 +127,8 @@ def capture_training(
     )  # fmt: skip
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
         step = _step(subject, _joint(subject))
-    return replace(step, state=ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES))
+    read = subject.exported.configurations
+    return replace(step, state=ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read))
 
 
 class _StepModule(nn.Module):
@@ -213,7 +217,8 @@ def _export_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
 
 
 def _traced(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
-    with _no_python_randomness(), torch_compat_aot.python_gradients() as noted:
+    subject = module.subject
+    with _no_python_randomness(), torch_compat_aot.python_gradients() as noted, recording(subject.model, subject.exported.configurations):
         front = torch.export.export(module, tuple(tensors), strict=False).module(check_guards=False)
     if noted:
         raise _PythonGradientError(noted[0])
@@ -253,6 +258,7 @@ def _no_python_randomness() -> Iterator[None]:
 
 
 def _dynamo_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
+    module.subject.exported.configurations.of.clear()  # Dynamo reads attributes in ways of its own
     return torch_compat_aot.dynamo_front(module, tensors)
 
 

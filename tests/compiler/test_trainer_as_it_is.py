@@ -13,6 +13,7 @@ import transformers as hf
 from torch import nn
 
 import effcompile
+from effcompile.capture.config_reads import ConfigReads, recording
 
 SETTINGS = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
 DROPOUTS = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -92,10 +93,41 @@ def test_a_deferred_step_is_taken_for_its_model() -> None:
     assert not isinstance(effcompile.optimize(model.eval()), hf.PreTrainedModel)  # its call returns no cache, whatever the model's does
 
 
-def test_a_configuration_that_turns_to_another_dtype_is_noticed() -> None:
+def test_what_the_forward_reads_of_its_configuration_is_guarded_and_nothing_else() -> None:
+    """Trainer aligns tokens with its tokenizer, and save_pretrained() writes the dtype: GPT-2's forward reads neither."""
     step = strict(made())
-    step.config.dtype = "float32"  # what save_pretrained() writes
-    step(**batch())
-    step.config.dtype = "float16"
-    with pytest.raises(effcompile.EffcompileError, match="dtype was"):
+    wanted = step(**batch()).loss.item()
+    for name, value in {"dtype": "float32", "bos_token_id": 7, "pad_token_id": 3, "architectures": ["GPT2LMHeadModel"]}.items():
+        setattr(step.config, name, value)
+        assert step(**batch()).loss.item() == wanted
+    step.config.vocab_size = 16
+    with pytest.raises(effcompile.EffcompileError, match=r"config.vocab_size was 32 and is 16 now"):
         step(**batch())
+
+
+def test_recording_leaves_a_configuration_as_it_was() -> None:
+    config, read = (model := made()).config, ConfigReads()
+    kind, held = type(config), dict(vars(config))
+    with recording(model, read):
+        assert isinstance(config, kind) and type(config) is not kind and config.hidden_size == 16
+        assert read.may_read(config, "hidden_size") and read.may_read(config, "n_embd")  # one stands for the other
+        assert not read.may_read(config, "bos_token_id")
+    assert type(config) is kind and vars(config) == held
+    with recording(model, read):
+        vars(config)
+        config.to_dict()
+    assert read.may_read(config, "bos_token_id") and read.may_read(object(), "anything")
+
+
+@pytest.mark.parametrize(("name", "value", "reads"), [("pad_token_id", 5, True), ("bos_token_id", 7, False)])
+def test_a_classifier_reads_where_its_rows_end(name: str, value: int, reads: bool) -> None:
+    torch.manual_seed(0)
+    model = hf.GPT2ForSequenceClassification(hf.GPT2Config(**SETTINGS, **DROPOUTS, pad_token_id=0, num_labels=2)).train()
+    inputs = {"input_ids": batch()["input_ids"], "labels": torch.tensor([0, 1])}
+    step = effcompile.optimize(model, inputs=inputs, mode="training", passes=["no-pointwise"])
+    setattr(model.config, name, value)
+    if reads:
+        with pytest.raises(effcompile.EffcompileError, match=rf"config.{name} was"):
+            step(**inputs)
+    else:
+        torch.testing.assert_close(step(**inputs).loss, model(**inputs).loss)
