@@ -107,10 +107,10 @@ def _told(apart: Sequence[tuple[str, ...]], outcome: Outcome) -> Iterator[Decisi
     kernels = [(block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward))) for block in outcome.cut.blocks]
     for site, count in kernels:
         if count:
-            yield _decision(site, f"{count} kernels", Because("chains measured to be faster as one kernel each"), {})
+            yield _decision(site, f"{count} kernel{'s' * (count > 1)}", Because("chains measured to be faster as one kernel each"), {})
     if apart:
         settings = {str(number): names for number, names in enumerate(apart)}
-        yield _decision(KIND, f"{len(apart)} chains one by one", Because("measured to be no slower apart"), settings)
+        yield _decision(KIND, f"{len(apart)} chain{'s' * (len(apart) > 1)} one by one", Because("measured to be no slower apart"), settings)
 
 
 def _decision(site: str, option: str, why: Reason, settings: Mapping[str, Setting]) -> Decision:
