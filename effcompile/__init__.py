@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from effcompile.ir.strategy import Strategy
     from effcompile.machine.cluster import Cluster
     from effcompile.machine.target import Target
-    from effcompile.runs import Run, Stage, schedule
+    from effcompile.runs import Run, Scores, Stage, schedule, scores
     from effcompile.sparse.controller import DynamicSparsity
 
 _HOME = {
@@ -45,7 +45,9 @@ _HOME = {
     "plan": "api",
     "Run": "runs",
     "Stage": "runs",
+    "Scores": "runs",
     "schedule": "runs",
+    "scores": "runs",
     "Executable": "api",
     "compilations": "dynamo",
     "DynamicSparsity": "sparse.controller",
@@ -79,6 +81,7 @@ __all__ = [
     "MissingPackageError",
     "Plan",
     "Run",
+    "Scores",
     "Stage",
     "Strategy",
     "Target",
@@ -91,6 +94,7 @@ __all__ = [
     "optimize",
     "plan",
     "schedule",
+    "scores",
 ]
 
 

@@ -24,6 +24,7 @@ NAMES = [
     "MissingPackageError",
     "Plan",
     "Run",
+    "Scores",
     "Stage",
     "Strategy",
     "Target",
@@ -36,6 +37,7 @@ NAMES = [
     "optimize",
     "plan",
     "schedule",
+    "scores",
 ]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from effcompile import console, report
-from effcompile.cli import ranks
+from effcompile.cli import ranks, stages
 from effcompile.cli.job import Job, Many, spread
 from effcompile.cli.options import (
     HOW,
@@ -83,7 +83,7 @@ def plan(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Decide without lowering, also for machines that are not here (--target h100-sxm), several (a,b,c), or many (--devices 64)."""
+    """Decide without lowering; --target h100-sxm for a machine that is not here, --devices 64 for many. Of a file's stages, a run."""
     many.check()
     job.check()
     if "," in job.target and many.count is not None:
@@ -96,6 +96,11 @@ def plan(
     written: list[Path] = []
     with console.steps(as_json, verbose) as steps:
         wanted = job.load(steps).among(many)
+        if wanted.loaded.stages:
+            with console.explaining(wanted.request.goal, as_json, context.obj):
+                run = stages.plan_run(wanted)
+            stages.tell_run(run, as_json, output)
+            return
         with console.explaining(wanted.request.goal, as_json, context.obj):
             made = wanted.planned()
         if output is not None:

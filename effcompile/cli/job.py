@@ -213,7 +213,10 @@ class Job:
 
             mode = self.mode if plan is None else plan.goal.mode
             loaded = load(self.model, replace(self.reading, training=mode == "training"))
-        asked = declare(loaded.goal, self.changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
+        changes = dict(self.changes)
+        if loaded.stages and not isinstance(loaded.goal, Goal):
+            changes.setdefault("mode", dict(loaded.goal or {}).get("mode", "training"))
+        asked = declare(loaded.goal, changes) if plan is None else goal_of_plan(plan, None, self.changes, self.backend)
         training = asked.mode == "training"
         (load_training_passes if training else load_passes)(self.passes)
         if training:

@@ -25,6 +25,7 @@ class Loaded:
         args, kwargs: the example inputs.
         calibration: inputs for measuring sensitivities and activation ranges, each as (args, kwargs); () when not given.
         loss: `loss(outputs, inputs)` or None. optimizer: one of the model's parameters, `optimizer(parameters)`, or None.
+        stages: of a run, as written in the file, () for none. inputs_at: a stage → its example inputs.
         goal: a Goal or a mapping of its fields, as written in the file, or None.
         notes: what was done that the user did not write, for the report.
     """
@@ -37,6 +38,8 @@ class Loaded:
     calibration: tuple[Inputs, ...] = ()
     loss: Callable[..., Any] | None = None
     optimizer: Optimizer | Callable[..., Any] | None = None
+    stages: tuple[Any, ...] = ()
+    inputs_at: Callable[[Any], Any] | None = None
     goal: Any = None
     notes: tuple[Reason, ...] = ()
 

@@ -1,9 +1,11 @@
-"""Reads a `model.py`: what it defines as `model`, `inputs`, `loss`, `optimizer`, `calibration` and `goal`."""
+"""Reads a `model.py`: what it defines as `model`, `inputs`, `loss`, `optimizer`, `stages`, `calibration` and `goal`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +39,10 @@ def load_file(source: Source, reading: Reading) -> Loaded:
         model = _called(_attribute(module, name, path), f"{name}() in {path}")
         if not isinstance(model, nn.Module):
             raise UsageError(f"{name} in {path} is {a(model)}, not a torch.nn.Module (or a function that returns one).{_models_in(module)}")
-        given, goal = vars(module).get("inputs"), vars(module).get("goal")
+        given, goal, stages = vars(module).get("inputs"), vars(module).get("goal"), _stages(module, path)
+        at = given
+        if stages and callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
+            given = functools.partial(given, stages[0])
         if given is None:
             made = derive(model, reading if reading.training or not _trains(goal) else replace(reading, training=True), str(path))
         else:
@@ -52,8 +57,18 @@ def load_file(source: Source, reading: Reading) -> Loaded:
             loss=_function(module, "loss", path),
             optimizer=_optimizer(module, path),
             goal=goal,
+            stages=stages,
+            inputs_at=at if isinstance(given, functools.partial) else None,
             notes=made.notes,
         )
+
+
+def _stages(module: ModuleType, path: Path) -> tuple[Any, ...]:
+    """The stages of a run, if the file defines any."""
+    given = vars(module).get("stages", ())
+    if not isinstance(given, (list, tuple)):
+        raise UsageError(f"stages in {path} is {a(given)}. Give a list of effcompile.Stage(steps=...).")
+    return tuple(given)
 
 
 def _trains(goal: object) -> bool:

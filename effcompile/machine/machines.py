@@ -1,7 +1,7 @@
 """The machines we know: target files shipped in `effcompile/targets/*.toml`, or a user's own file of that form.
 
 A file gives, in SI units: description, device, cores, memory_bytes, memory_bandwidth, link_bandwidth, [peak_flops]
-by dtype (dense), and optionally efficiency, launch_seconds, host_bandwidth, host_memory_bytes, [gains] by form
+by dtype (dense), and optionally efficiency, launch_seconds, host_bandwidth, host_memory_bytes, watts, hourly_price, [gains] by form
 ("2:4", for sparse tensor cores), [cluster] (what joins several of them: the fields of `Links`), and [sources], which
 says where each figure was read.
 """
@@ -46,6 +46,8 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     gains: dict[str, Annotated[float, msgspec.Meta(ge=1, le=1000)]] = {}
     host_bandwidth: _Positive = HOST_BANDWIDTH
     host_memory_bytes: _Count | None = None
+    watts: _Positive | None = None
+    hourly_price: _Positive | None = None
     cluster: Links | None = None
     sources: dict[str, str] = {}
 

@@ -229,6 +229,7 @@ class Target:
         launch_seconds: fixed cost of one kernel.
         gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that arithmetic binds.
         host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
+        watts: what it draws at load. hourly_price: dollars for an hour of it. None: not stated.
         cluster: what joins several of them; None: nothing that is known.
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
@@ -248,6 +249,8 @@ class Target:
     gains: Mapping[str, float] = field(default_factory=dict)
     host_bandwidth: float = HOST_BANDWIDTH
     host_memory_bytes: int | None = None
+    watts: float | None = None
+    hourly_price: float | None = None
     cluster: Links | None = None
     calibrated: str | None = None
     laws: Mapping[str, Mapping[str, Law]] = field(default_factory=dict)

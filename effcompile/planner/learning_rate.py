@@ -1,9 +1,9 @@
 """How a learning rate follows the batch: a law, not a measurement.
 
 With a batch that grows k-fold, the learning rate of plain SGD grows k-fold (Goyal et al. 2017, arXiv 1706.02677, section 2.1); that of
-optimizers which divide by a moment of the gradient, or take its sign, grows by the square root of k (Malladi et al. 2022, arXiv
-2205.10287, section 5; LAMB: You et al. 2019, arXiv 1904.00962, section 4). Both hold below the critical batch (McCandlish et al. 2018,
-arXiv 1812.06162).
+optimizers which divide by a moment of the gradient, or take its sign or (Muon) that of its singular values, grows by the square root of k
+(Malladi et al. 2022, arXiv 2205.10287, section 5; LAMB: You et al. 2019, arXiv 1904.00962, section 4). Both hold below the critical batch
+(McCandlish et al. 2018, arXiv 1812.06162).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from effcompile.core.errors import UsageError
 
 LINEAR, ROOT = "linear", "square-root"
 _ROOTS = (
-    "adadelta", "adafactor", "adagrad", "adam", "adam8bit", "adamax", "adamw", "adamw8bit", "lamb", "lion", "lion8bit", "nadam", "radam",
-    "rmsprop",
+    "adadelta", "adafactor", "adagrad", "adam", "adam8bit", "adamax", "adamw", "adamw8bit", "lamb", "lion", "lion8bit", "muon", "nadam",
+    "radam", "rmsprop",
 )  # fmt: skip
 _LAWS = {"lars": LINEAR, "sgd": LINEAR, **dict.fromkeys(_ROOTS, ROOT)}
 

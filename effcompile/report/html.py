@@ -27,7 +27,7 @@ _VERDICT_CLASS = {f.Verdict.MET: "good", f.Verdict.NOT_MET: "bad", f.Verdict.UNV
 
 def html_report(plan: Plan) -> str:
     """The whole document. Nothing in it is computed: sums, shares and ratios of the plan's figures only."""
-    return _document(f"effcompile · plan for {plan.model}", _plan_sections(plan))
+    return document(f"effcompile · plan for {plan.model}", _plan_sections(plan))
 
 
 def frontier_html(plans: Sequence[Plan], others: Sequence[Other] = ()) -> str:
@@ -42,10 +42,10 @@ def frontier_html(plans: Sequence[Plan], others: Sequence[Other] = ()) -> str:
     plot = frontier_plot(dots_of(plans, others))
     sections = [
         f'{head}<p class="dim">{escape(title(plans))}</p>{target}</header>',
-        _section("Time against peak memory", plot) if plot else "",
-        _section("Plans", _table(names, [[escape(cell) for cell in row] for row in rows])),
+        section("Time against peak memory", plot) if plot else "",
+        section("Plans", table(names, [[escape(cell) for cell in row] for row in rows])),
     ]
-    return _document(f"effcompile · frontier of {plans[0].model if plans else 'nothing'}", sections)
+    return document(f"effcompile · frontier of {plans[0].model if plans else 'nothing'}", sections)
 
 
 def _plan_sections(plan: Plan) -> Iterable[str]:
@@ -65,8 +65,9 @@ def _plan_sections(plan: Plan) -> Iterable[str]:
     )
 
 
-def _document(title: str, sections: Iterable[str]) -> str:
-    body = "\n".join(section for section in sections if section)
+def document(title: str, sections: Iterable[str]) -> str:
+    """A page of its own."""
+    body = "\n".join(part for part in sections if part)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{STYLE}</style></head>\n'
@@ -98,7 +99,7 @@ def _totals(plan: Plan) -> str:
         values = [m.text(v) for pair in (m.before, m.after) for v in (pair if measured else pair[:1])]
         values += [f.format_ratio(m.change), *([f.format_ratio(m.accuracy)] if measured else [])]
         rows.append(f"<tr><th>{m.name}</th>" + "".join(f"<td>{escape(v)}</td>" for v in values) + "</tr>")
-    return _section(
+    return section(
         "Before and after", f'<div class="scroll"><table class="numbers"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 
@@ -108,13 +109,13 @@ def _charts(plan: Plan) -> str:
         timeline = plan.memory_timeline
         step = memory_plot(timeline, plan.goal.memory) + _peak_chart(timeline) if timeline is not None else ""
         charts = [("Memory over the step, predicted", step), ("Peak memory", _memory_chart(plan))]
-        return "\n".join(_section(title, chart) for title, chart in charts if chart)
+        return "\n".join(section(title, chart) for title, chart in charts if chart)
     charts = [
         ("Time by kind of decision, predicted", _time_chart(plan)),
         ("Memory", _memory_chart(plan)),
         ("Error budget, predicted", _error_chart(plan)),
     ]
-    return "\n".join(_section(title, chart) for title, chart in charts if chart)
+    return "\n".join(section(title, chart) for title, chart in charts if chart)
 
 
 def _levers(plan: Plan) -> str:
@@ -123,7 +124,7 @@ def _levers(plan: Plan) -> str:
         return ""
     names = [lever_table.TITLES[0], *(f"#{name}" for name in lever_table.TITLES[1:])]
     rows = [[escape(cell) for cell in lever_table.lever_cells(plan, row)] for row in plan.levers]
-    return _section(f"Levers within {format_bytes(plan.goal.memory or 0)}, predicted", _table(names, rows))
+    return section(f"Levers within {format_bytes(plan.goal.memory or 0)}, predicted", table(names, rows))
 
 
 def _time_chart(plan: Plan) -> str:
@@ -195,7 +196,7 @@ def _error_chart(plan: Plan) -> str:
 
 
 def _proof(plan: Plan) -> str:
-    return _section(
+    return section(
         "Proof", "".join(f"<p>{escape(line)}</p>" for line in (*f.proof(plan.certificate, plan.goal.minimize), *f.borne_out(plan)))
     )
 
@@ -208,20 +209,20 @@ def _backends(plan: Plan) -> str:
         name = f"<strong>{escape(c.backend)} ●</strong>" if c.backend == plan.backend else escape(c.backend)
         note = words(c.note) or ("" if c.measured_seconds is not None else "not measured")
         rows.append([name, *map(escape, (*times, error)), f'<span class="dim">{escape(note)}</span>'])
-    table = _table(["backend", "#predicted", "#measured", "#error", ""], rows) if rows else f"<p>{escape(plan.backend)}</p>"
+    backends = table(["backend", "#predicted", "#measured", "#error", ""], rows) if rows else f"<p>{escape(plan.backend)}</p>"
     settings = " · ".join(f"{name} {value}" for name, value in plan.settings.items())
-    return _section("Backend", table + (f'<p class="dim">settings: {escape(settings)}</p>' if settings else ""))
+    return section("Backend", backends + (f'<p class="dim">settings: {escape(settings)}</p>' if settings else ""))
 
 
 def _decisions(plan: Plan) -> str:
     ledger = ledger_of(plan)
     found = groups(plan.decisions, ledger.worth)
     if not found:
-        return _section("Decisions", "<p>None: no pass found anything to decide in this model.</p>")
+        return section("Decisions", "<p>None: no pass found anything to decide in this model.</p>")
     rows = "".join(_group(plan, ledger, group) for group in found)
     titles = ("what and where", "choice", *(header.replace("\n", " ") for header in ledger.headers))
     head = f'<div class="row head">{"".join(f"<span>{title}</span>" for title in titles)}</div>'
-    return _section("Decisions", f'<div class="scroll"><div class="rows">{head}{rows}</div></div>')
+    return section("Decisions", f'<div class="scroll"><div class="rows">{head}{rows}</div></div>')
 
 
 def _group(plan: Plan, ledger: Ledger, group: Group) -> str:
@@ -265,7 +266,7 @@ def _declined(plan: Plan) -> str:
     for r in found:
         sites = f"<details><summary>{len(r.sites)}</summary>{_all_names(r.sites)}</details>"
         rows.append([f"<b>{escape(r.kind)}</b>", escape(r.option), sites, escape(r.reason)])
-    return _section("Declined", _table(["what", "option", "sites", "reason"], rows))
+    return section("Declined", table(["what", "option", "sites", "reason"], rows))
 
 
 def _all_names(sites: Sequence[str]) -> str:
@@ -289,8 +290,8 @@ def _checks(plan: Plan) -> str:
         note = "" if c.passed else "above the limit for usual inputs"
         rows.append(["· stress", escape(c.name), escape(format_error(c.error)), "none", f'<span class="dim">{note}</span>'])
     source = f'<p class="dim">Each option’s error was measured on {escape(plan.calibration_inputs)}.</p>' if plan.calibration_inputs else ""
-    table = _table(["", "check", "#error", "#limit", ""], rows) if rows else "<p>Nothing was run: this is a prediction.</p>"
-    return _section("Verification", table + source)
+    checks = table(["", "check", "#error", "#limit", ""], rows) if rows else "<p>Nothing was run: this is a prediction.</p>"
+    return section("Verification", checks + source)
 
 
 def _foot(plan: Plan) -> str:
@@ -300,17 +301,18 @@ def _foot(plan: Plan) -> str:
         commands = 'onnxruntime.InferenceSession("model.onnx")               # plain ONNX Runtime\n' + commands
     versions = " · ".join(f"{name} {version}" for name, version in plan.versions.items())
     return (
-        (_section("Notes", f"<ul>{notes}</ul>") if notes else "")
-        + _section("Next", f"<pre>{escape(commands)}</pre>")
+        (section("Notes", f"<ul>{notes}</ul>") if notes else "")
+        + section("Next", f"<pre>{escape(commands)}</pre>")
         + f'<footer class="dim">{escape(versions)}<br>fingerprint {escape(plan.fingerprint)}</footer>'
     )
 
 
-def _section(title: str, body: str) -> str:
+def section(title: str, body: str) -> str:
+    """A part of a page, under its title."""
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
 
 
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of already escaped cells; a header that starts with # is a column of numbers."""
     kinds = [' class="n"' if header.startswith("#") else "" for header in headers]
     head = "".join(f"<th{kind}>{escape(header.lstrip('#'))}</th>" for header, kind in zip(headers, kinds, strict=True))
