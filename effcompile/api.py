@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
 from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable, load
 from effcompile.compiler.parallel.asked import Devices, ManyDevices
@@ -70,6 +71,10 @@ class Decorator:
 
 
 @overload
+def optimize(
+    model: Model, inputs: Example | Iterable[Example], *, mode: Literal["training"], shapes: Shapes, **options: Unpack[Options]
+) -> Bucketed: ...
+@overload
 def optimize(model: Model, inputs: Example, *, mode: Literal["training"], **options: Unpack[Options]) -> TrainingExecutable: ...
 @overload
 def optimize(  # type: ignore[overload-overlap] # without inputs another mode waits for them
@@ -95,7 +100,7 @@ def optimize(
 ) -> Decorator: ...
 def optimize(
     model: Model | type[nn.Module] | None = None,
-    inputs: Example | None = None,
+    inputs: Example | Iterable[Example] | None = None,
     *,
     goal: GoalLike = None,
     target: str | Target = "auto",
@@ -111,8 +116,9 @@ def optimize(
     keep_outputs: bool = False,
     on_change: OnChange | None = None,
     mesh: DeviceMesh | None = None,
+    shapes: Shapes | None = None,
     **goal_fields: Unpack[GoalFields],
-) -> Executable | TrainingExecutable | GenerationExecutable | Deferred | Decorator | Callable[..., Deferred]:
+) -> Executable | TrainingExecutable | Bucketed | GenerationExecutable | Deferred | Decorator | Callable[..., Deferred]:
     """Turn a model into one that meets the goal, verified against the original.
 
     `effcompile.optimize(model, inputs=batch, mode="training", memory="900MiB")` plans the training step: its forward,
@@ -146,6 +152,8 @@ def optimize(
             is "error", and "replan" for a Deferred.
         mesh: in training under torchrun: the data-parallel ranks, each of which gives the inputs of its own part of the batch. One plan is
             made for all, `memory` is each rank's, and the model's parameters become DTensors: make the optimizer of those of the result.
+        shapes: in training (examples, tokens) of the batches that come, [(8, 128), (8, 256)]: each is planned now, smaller batches are
+            padded where that is exact, and others run eagerly with a word; "auto" chooses them for the batches of a loader, `inputs`.
         **goal_fields: mode="training", memory="6GiB", minimize="memory", max_error=0.01, reads="last".
 
     Returns:
@@ -174,6 +182,10 @@ def optimize(
     )
     if mesh is not None and (model is None or inputs is None):
         raise UsageError("A step on a mesh is planned by all ranks together: give the model and `inputs`.")
+    if shapes is not None:
+        if model is None or inputs is None:
+            raise UsageError("shapes are planned at once: give the model and `inputs`.")
+        return bucketed(_ready(as_module(model), request), inputs, shapes, request)
     if model is None:
         return Decorator(request)
     if request.goal.mode == "generation":  # nothing is learned from a call: its inputs are text to compare with

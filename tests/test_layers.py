@@ -23,6 +23,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("compiler",),
     ("report",),
     ("deferred", "dynamo", "console"),
+    ("bucketed",),
     ("api",),
     ("runs",),
     ("cli", "__init__"),
