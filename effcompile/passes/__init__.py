@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
+from effcompile.passes.fold import Fold
 from effcompile.passes.last_token_logits import Logits
 from effcompile.passes.merge import Merge
 from effcompile.passes.norm_gate_rotary import Rows
@@ -57,6 +58,7 @@ __all__ = [
 #: name → class. Structure changes first, so that precision is put on what is left.
 PASSES: dict[str, type[Any]] = {
     "shrink": Shrink,
+    "fold": Fold,
     "merge": Merge,
     "logits": Logits,
     "attention": Attention,
@@ -90,7 +92,7 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
-OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "predict", "microbatch", "precision"})
+OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "fold", "predict", "microbatch", "precision"})
 
 _GROUP, _TRAINING_GROUP, _LEVER_GROUP = "effcompile.passes", "effcompile.training_passes", "effcompile.value_levers"
 #: What a pass of an installed package is asked.
