@@ -31,10 +31,11 @@ def unavailable(device: str) -> str | None:
 
 
 @contextlib.contextmanager
-def float8_linears(model: nn.Module) -> Iterator[None]:
+def float8_linears(model: nn.Module, *, elsewhere: bool = False) -> Iterator[None]:
     """The model with its linears in float8, where their sizes allow it, put back at the end.
 
-    Without such a GPU torchao emulates their products, in the time of fp32: for tests of what is captured.
+    Without such a GPU torchao emulates their products, in the time of fp32: for tests of what is captured. `elsewhere`: the step is for
+    another machine, and is never run here.
 
     Raises:
         CaptureError: no linear can be.
@@ -44,7 +45,7 @@ def float8_linears(model: nn.Module) -> Iterator[None]:
     own = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children() if _fits(child)]
     if not own:
         raise CaptureError(f"no linear of {type(model).__name__} has sizes that are multiples of {_MULTIPLE}, as float8 products need")
-    config = Float8LinearConfig(emulate=unavailable(next(model.parameters()).device.type) is not None)
+    config = Float8LinearConfig(emulate=not elsewhere and unavailable(next(model.parameters()).device.type) is not None)
     try:
         convert_to_float8_training(model, module_filter_fn=lambda module, _: _fits(module), config=config)
         yield

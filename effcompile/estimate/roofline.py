@@ -23,6 +23,7 @@ _COPIES = 16
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32", torch.int8: "int8"}
 
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 #: Our loss heads: which arguments are x (N, D) and W (V, D), and where `needs` says which gradients are made (ops/loss_head.py).
 _LOSS_HEADS = {"loss_head_gradients": (0, 1, 10), "loss_head_forward": (0, 1, None), "loss_head_backward": (1, 2, 12)}
 
@@ -80,5 +81,8 @@ def moved_bytes(node: fx.Node) -> float:
 
 
 def _dtype(node: fx.Node) -> str:
+    """What the arithmetic is in: of products in float8 the operands', else the result's."""
+    if any(isinstance(arg.meta.get("val"), torch.Tensor) and arg.meta["val"].dtype in _FLOAT8 for arg in node.all_input_nodes):
+        return "fp8"
     leaves = [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
     return _DTYPES.get(leaves[0].dtype, "fp32") if leaves else "fp32"

@@ -242,8 +242,21 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
     model, batch = line()
     named = [*AS_WRITTEN, "precision.dtypes=fp8"]
     assert "compute capability 8.9" in reasons(plan_training(model, (), batch, goal=goal(), passes=named))["fp8 linears"]
-    there = plan_training(model, (), batch, goal=goal(), passes=named, target="h100-sxm")
-    assert "cannot be measured from here" in reasons(there)["fp8 linears"]
+    there = plan_training(model, (), batch, goal=goal(), passes=named, target="a100-80gb")
+    assert "has no arithmetic in fp8" in reasons(there)["fp8 linears"]
+
+
+def test_fp8_elsewhere_is_predicted_and_its_error_said_to_be_unmeasured() -> None:
+    model, batch = Line().train(), {"x": torch.randn(4096, 1024), "y": torch.randn(4096, 1024)}
+    model.net = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1024))
+    plans = {
+        dtype: plan_training(model, (), batch, goal=goal(), passes=[*ALWAYS, f"precision.dtypes={dtype}"], target="h100-sxm")
+        for dtype in ("bf16", "fp8")
+    }
+    assert precision(plans["fp8"]) == "fp8 linears" and "unmeasured" in words(plans["fp8"].decision("step").note)
+    products = 2 * 3 * 2 * 4096 * 1024 * 1024 - 2 * 4096 * 1024 * 1024  # the first layer's input needs no gradient
+    assert plans["fp8"].predicted.seconds > products / 1978.9e12 / 0.75
+    assert all("bf16" not in str(node) for node in plans["fp8"].notes)
 
 
 def test_fp8_linears_are_torchaos_with_emulated_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -73,9 +74,9 @@ class Precision:
         """fp32, and the first dtype that is possible; those before it are declined."""
         for dtype in self.dtypes:
             reason = context.forbidden.get((KIND, label(dtype))) or self.refusal(dtype, case.step, context.target, here=context.here)
-            made = self._made(case, dtype) if reason is None else reason
+            made = self._made(case, dtype, elsewhere=not context.here) if reason is None else reason
             if isinstance(made, Case):
-                options = (self._option(dtype, made), *[StepOption(name=BASELINE)] * (not self.always))
+                options = (self._option(dtype, made, elsewhere=not context.here), *[StepOption(name=BASELINE)] * (not self.always))
                 yield StepChoice(site=SITE, kind=KIND, baseline=BASELINE, options=options, settled=self.always)
                 return
             yield Declined(site=SITE, kind=KIND, option=label(dtype), by=self.name, reason=Unsupported(made))
@@ -92,14 +93,14 @@ class Precision:
             raise FormatError(f"The plan has products in {dtype}, which this step cannot have: {made}. Plan again.")
         return made
 
-    def _made(self, case: Case, dtype: str) -> Case | str:
+    def _made(self, case: Case, dtype: str, *, elsewhere: bool = False) -> Case | str:
         """The step in a dtype, or why it cannot be."""
         source = case.source
         if source is None:
             return "the step cannot be captured again"
 
         def capture() -> tuple[Step, fx.GraphModule | None, Source]:
-            narrow = replace(source, by=under(dtype, case.step, source.by), made={})
+            narrow = replace(source, by=under(dtype, case.step, source.by, elsewhere=elsewhere), made={})
             return *narrow.capture_with_front(), narrow
 
         try:
@@ -108,8 +109,8 @@ class Precision:
             return f"the step cannot be captured under it: {str(error).splitlines()[0]}"
         return _mixed_write(step) or replace(case, step=step, front=front, source=narrow, scaled=dtype in SCALED)
 
-    def _option(self, dtype: str, made: Case) -> StepOption:
-        scaled = ", scaled loss" * (dtype in SCALED)
+    def _option(self, dtype: str, made: Case, *, elsewhere: bool) -> StepOption:
+        scaled = ", scaled loss" * (dtype in SCALED) + ", its error is unmeasured" * elsewhere
         note = Because(f"fp32 master weights and gradients{scaled}; cast once a step: {{bytes}}", (_casts(made.step),))
         return StepOption(name=label(dtype), settings={"dtype": dtype}, note=note, made=made)
 
@@ -117,8 +118,8 @@ class Precision:
         """Why a step in fp32 cannot, or need not, be planned in `dtype`; None where it can. `here`: the target is this machine."""
         if (own := narrow_dtype(step)) is not None:
             return f"the step computes in {own} already, as it was given"
-        if dtype == FP8 and not here:
-            return "its error cannot be measured from here: plan it on the machine itself"
+        if dtype == FP8 and not find_spec("torchao"):
+            return "it needs torchao: pip install torchao"
         if not here:
             known = ", ".join(target.peak_flops)
             return None if dtype in target.peak_flops else f"{target.name} has no arithmetic in {dtype} (it has {known})"
@@ -155,7 +156,7 @@ def _mixed_write(step: Step) -> str | None:
     return None
 
 
-def under(dtype: str, wide: Step, capture_wide: Capture) -> Capture:
+def under(dtype: str, wide: Step, capture_wide: Capture, *, elsewhere: bool = False) -> Capture:
     """A capture under torch.autocast: the dispatcher casts operator by operator, in the forward that autograd is traced through.
 
     A step without data is traced through as on a CPU (torch_compat_aot), and so it is that device's autocast.
@@ -168,7 +169,7 @@ def under(dtype: str, wide: Step, capture_wide: Capture) -> Capture:
                 edit(front, inputs)
             _settle(front, DTYPES[dtype])
 
-        linears = float8_linears(args[0]) if dtype == FP8 else contextlib.nullcontext()
+        linears = float8_linears(args[0], elsewhere=elsewhere) if dtype == FP8 else contextlib.nullcontext()
         with linears, torch.autocast(device, dtype=DTYPES[dtype]):
             return _cast_once(capture_wide(*args, edit=edited, **options))
 
