@@ -1,9 +1,9 @@
 """The survey's four questions, one command each. Models without data (the meta device): nothing is allocated.
 
-    effcompile plan examples/large.py:llama_7b_lora --mode training --target rtx4090
-    effcompile plan examples/large.py:llama_7b --mode training --target rtx4090
-    effcompile plan examples/large.py:llama_13b --mode training --target v100-32gb
-    effcompile plan examples/large.py:gpt3_175b --mode training --target h100-sxm --devices auto
+effcompile plan examples/large.py:llama_7b_lora --mode training --target rtx4090
+effcompile plan examples/large.py:llama_7b --mode training --target rtx4090
+effcompile plan examples/large.py:llama_13b --mode training --target v100-32gb
+effcompile plan examples/large.py:gpt3_175b --mode training --target h100-sxm --devices auto
 """
 
 import peft
