@@ -23,6 +23,8 @@ from effcompile.passes.pricing import price
 from effcompile.sites.parts import LinearSite, linears
 
 aten = torch.ops.aten
+#: As torch.export writes it in evaluation: (x, weight, bias, mean, variance, momentum, epsilon).
+_BATCH_NORM = aten._native_batch_norm_legit_no_training.default
 KIND, SEPARATE, FOLDED = "gain", "separate", "folded"
 
 
@@ -109,8 +111,10 @@ def _behind(program: Program, known: list[LinearSite]) -> Iterator[Gain]:
         [node] = site.node.users
         if node.target is aten.mul.Tensor and (gain := _vector(program, node)) is not None and len(gain) == site.n:
             yield Gain(site=f"{site.site}:gain", node=node, members=(site,), behind=True, gain=gain)
-        elif node.target is aten.batch_norm.default and (pair := _normalised(program, node)) is not None and len(shape_of(node)) == 2:
-            yield Gain(site=f"{site.site}:gain", node=node, members=(site,), behind=True, gain=pair[0], shift=pair[1])
+        elif node.target is _BATCH_NORM and (pair := _normalised(program, node)) is not None:
+            [result] = node.users  # the others are of training
+            if len(shape_of(result)) == 2:
+                yield Gain(site=f"{site.site}:gain", node=result, members=(site,), behind=True, gain=pair[0], shift=pair[1])
 
 
 def _own(site: LinearSite) -> bool:
@@ -130,9 +134,9 @@ def _normalised(program: Program, node: fx.Node) -> tuple[Tensor, Tensor] | None
     """Gain and shift of a BatchNorm in evaluation."""
     args: Any = node.args
     weight, bias, mean, variance = (program.tensor(arg) if isinstance(arg, fx.Node) else None for arg in args[1:5])
-    if args[5] or mean is None or variance is None:
+    if mean is None or variance is None or len(node.users) != 1:
         return None
-    gain = (variance + args[7]).rsqrt() * (1.0 if weight is None else weight)
+    gain = (variance + args[6]).rsqrt() * (1.0 if weight is None else weight)
     return gain, (0.0 if bias is None else bias) - mean * gain
 
 
