@@ -10,6 +10,7 @@ from effcompile.core.errors import UnknownNameError
 #: Of an inference plan, in order of application.
 INFERENCE_PASSES: Mapping[str, str] = {
     "shrink": "removes heads and channels that the outputs do not need (structured pruning)",
+    "fold": "folds gains and BatchNorm into the weights of the linears beside them",
     "merge": "computes linears of one input as one",
     "logits": "computes the logits of the last token alone, where only they are read",
     "attention": "finds attentions and gives each the kernel for its mask",
@@ -34,7 +35,7 @@ TRAINING_PASSES: Mapping[str, str] = {
     "compress": "holds kept activations in fewer bits",
 }
 #: Those that take part only where they are named, or one of their options is set.
-OPTIONAL = frozenset({"offload", "compress", "predict", "microbatch", "precision"})
+OPTIONAL = frozenset({"offload", "compress", "fold", "predict", "microbatch", "precision"})
 BACKENDS: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime",
     "torch-eager": "PyTorch, operator by operator, weights packed",
