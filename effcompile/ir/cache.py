@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 #: A window's buffer is longer than the window by this part of it.
 _SLACK = 8
@@ -88,10 +88,3 @@ class CacheLayout:
     def nbytes(self, context: int, batch: int, source: int = 0) -> int:
         """Bytes of the buffers that hold the cache of so many tokens."""
         return sum(leaf.nbytes(leaf.capacity(context, source), batch) for leaf in self.leaves)
-
-    def held_as(self, *, item_bytes: int, row_bytes: int = 0) -> CacheLayout:
-        """The same where rows are stored otherwise; states stay as they are."""
-        leaves = (
-            leaf if leaf.growth is Growth.STATE else replace(leaf, item_bytes=item_bytes, row_bytes=row_bytes) for leaf in self.leaves
-        )
-        return replace(self, leaves=tuple(leaves))

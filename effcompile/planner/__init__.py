@@ -1,6 +1,5 @@
 """z3: plain numbers in, choices and a certificate out. Knows no torch."""
 
-from effcompile.planner.explain import WhyNot, why_not
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Alternative, Problem, Solution
 from effcompile.planner.solver import UndecidedError, frontier, solve
 
@@ -12,8 +11,6 @@ __all__ = [
     "Problem",
     "Solution",
     "UndecidedError",
-    "WhyNot",
     "frontier",
     "solve",
-    "why_not",
 ]

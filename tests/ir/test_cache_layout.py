@@ -17,8 +17,3 @@ def test_bytes_follow_the_context_the_batch_and_the_source() -> None:
 
 def test_a_source_is_not_written() -> None:
     assert CacheLayout(leaves=(FULL, SOURCE, WINDOW)).written == (0, 2)
-
-
-def test_bytes_of_rows_that_are_stored_otherwise() -> None:
-    layout = CacheLayout(leaves=(FULL,)).held_as(item_bytes=1, row_bytes=4)
-    assert layout.nbytes(10, 1) == 10 * 2 * (8 + 4)

@@ -8,8 +8,8 @@ from brute import feasible_choices, problems
 from hypothesis import assume, given, settings
 
 from effcompile.core.causes import Limits
-from effcompile.core.errors import InfeasibleError, UnknownNameError
-from effcompile.planner import Alternative, Problem, solve, why_not
+from effcompile.core.errors import InfeasibleError
+from effcompile.planner import Alternative, Problem, solve
 
 FEW = settings(max_examples=60, deadline=None)
 
@@ -69,39 +69,3 @@ def test_requirements_that_contradict_each_other_are_named() -> None:
     with pytest.raises(InfeasibleError, match=r"whatever the limits.*d = w") as caught:
         solve(problem)
     assert caught.value.binding == ()
-
-
-@FEW
-@given(problem=problems(max_sites=4))
-def test_why_not_agrees_with_brute_force(problem: Problem) -> None:
-    choices = feasible_choices(problem)
-    assume(choices)
-    solution = solve(problem, gap=0)
-    for site, alternatives in problem.sites.items():
-        for alternative in alternatives:
-            answer = why_not(problem, solution, site, alternative.name, gap=0)
-            costs = [problem.cost(c) for c in choices if c[site] == alternative.name]
-            assert answer.feasible == bool(costs)
-            if costs:
-                assert answer.difference == float(min(costs) - problem.cost(solution.choice))
-            else:
-                assert answer.difference is None
-            assert answer.text.startswith(f"{site} = {alternative.name} ")
-
-
-def test_why_not_names_the_limit_and_the_price() -> None:
-    fast = Alternative(name="int8", objective=1.0, resources={"error_squared": 3.0})
-    slow = Alternative(name="fp32", objective=2.0)
-    keen = (replace(slow, objective=5.0), fast)
-    problem = Problem(sites={"a": (slow, fast), "b": keen}, limits={"error_squared": 4.0})
-    solution = solve(problem)
-    assert solution.choice == {"a": "fp32", "b": "int8"}
-    answer = why_not(problem, solution, "a", "int8", describe=lambda r, v: f"{v:g} ms")
-    assert (answer.feasible, answer.difference, answer.binding) == (True, 3.0, ("error_squared",))
-    assert "worse by 3 ms" in answer.text
-    assert "exceed the limit on error_squared" in answer.text
-    tight = replace(problem, limits={"error_squared": 2.0})
-    refused = why_not(tight, solve(tight), "b", "int8")
-    assert (refused.feasible, refused.binding) == (False, ("error_squared",))
-    with pytest.raises(UnknownNameError, match="Did you mean 'int8'"):
-        why_not(problem, solution, "a", "int")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from remat_brute import blocks, front, replay, transformer_block, ways
 
 from effcompile.core.errors import UsageError
-from effcompile.planner.remat import BackwardStep, BlockProblem, Op, block, block_front, block_options, simulate_block
+from effcompile.planner.remat import BackwardStep, BlockProblem, Op, block, block_front, simulate_block
 from effcompile.planner.remat.block import thinned
 from effcompile.planner.remat.layout import layout
 from effcompile.planner.remat.prove import prove
@@ -55,7 +55,7 @@ def test_a_draw_that_is_made_again_holds_the_generators_state() -> None:
     steps = (BackwardStep(name="s", reads=("b",), live=1), BackwardStep(name="t", reads=("a",), live=2))
     problem = BlockProblem(nbytes={"a": 4, "b": 4}, entering=(), leaving=(), forced=frozenset(), forward=ops, backward=steps)
     assert simulate_block(problem, {"b"}, ("draw",)) == (4 + 50, 4 + 4 + 50, 4 + 50 + 50 + 1, 0.0)  # a free operator, and not a free draw
-    assert [o.kept for o in block_options(problem)] == [{"a", "b"}, {"a"}]
+    assert [o.kept for o in block_front(problem).options] == [{"a", "b"}, {"a"}]
 
 
 @settings(max_examples=80, deadline=None)
@@ -131,7 +131,7 @@ def test_a_large_block_gets_valid_options_within_its_time() -> None:
         steps = part + steps
     problem = BlockProblem(nbytes=nbytes, entering=("x",), leaving=("y3",), forced=frozenset(), forward=tuple(ops), backward=tuple(steps))
     assert len(nbytes) > 100
-    options = block_options(problem, timeout=1.0)
+    options = block_front(problem, timeout=1.0).options
     assert 3 <= len(options) <= 40  # the default
     assert options[0].seconds == 0
     for o in options:
@@ -175,7 +175,7 @@ def test_a_front_is_looked_for_once_but_an_incomplete_one_again_with_more_time(m
 )
 def test_a_block_that_contradicts_itself_is_refused(change: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        block_options(replace(chain_of_three(), **change))
+        block_front(replace(chain_of_three(), **change))
 
 
 @pytest.mark.parametrize(
@@ -195,4 +195,4 @@ def test_an_impossible_way_is_refused(kept: set[str], again: tuple[str, ...], wo
 @pytest.mark.parametrize("arguments", [{"timeout": 0.0}, {"timeout": float("nan")}, {"points": 2}])
 def test_bad_arguments_are_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="timeout"):
-        block_options(chain_of_three(), **arguments)
+        block_front(chain_of_three(), **arguments)

@@ -1,10 +1,10 @@
 """Where to keep and where to recompute: block frontiers, their allocation along the chain, and the proof.
 
-`block_options` gives the Pareto front of one block (block.py; the mathematics in prove.py), `solve_chain` an option for
+`block_front` gives the Pareto front of one block (block.py; the mathematics in prove.py), `solve_chain` an option for
 every stage of a chain (chain.py; the constraints in links.py, the certificate in count.py). Knows no torch.
 """
 
-from effcompile.planner.remat.block import BlockFront, block_front, block_options, joint_front, keep_fronts
+from effcompile.planner.remat.block import BlockFront, block_front, joint_front, keep_fronts
 from effcompile.planner.remat.chain import chain_frontier, frontier_budgets, solve_chain
 from effcompile.planner.remat.least import smallest_budget
 from effcompile.planner.remat.problem import (
@@ -32,7 +32,6 @@ __all__ = [
     "Op",
     "Stage",
     "block_front",
-    "block_options",
     "chain_frontier",
     "frontier_budgets",
     "in_order_of_need",

@@ -1,4 +1,4 @@
-"""`block_options`: the Pareto front of (kept bytes, backward peak, seconds) of one block.
+"""`block_front`: the Pareto front of (kept bytes, backward peak, seconds) of one block.
 
 What an option is and what it takes: simulate.py. How values are held decides everything else, so a block of n values has
 at most 2^n options, (2 + f)^n where each may be held in f other forms; and where host bytes are scarce, they are a fourth
@@ -66,8 +66,10 @@ class BlockFront:
     seconds: float
 
 
-def block_options(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> tuple[BlockOption, ...]:
-    """The Pareto front of (kept_bytes, backward_peak, seconds), least seconds first; see the module for the method.
+def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
+    """The Pareto front of (kept_bytes, backward_peak, seconds), least seconds first, and whether it is complete and proven.
+
+    A front that this process has found is not looked for again, unless it is not complete and there is more time now.
 
     Args:
         problem: the block.
@@ -76,14 +78,6 @@ def block_options(problem: BlockProblem, *, timeout: float = 8.0, points: int = 
 
     Raises:
         UsageError: the block contradicts itself, or timeout or points is not positive.
-    """
-    return block_front(problem, timeout=timeout, points=points).options
-
-
-def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
-    """`block_options`, with whether the front is complete and proven.
-
-    A front that this process has found is not looked for again, unless it is not complete and there is more time now.
     """
     check_block(problem)
     if not (math.isfinite(timeout) and timeout > 0) or points < 3:
