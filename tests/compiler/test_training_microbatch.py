@@ -265,6 +265,52 @@ def test_what_the_graph_does_not_show_is_found_by_running() -> None:
     assert any("no micro-batches" in str(note) for note in plan.notes)
 
 
+def test_the_least_budget_that_is_named_is_feasible_where_running_refutes_micro_batches() -> None:
+    model, batch = net(lambda z, y: ((z - y) ** 2 * y.roll(1, 0)).mean())
+    passes = [*BASE, "microbatch"]
+    with pytest.raises(InfeasibleError, match="no micro-batches") as caught:
+        optimize_training(model, (), batch, goal=Goal(mode="training", memory=1), passes=passes)
+    least = int(caught.value.nearest["memory"])
+    assert least > least_memory(model, batch, passes)  # planned alone: nothing was run
+    plan = optimize_training(model, (), batch, goal=Goal(mode="training", memory=least), passes=passes).plan
+    assert plan.met and "batch" not in plan.options()
+
+
+class Drawing(nn.Module):
+    """Draws as functions do: in evaluation mode, too."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.up, self.down, self.draw = nn.Linear(6, 16), nn.Linear(16, 3), draw
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(self.down(self.draw(torch.relu(self.up(x)))), y)
+
+
+def attended(h: torch.Tensor) -> torch.Tensor:
+    q_BHTD = h.view(-1, 2, 2, 4)  # noqa: N806
+    return nn.functional.scaled_dot_product_attention(q_BHTD, q_BHTD, q_BHTD, dropout_p=0.3).flatten(1)
+
+
+DRAWS = {
+    "dropout": lambda h: nn.functional.dropout(h, 0.3),
+    "alpha dropout": lambda h: nn.functional.alpha_dropout(h, 0.3, training=True),
+    "attention": attended,
+    "noise": lambda h: h + 0.1 * torch.randn_like(h),
+    "Bernoulli": lambda h: h * torch.bernoulli(torch.full((len(h), 1), 0.9)),
+    "mask": lambda h: h.masked_fill(torch.rand(len(h), 1) < 0.2, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_functions_that_draw_are_no_reason_against_micro_batches(name: str) -> None:
+    torch.manual_seed(0)
+    model = Drawing(DRAWS[name]).train()
+    plan = optimize(model, {"x": torch.randn(8, 6), "y": torch.randn(8, 3)}, 2).plan
+    assert plan.options()["batch"] == "2 micro-batches of 4", plan.notes
+    assert [check.passed for check in plan.checks] == [True, True]
+
+
 def test_dropout_is_checked_on_the_same_numbers() -> None:
     model, batch = gpt2()[0], uneven()
     plan = optimize(model, batch, 2).plan

@@ -59,7 +59,7 @@ def main() -> None:
     fuzzer, tally = FUZZERS[arguments.kind], Counter[str]()
     with tempfile.TemporaryDirectory() as cache, fuzzer.quick(Path(cache)):
         if arguments.again is not None:
-            fuzzer.check(*evaluated(arguments.again.read_text().splitlines()[0]), tally)
+            again(evaluated(arguments.again.read_text().splitlines()[0]), fuzzer, tally)
         else:
             many(arguments, fuzzer, tally)
 
@@ -83,6 +83,18 @@ def many(arguments: argparse.Namespace, fuzzer: Fuzzer, tally: Counter[str]) -> 
     cases = sum(count for name, count in tally.items() if name.endswith(": cases"))
     spent = time.process_time() - start
     print(json.dumps({"kind": arguments.kind, "seed": arguments.seed, "seconds_per_case": round(spent / max(1, cases), 3), **tally}))
+
+
+def again(case: tuple[Any, Any], fuzzer: Fuzzer, tally: Counter[str]) -> None:
+    """One model once more; within hypothesis, for the fuzzers note what they do."""
+
+    @settings(max_examples=1, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(drawn=st.just(case))
+    def run(drawn: tuple[Any, Any]) -> None:
+        fuzzer.check(*drawn, tally)
+
+    run()
+    print(json.dumps(tally))
 
 
 def evaluated(text: str) -> tuple[Any, Any]:

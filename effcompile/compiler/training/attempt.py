@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from effcompile.compiler.refine import Constraints
 from effcompile.compiler.training.branches import Branches
@@ -55,13 +55,32 @@ class Attempt:
         """The best schedule within the budget.
 
         Raises:
-            InfeasibleError: there is none; it says what was refuted on the way.
+            InfeasibleError: there is none; it says what was refuted on the way, and the budget that it names was run where only running
+                shows whether it holds.
         """
         try:
             return self.branches.solve(constraints.budget)
         except InfeasibleError as error:
+            if self._least_refuted(error):
+                return self.solve(constraints)
             refuted = self.refuted
             raise error if refuted is None else error.with_untried(Refuted(therefore=refuted.said, found=str(refuted))) from refuted
+
+    def _least_refuted(self, error: InfeasibleError) -> bool:
+        """Whether the least budget rests on micro-batches whose sum, once run, is not the whole batch's: then there are none from now on."""
+        least, work = error.nearest.get("memory"), self.work
+        joint = None if least is None else self.branches.solve(int(least))
+        if least is None or joint is None or joint.case.division is None:
+            return False
+        goal = replace(work.goal, memory=int(least))
+        plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, goal, work.notes)
+        try:
+            verified(work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan)
+        except RefutedError as refuted:
+            self._prepare(work.without(refuted))
+            self.refuted = refuted
+            return True
+        return False
 
     def run(self, joint: Joint, constraints: Constraints) -> tuple[Ran | None, Constraints | None]:
         """Build, verify and measure.

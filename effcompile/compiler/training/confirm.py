@@ -158,7 +158,7 @@ def _checked(original: _Original, plan: Plan, runner: StepRunner, found: verify.
     """The checks of loss and gradients.
 
     Where dropout draws other numbers for micro-batches than for the whole batch: the planned step against the model's own on the
-    same micro-batches, and those against the whole batch without dropout.
+    same micro-batches, and those against the whole batch where nothing is drawn.
 
     Raises:
         VerificationError: they differ by more than rounding. RefutedError: as in `verified`.
@@ -172,7 +172,7 @@ def _checked(original: _Original, plan: Plan, runner: StepRunner, found: verify.
             return [_compared(original, plan, found, wanted)]
         name = "run the original step in micro-batches"
         apart = original.run(eager_in_parts(work, runner), name)
-        with without_dropout(work.model):
+        with without_dropout():
             each, whole = (original.run(step, name) for step in (eager_in_parts(work, runner), work.eager_loss))
         same = _passed(verify.compare(each, whole, work.goal.max_error))
         return [_compared(original, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
