@@ -67,7 +67,7 @@ class Attempt:
             raise error if refuted is None else error.with_untried(Refuted(therefore=refuted.said, found=str(refuted))) from refuted
 
     def _least_refuted(self, error: InfeasibleError) -> bool:
-        """Whether the least budget rests on micro-batches whose sum, once run, is not the whole batch's: then there are none from now on."""
+        """Whether the least budget rests on micro-batches that, once run, are not the whole batch: there are none from now on."""
         least, work = error.nearest.get("memory"), self.work
         joint = None if least is None else self.branches.solve(int(least))
         if least is None or joint is None or joint.case.division is None:
