@@ -185,6 +185,8 @@ KINDS: Mapping[str, Callable[[], Part]] = {
     "views": Views, "buffers": Average, "bag": lambda: Bags("sum"), "mean bag": lambda: Bags("mean"), "max bag": lambda: Bags("max"),
     "embedding": Looked, "bf16": Narrow, "group norm": Grouped,
 }  # fmt: skip
+#: Rows of a table, chosen by values.
+LOOKUPS = {"bag", "mean bag", "max bag", "embedding"}
 RANDOM = {"noise", "dropout", "alpha dropout", "attention, dropout", "fused attention, dropout"}
 
 
