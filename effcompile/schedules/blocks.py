@@ -7,25 +7,25 @@ the values: views cost nothing and follow what they look at.
 Who may keep a storage v made in block m:
 - read in the backward of m only, and in no later forward: m decides (a value of its own);
 - read by one later block k, in its forward or backward, and not in m's backward: k decides (an entering value);
-- read by several blocks' backwards or later forwards (rotary tables, masks, an encoder's output): kept in any case,
-  like what the forward returns. These are no values of any block; the stages' bases count them.
+- read by several blocks' backwards or later forwards (rotary tables, masks, an encoder's output), or in the backward of an
+  earlier one: kept in any case, like what the forward returns. These are no values of any block; the stages' bases count them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
 
-from effcompile.core.torch_compat_aot import draws
+from effcompile.core.torch_compat_aot import draws, is_random
 from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES
 from effcompile.planner.remat.problem import BackwardStep, BlockProblem, Op, Stage
-from effcompile.schedules.cuts import cut
+from effcompile.schedules.cuts import ancestors, cut
 from effcompile.schedules.ways import Way
 
 Seconds = Callable[[fx.Node], float]
@@ -130,9 +130,35 @@ def reads_of(node: fx.Node, held: Storages) -> tuple[Storage, ...]:
 def cut_into_blocks(step: Step, held: Storages, seconds: Seconds) -> Blocks:
     """Cut a step. `seconds`: time of one node on the target; free nodes (views) are not asked for."""
     forward, backward = split(step)
+    late = _made_late(forward, backward, step.forward_results)
+    forward, backward = [n for n in forward if n not in late], _in_order(step, late.union(backward))
     names, stage_of = cut(forward, step.forward_results, held)
-    later = _backward_stages(backward, stage_of, held, len(names))
+    later = _backward_stages([n for n in backward if n not in late], stage_of, held, len(names))
+    for node in reversed(backward):
+        if node in late:  # right before the first of its readers runs
+            later[node] = max((later[user] for user in node.users if user in later), default=0)
     return _Cutter(step, held, seconds, names, _runs(forward, stage_of, len(names)), _runs(backward, later, len(names))).result()
+
+
+def _in_order(step: Step, nodes: Collection[fx.Node]) -> list[fx.Node]:
+    return [node for node in step.graph.nodes if node in nodes]
+
+
+def _made_late(forward: Sequence[fx.Node], backward: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+    """What the backward alone reads, and is made of nothing that the forward makes (zeros beside a gradient): it is made then.
+
+    A draw is not: it would change places with others.
+    """
+    needed, there, bare = ancestors(results), {*backward}, set[fx.Node]()
+    for node in forward:
+        given = all(arg in bare or arg.op == "placeholder" for arg in node.all_input_nodes)
+        if given and node not in needed and not is_random(node.target):
+            bare.add(node)
+    late: set[fx.Node] = set()
+    for node in reversed(forward):
+        if node in bare and all(user in late or user in there or user.op == "output" for user in node.users):
+            late.add(node)
+    return late
 
 
 def _runs(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], count: int) -> list[list[fx.Node]]:
@@ -193,6 +219,8 @@ class _Cutter:
         made = self.maker[s]
         ahead = {i for i in self.in_forward.get(s, ()) if i > made}
         behind = self.in_backward.get(s, set())
+        if any(i < made for i in behind):  # a backward that waits for an earlier block's: no block can make it again for that
+            return True
         if not ahead and behind <= {made}:
             return False
         return len(ahead | behind) > 1 and bool(behind or len(ahead) > 1)

@@ -25,7 +25,7 @@ def cut(forward: Sequence[fx.Node], results: Sequence[fx.Node], held: Storages) 
         results: what the forward returns. What is not needed for them (made for the backward alone) follows its operands.
         held: the graph's storages.
     """
-    needed = _ancestors(results)
+    needed = ancestors(results)
     runs = _by_module([node for node in forward if node in needed], depth=1)
     runs = [piece for name, nodes in runs for piece in _refined(name, nodes, held, depth=2)]
     names: list[str] = []
@@ -43,7 +43,8 @@ def cut(forward: Sequence[fx.Node], results: Sequence[fx.Node], held: Storages) 
     return tuple(names), stage_of
 
 
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What some nodes are made from, themselves included."""
     found = set(nodes)
     todo = list(nodes)
     while todo:

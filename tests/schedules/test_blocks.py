@@ -9,7 +9,7 @@ from train_helpers import MODELS, cut_model, cut_step, gpt2
 
 from effcompile.capture import capture_training
 from effcompile.schedules import cuts
-from effcompile.schedules.blocks import split
+from effcompile.schedules.blocks import reads_of, split
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -41,6 +41,29 @@ def test_the_problems_name_every_storage_once_and_only_known_ones(name: str) -> 
     assert len(owned) == len(set(owned)) and not cut.shared & set(owned)
     made = {s for block in cut.blocks for node in block.forward for s in cut.held.made[node]}
     assert made == set(owned) | cut.shared
+
+
+class Unbound(nn.Module):
+    """Layers of which some rows are used: their backward stacks gradients with zeros, which nothing of the forward makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x) + x.unbind(1)[0].unsqueeze(1))
+        return x.mean()
+
+
+@pytest.mark.parametrize("name", [*MODELS, "unbound"])
+def test_what_a_blocks_backward_reads_is_its_own_or_kept_in_any_case(name: str) -> None:
+    made = Unbound().train() if name == "unbound" else None
+    cut = cut_model(name)[2] if made is None else cut_step(capture_training(made, (torch.randn(3, 5, 4),), {}))
+    in_forward = {s for block in cut.blocks for node in block.forward for s in cut.held.made[node]}
+    for block in cut.blocks:
+        read = {s for node in block.backward for s in reads_of(node, cut.held)} & in_forward
+        assert read <= set(block.values.values()) | cut.shared, block.name
 
 
 def test_equal_layers_are_of_one_kind_and_unequal_ones_are_not() -> None:
