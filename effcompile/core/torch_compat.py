@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from effcompile.core.kernel_cache import mended
+
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
 
 #: The oldest and the newest torch that tests were run with; constraints.txt pins the one that all of them are run with.
@@ -268,7 +270,9 @@ def quiet_export() -> Iterator[None]:
 def freezing() -> Any:
     """A context in which compilation turns the weights of a module into constants and folds what is computed from them."""
     import torch._inductor.config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    mended(cache_dir())
     return torch._inductor.config.patch(freezing=True)
 
 

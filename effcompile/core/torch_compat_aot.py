@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from effcompile.core.kernel_cache import mended
 from effcompile.core.types import Value
 
 #: What a placeholder or a result of the joint graph is, and the index of the flat input or output that it belongs to.
@@ -172,10 +173,12 @@ def elementwise_kernel(
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    mended(cache_dir())
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
     with torch.no_grad():
         with mode:

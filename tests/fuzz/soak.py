@@ -1,7 +1,7 @@
 """Random cases as long as one likes: `python tests/fuzz/soak.py training --seed 7 --models 100 --failures FOLDER`.
 
 Prints what was done with its counts, and the processor's seconds of a case. A failing model is written into the folder as an
-expression that makes it again (`--again FILE`), and the next ones are run.
+expression that makes it again (`--again FILE`), and the next ones are run. What inference refused in words is written beside.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import os
 import tempfile
 import time
@@ -56,6 +57,9 @@ FUZZERS = {
 
 def main() -> None:
     arguments = parsed()
+    test_inference_fuzz.REFUSED.addHandler(logging.FileHandler(arguments.failures / f"refused-{arguments.kind}.txt", delay=True))
+    test_inference_fuzz.REFUSED.setLevel(logging.INFO)
+    test_inference_fuzz.REFUSED.propagate = False
     fuzzer, tally = FUZZERS[arguments.kind], Counter[str]()
     with tempfile.TemporaryDirectory() as cache, fuzzer.quick(Path(cache)):
         if arguments.again is not None:

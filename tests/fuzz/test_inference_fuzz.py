@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import tempfile
 import warnings
 from collections import Counter
@@ -36,6 +37,9 @@ from effcompile.machine.machines import load_target
 ROUNDING = 1e-4
 #: What inputs that no calibration saw may do to an error that was declared for those that it did (issue 13.10 prints it).
 OFF_CALIBRATION = 8.0
+
+#: What was refused in words, for whoever looks whether it was right: soak.py writes it into a file.
+REFUSED = logging.getLogger("effcompile.fuzz.refused")
 
 #: What is called so, and its arguments.
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
@@ -133,6 +137,7 @@ class Trial:
             raise
         except EffcompileError as error:
             note(str(error))
+            REFUSED.info("(%r, [%r])\n%s: %s", self.case, self.setting, type(error).__name__, error)
             self.count(f"refused, {type(error).__name__}")
             plain = self.setting.backend == "torch-eager"
             if isinstance(error, VerificationError) and plain and self.case.dtype == torch.float32:
