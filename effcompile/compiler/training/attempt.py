@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from effcompile.compiler.refine import Constraints
+from effcompile.compiler.room import Room, device_of
 from effcompile.compiler.training.branches import Branches
 from effcompile.compiler.training.build import build_plan
 from effcompile.compiler.training.cases import Joint
@@ -68,18 +70,21 @@ class Attempt:
 
     def _least_refuted(self, error: InfeasibleError) -> bool:
         """Whether the least budget rests on micro-batches that, once run, are not the whole batch: there are none from now on."""
-        least, work = error.nearest.get("memory"), self.work
-        joint = None if least is None else self.branches.solve(int(least))
-        if least is None or joint is None or joint.case.division is None:
+        work, least = self.work, int(error.nearest.get("memory", 0))
+        divided = any(variant.case.division is not None for made in self.branches.made for variant in made.variants)
+        if not divided or not least or Room.of(device_of(work.model), least, None).refusal(least, least) is not None:
             return False
-        goal = replace(work.goal, memory=int(least))
-        plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, goal, work.notes)
-        try:
-            verified(work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan)
-        except RefutedError as refuted:
-            self._prepare(work.without(refuted))
-            self.refuted = refuted
-            return True
+        with suppress(InfeasibleError):
+            joint = self.branches.solve(least)
+            if joint.case.division is None:
+                return False
+            plan = build_plan(joint, self.branches.chosen_from(joint), work.figures, replace(work.goal, memory=least), work.notes)
+            try:
+                verified(work, joint.schedule.prepared, runner_of(work.model, joint.case, joint.schedule.emitted), plan)
+            except RefutedError as refuted:
+                self._prepare(work.without(refuted))
+                self.refuted = refuted
+                return True
         return False
 
     def run(self, joint: Joint, constraints: Constraints) -> tuple[Ran | None, Constraints | None]:
