@@ -1,10 +1,14 @@
 """Training on gloo ranks of this machine: planned (ZeRO by block, decided by the solver) against stock FSDP2 with full checkpointing.
 
     python benchmarks/parallel_ranks.py [llama] [gpt2] [--ranks 2] [--layers 4] [--width 256]
+    python benchmarks/parallel_ranks.py llama gpt2 bert --sweep 10 --layers 2 --width 64
 
 Both train the same model for the same steps, in turn within one pair of processes, so that what else the machine does falls on both. Peaks
 are torch's allocator's on the fullest rank, parameters' shards included, optimizer states not; seconds the median over steps. The plan is
 given three budgets: the peak of FSDP2 with full checkpointing, the least, and no limit.
+
+The sweep instead takes so many budgets from the least to that of everything kept, for ZeRO by block, tensor parallelism and a
+pipeline, and says how many of the measured peaks are above the budget, and how near predictions are.
 """
 
 from __future__ import annotations
@@ -53,6 +57,12 @@ def model_of(kind: str, layers: int, width: int) -> nn.Module:
             attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         return hf.GPT2LMHeadModel(config).train()
+    if kind == "bert":
+        small = hf.BertConfig(
+            vocab_size=ROWS, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers, num_attention_heads=8,
+            max_position_embeddings=TOKENS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        return hf.BertForMaskedLM(small).train()
     config = hf.LlamaConfig(
         vocab_size=ROWS, hidden_size=width, intermediate_size=width * 11 // 4 // 8 * 8, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=4, max_position_embeddings=TOKENS, use_cache=False,
@@ -139,13 +149,74 @@ def plans_of(kind: str, layers: int, width: int, ranks: int, middle: int | None)
     return found
 
 
+#: What is swept → its passes, the axis of its mesh, and examples of a rank.
+WAYS: dict[str, tuple[list[str], str, int]] = {
+    "ZeRO by block": (["checkpoint", "shard.forms=block,weight"], "dp", EXAMPLES),
+    "tp 2": (["checkpoint"], "tp", EXAMPLES),
+    "pp 2": (["checkpoint"], "pp", 2 * EXAMPLES),
+}
+
+
+def held(rank: int, kind: str, layers: int, width: int, way: str, budgets: list[int | None]) -> list[tuple[int, int]]:
+    """(highest of three steps' peaks, predicted) at each budget; a budget that this rank cannot have: (0, what it needs)."""
+    passes, axis, examples = WAYS[way]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    ids = torch.randint(0, ROWS, (examples, TOKENS), generator=torch.Generator().manual_seed(rank if axis == "dp" else 0))
+    found = []
+    for budget in budgets:
+        inputs = {"input_ids": ids, "labels": ids}
+        try:
+            model = effcompile.optimize(
+                model_of(kind, layers, width), inputs=inputs, mode="training", passes=passes, mesh=mesh, memory=budget
+            )
+        except effcompile.EffcompileError as error:
+            found.append((0, error.needed if isinstance(error, InfeasibleError) else 0))
+            continue
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+        chunks = getattr(model.runner, "chunks", {})
+        constants = [list(chunk.runner.step.constants.values()) for chunk in chunks.values()] or [
+            list(model.runner.step.constants.values())
+        ]
+        base, peaks = alive_bytes("cpu", model, ids, constants), []
+        for _ in range(3):
+            with torch_compat.watched_memory("cpu") as peak:
+                model.runner.loss((), inputs).backward()
+            peaks.append(base + peak())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((max(peaks), model.plan.predicted.peak_bytes or 0))
+    return found
+
+
+def sweep(kind: str, layers: int, width: int, count: int) -> None:
+    for way in WAYS:
+        edges = on_ranks(held, 2, kind, layers, width, way, [1 << 16, None], seconds=500.0)
+        least, most = max(rank[0][1] for rank in edges), max(rank[1][1] for rank in edges)
+        budgets = [least + (most - least) * i // (count - 1) for i in range(count)]
+        ranks = on_ranks(held, 2, kind, layers, width, way, budgets, seconds=3000.0)
+        measured = [(peak, said, budget) for rank in ranks for (peak, said), budget in zip(rank, budgets, strict=True)]
+        over = sum(peak > budget for peak, _, budget in measured)
+        refused = sum(peak == 0 for peak, _, _ in measured)
+        apart = max(abs(peak / said - 1) for peak, said, _ in measured if peak)
+        edge = f"{format_bytes(least)} to {format_bytes(most)}"
+        print(
+            f"{kind:<8}{way:<16}{edge:<26}{over:>4} of {len(measured)} over the budget, {refused} refused, prediction within {apart:.2%}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", default=["llama", "gpt2"])
     for name, value in (("ranks", 2), ("layers", 4), ("width", 256)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--budget", type=parse_bytes, default=None, help="one more budget, such as 24MiB")
+    parser.add_argument("--sweep", type=int, default=0, help="so many budgets for each way to divide a step")
     asked = parser.parse_args()
+    if asked.sweep:
+        for kind in asked.kinds:
+            sweep(kind, asked.layers, asked.width, asked.sweep)
+        return
     for kind in asked.kinds:
         plans = plans_of(kind, asked.layers, asked.width, asked.ranks, asked.budget)
         found = on_ranks(run, asked.ranks, kind, asked.layers, asked.width, plans, seconds=500.0)

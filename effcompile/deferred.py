@@ -61,7 +61,7 @@ def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
             return compiler.plan_devices(model, args, kwargs, request, progress=request.progress)
         if request.goal.mode == "generation":
             return generating().plan_generation(model, args, kwargs, **request.asked)
-        return (compiler.plan_training if request.training else compiler.make_plan)(model, args, kwargs, **request.asked)
+        return (compiler.plan_parts if request.training else compiler.make_plan)(model, args, kwargs, **request.asked)
 
 
 def make_frontier(request: Request, model: nn.Module, args: Args, kwargs: Kwargs, points: int | None) -> list[Plan]:

@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("passes", "backends"),
     ("loader",),
     ("compiler",),
-    ("report",),
+    ("report", "exports"),
     ("deferred", "dynamo", "console"),
     ("bucketed",),
     ("api",),

@@ -54,7 +54,7 @@ def optimize(
         wanted = job.load(steps, given)
         with console.explaining(wanted.request.goal, as_json, context.obj):
             if axes.several:
-                made, written = ranks.plan_for_ranks(wanted, output, job.model, job.reading)
+                made, written = ranks.plan_for_ranks(wanted, devices or 1, output, job.model, job.reading)
             else:
                 executable = wanted.carried_out()
                 made = executable.plan
@@ -67,7 +67,7 @@ def optimize(
         _print_plan(made, verbose, output, hint=f"Add -o DIR to write {what}.")
         if devices is not None and devices > 1 and output is not None:
             typer.echo("\n launch   " + "\n          ".join(ranks.launch_lines(output, devices)))
-            typer.echo(f" verify   effcompile verify {output} --ranks {max(2, axes.tp)}")
+            typer.echo(f" verify   effcompile verify {output} --ranks {max(2, axes.tp, axes.pp)}")
     if not made.met:
         raise typer.Exit(1)
 

@@ -13,8 +13,10 @@ from effcompile import console, report
 from effcompile.cli.options import AsJson, PlanFile
 from effcompile.cli.strategy import parse_strategy
 from effcompile.core.errors import UsageError
+from effcompile.core.files import write_atomically
 from effcompile.core.reasons import Because
 from effcompile.core.units import format_bytes
+from effcompile.exports import exported
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.loader.source import Reading
@@ -25,25 +27,34 @@ if TYPE_CHECKING:
 
 TRAIN = "train.py"
 #: Parts of a strategy that a step which is carried out has in any case.
+#: Part of a strategy → the option of the pass `pipeline`.
+_STAGES = {"vpp": "stages", "schedule": "schedule", "cuts": "cuts"}
 _LOWERED: dict[str, object] = {"pp": 1, "cp": 1, "vpp": 1, "sp": False, "recompute": "planned", "engine": "ours", "offload": "none"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """How many ranks stand along each axis of the mesh; `zero`: whether parameters are replicated (0) or sharded (3) along dp."""
+    """How many ranks stand along each axis of the mesh.
+
+    zero: whether parameters are replicated (0) or sharded (3) along dp. stages: how those of a pipeline are asked for.
+    """
 
     dp: int = 1
     tp: int = 1
+    pp: int = 1
     zero: int | None = None
+    stages: tuple[str, ...] = ()
 
     @property
     def several(self) -> bool:
-        return self.dp * self.tp > 1
+        return self.dp * self.tp * self.pp > 1
 
     @property
     def passes(self) -> list[str]:
         """What planning is asked."""
         forms = {None: [], 0: ["shard.forms=replicated"], 3: ["shard.forms=block,weight"]}[self.zero]
+        if self.pp > 1:
+            return [f"pipeline.ranks={self.pp}", *(f"pipeline.{option}" for option in self.stages)]
         return [f"shard.ranks={self.dp}", f"tensor.ranks={self.tp}", *forms]
 
 
@@ -59,15 +70,24 @@ def axes_asked(devices: int | None, strategy: str | None, mode: object, backend:
             raise UsageError("--strategy divides a step among devices: give --devices, too.")
         return Axes()
     _check_devices(devices, mode, backend)
-    tp, zero = int(str(given.pop("tp", 1))), given.pop("zero", None)
-    dp = int(str(given.pop("dp", max(1, devices // tp))))
+    tp, pp, zero = int(str(given.pop("tp", 1))), int(str(given.pop("pp", 1))), given.pop("zero", None)
+    dp = int(str(given.pop("dp", max(1, devices // (tp * pp)))))
+    stages = tuple(f"{option}={_written(given.pop(name))}" for name, option in _STAGES.items() if pp > 1 and name in given)
     if zero not in (None, 0, 3):
         raise UsageError(f"--strategy zero={zero} can be planned (effcompile plan), not carried out: give 0, or 3 (each block decides).")
     if others := [f"{name}={value}" for name, value in given.items() if _LOWERED.get(name) != value]:
-        raise UsageError(f"--strategy {others[0]} can be planned (effcompile plan), not carried out. Give dp, tp and zero here.")
-    if dp * tp != devices:
-        raise UsageError(f"--strategy dp={dp},tp={tp} is {dp * tp} ranks, and --devices {devices}. They multiply to the devices.")
-    return Axes(dp=dp, tp=tp, zero=None if zero is None else int(str(zero)))
+        raise UsageError(f"--strategy {others[0]} can be planned (effcompile plan), not carried out. Give dp, tp, pp and zero here.")
+    if pp > 1 and (tp > 1 or zero):
+        raise UsageError("--strategy pp=... beside tp=... or zero=3 can be planned (effcompile plan), not carried out: give pp and dp.")
+    if dp * tp * pp != devices:
+        raise UsageError(
+            f"--strategy dp={dp},tp={tp},pp={pp} is {dp * tp * pp} ranks, and --devices {devices}. They multiply to the devices."
+        )
+    return Axes(dp=dp, tp=tp, pp=pp, zero=None if zero is None else int(str(zero)), stages=stages)
+
+
+def _written(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _check_devices(devices: int, mode: object, backend: str | None) -> None:
@@ -79,18 +99,19 @@ def _check_devices(devices: int, mode: object, backend: str | None) -> None:
         raise UsageError(f"--backend {backend}: a training step runs on the backend 'torch'. Leave the backend out.")
 
 
-def plan_for_ranks(wanted: Wanted, output: Path | None, spec: str, reading: Reading) -> tuple[Plan, list[Path]]:
+def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str, reading: Reading) -> tuple[Plan, list[Path]]:
     """The plan for several ranks; with a folder, also written, with the script that torchrun runs."""
     if not wanted.request.training:
         raise UsageError("--devices divides a training step. Add --mode training, or leave --devices out.")
-    # An optimizer of the sharded parameters is there only on the ranks.
-    made = replace(wanted, request=replace(wanted.request, optimizer=None)).planned()
-    if wanted.request.optimizer is not None:
+    # An optimizer of the sharded parameters is there only on the ranks, which make it.
+    counted = callable(wanted.request.optimizer) and not any(each.startswith("pipeline.ranks") for each in wanted.request.passes or ())
+    made = (wanted if counted else replace(wanted, request=replace(wanted.request, optimizer=None))).planned()
+    if wanted.request.optimizer is not None and not counted:
         note = Because("the optimizer's states, of one rank's shards, are not in the plan: leave them room")
         made = made.with_changes(notes=(*made.notes, note))
     if output is None:
         return made, []
-    text = _SCRIPT.format(model=_absolute(spec), reading=replace(reading, training=True), devices=_ranks(made))
+    text = _SCRIPT.format(model=_absolute(spec), reading=replace(reading, training=True), devices=devices, counted=counted)
 
     def write(folder: Path) -> list[Path]:
         (folder / TRAIN).write_text(text, encoding="utf-8")
@@ -98,12 +119,6 @@ def plan_for_ranks(wanted: Wanted, output: Path | None, spec: str, reading: Read
 
     saved.save(made, output, artifact=write, beside={saved.REPORT: report.html_report(made)})
     return made, sorted(output.iterdir())
-
-
-def _ranks(plan: Plan) -> int:
-    from effcompile.compiler.parallel.lower import ranks_of
-
-    return ranks_of(plan)
 
 
 def _absolute(spec: str) -> str:
@@ -122,6 +137,20 @@ def launch_lines(output: Path, devices: int) -> list[str]:
     torchrun = f"torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devices} --max-restarts 3 {script}"
     nodes = "srun --nodes $NODES --ntasks-per-node 1 torchrun --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 --nnodes $NODES"
     return [torchrun, f"{nodes} --nproc-per-node $(({devices}/NODES)) --max-restarts 3 {script}"]
+
+
+def export(
+    plan: PlanFile,
+    engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="fsdp2, hf, deepspeed, accelerate, megatron or torchtitan.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to stdout.")] = None,
+) -> None:
+    """Write a plan for many devices as the configuration of a stock engine, with the peak that is predicted under it."""
+    text = exported(Plan.load(plan), engine)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        write_atomically(output, text.encode())
+        typer.echo(f"{output}: for {engine}")
 
 
 def verify(
@@ -201,6 +230,7 @@ torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devic
 """
 
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -216,6 +246,7 @@ from effcompile.loader.source import Reading
 
 MODEL = {model!r}
 READING = {reading!r}
+COUNTED = {counted}  # the optimizer's states are in the plan
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = Path(os.environ.get("CHECKPOINTS", "checkpoints"))
 STEPS = int(os.environ.get("STEPS", "10"))
@@ -223,14 +254,17 @@ STEPS = int(os.environ.get("STEPS", "10"))
 
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all on this machine, which may have no network name
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     plan = Plan.load(HERE / "plan.json")
     mesh = mesh_for(plan, device)
     loaded = load(MODEL, READING)
     given = loaded.kwargs or loaded.args  # of one rank: put your data loader's batches of its place along "dp" in their place
-    model = effcompile.optimize(loaded.model.train(), inputs=given, plan=plan, loss=loaded.loss, mesh=mesh)
     make = loaded.optimizer if callable(loaded.optimizer) else torch.optim.AdamW
-    optimizer = make(list(model.parameters()))
+    asked = {{"optimizer": make}} if COUNTED else {{}}
+    model = effcompile.optimize(loaded.model.train(), inputs=given, plan=plan, loss=loaded.loss, mesh=mesh, **asked)
+    optimizer = model.optimizer or make(list(model.parameters()))
 
     first = last_step()
     if first:

@@ -6,6 +6,7 @@ from effcompile.compiler.executable import Executable
 from effcompile.compiler.loaded import LoadedExecutable, load
 from effcompile.compiler.machine import calibrate
 from effcompile.compiler.parallel.lower import optimize_on_ranks
+from effcompile.compiler.parallel.lower_stages import plan_parts
 from effcompile.compiler.parallel.plan import plan_devices
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.request import AnyOptimizer, Batch, Dynamic, OnChange, Request
@@ -34,6 +35,7 @@ __all__ = [
     "optimize_on_ranks",
     "optimize_training",
     "plan_devices",
+    "plan_parts",
     "plan_training",
     "run_artifact",
     "training_backend",

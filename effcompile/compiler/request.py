@@ -145,10 +145,11 @@ class Request:
             raise UsageError(f"on_change={self.on_change!r} would be one rank's choice, and a step on a mesh is all ranks'. Leave it out.")
         if self.batch is not None:
             raise UsageError("batch: on a mesh a step has the batch of each rank's inputs. Leave batch out, or choose it on one device.")
-        if self.optimizer is not None:
+        if isinstance(self.optimizer, Optimizer):
             raise UsageError(
-                "The optimizer of a step on a mesh is of the sharded parameters, which are there only when it is planned: leave "
-                "`optimizer` out, and make it of the returned model's parameters()."
+                "The optimizer of a step on a mesh is of the sharded parameters, which are there only when it is planned: give what makes "
+                "it (optimizer=torch.optim.AdamW, or a function of the parameters), or leave `optimizer` out, and make it of the returned "
+                "model's parameters()."
             )
 
     @property

@@ -29,6 +29,7 @@ TRAINING_PASSES: Mapping[str, str] = {
     "loss_head": "computes logits and loss in chunks; adds tied gradients in place",
     "pointwise": "runs chains of element-wise operators as one kernel",
     "shard": "data-parallel ranks: replicates parameters, or shards and gathers them",
+    "pipeline": "ranks with some of the layers each, which hand micro-batches on",
     "states": "holds the optimizer's states in 8 bits, or on the host",
     "checkpoint": "chooses what each block keeps from forward to backward, and what it computes again",
     "offload": "holds kept activations on the host",

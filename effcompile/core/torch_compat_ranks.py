@@ -44,6 +44,18 @@ def lent(tensors: Sequence[Tensor]) -> Iterator[None]:
             time.sleep(0)
 
 
+def holders(tensor: Tensor) -> int:
+    """How many hold a tensor's memory."""
+    return 0 if _COUNT is None else int(_COUNT(tensor.untyped_storage()._cdata))
+
+
+def let_go(tensor: Tensor, count: int) -> None:
+    """Wait until no more than `count` hold a tensor's memory, as in `lent`."""
+    end = time.monotonic() + _PATIENCE
+    while holders(tensor) > count and time.monotonic() < end:
+        time.sleep(0)
+
+
 def store() -> Store:
     """The rendezvous store of the processes: keys and values that all of them see."""
     from torch.distributed.distributed_c10d import _get_default_store

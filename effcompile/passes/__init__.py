@@ -28,6 +28,7 @@ from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.levers import Levers, composed
 from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.offload import Offload
+from effcompile.passes.training.pipeline import Pipeline
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.shard import Shard
@@ -80,7 +81,7 @@ _OF_THE_GRAPH: dict[str, type[Any]] = {
     "loss_head": LossHeads,
     "pointwise": Pointwise,
 }
-_BESIDE: dict[str, type[Any]] = {"shard": Shard, "states": States}
+_BESIDE: dict[str, type[Any]] = {"shard": Shard, "pipeline": Pipeline, "states": States}
 _OWN_STEP_PASSES = {**_CAPTURED_LATE, **_OF_THE_GRAPH, **_BESIDE}
 #: Ours over values, in the order in which the ways of several are told.
 _OVER_VALUES: dict[str, type[Any]] = {"offload": Offload, "compress": Compress}

@@ -209,9 +209,34 @@ def others(rank: int, plan: Plan) -> dict[str, str]:
         "requests": asked(memory=f"{rank + 1}GiB"),
         "plans": refused(lambda: effcompile.optimize(tiny(), inputs=(ids,), mesh=mesh, plan=[plan, plan.with_changes(model="b")][rank])),
         "mesh": asked(mesh=square),
-        "optimizer": asked(optimizer=torch.optim.SGD),
+        "optimizer": asked(optimizer=torch.optim.SGD(tiny().parameters(), lr=0.1)),
         "infeasible": asked(memory=1000, passes=["checkpoint"]),
     }
+
+
+def with_states(rank: int) -> tuple[list[float], Plan, int]:
+    planned = effcompile.optimize(
+        tiny(), inputs=(mine(rank),), mode="training", mesh=mesh_of(), passes=["checkpoint", "states", "shard.forms=block"], optimizer=adamw
+    )
+    assert planned.optimizer is not None
+    losses = steps_of(planned, planned.optimizer, mine(rank))
+    held = [v for state in planned.optimizer.state.values() for v in state.values() if isinstance(v, DTensor)]
+    return losses, planned.plan, sum(v.to_local().numel() * v.element_size() for v in held)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def test_states_of_the_shards_are_counted() -> None:
+    """AdamW's, of half of the parameters each; the peak with updates is the predicted one."""
+    wanted = as_one_process()
+    for losses, plan, held in on_ranks(with_states, 2):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        (states,) = [d for d in plan.decisions if d.kind == "optimizer states"]
+        assert states.cost.bytes_kept == pytest.approx(held, rel=0.08)  # counters, and the rows that are padding on one rank
+        assert plan.measured is not None
+        assert plan.measured.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.02)
 
 
 def test_ranks_that_do_not_agree_are_told(plan: Plan) -> None:

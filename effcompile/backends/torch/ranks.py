@@ -1,7 +1,7 @@
 """A planned step on one of several ranks: the parameters that the user sees are DTensors, the graph's are their padded local shards.
 
-The mesh has the axes "tp" (each rank has a part of the heads and neurons) and "dp" (each has examples of its own), in this order: a
-parameter is divided along tp first, and what a rank has of it along dp.
+The mesh has the axes "pp" (each rank has some of the layers), "tp" (each has a part of the heads and neurons) and "dp" (each has examples
+of its own), in this order: a parameter is divided along tp first, and what a rank has of it along dp.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from effcompile.ops import collectives
 from effcompile.ops.collectives import rows_of_shard
 
 #: The axes of a mesh, in the order in which parameters are divided along them.
-AXES = ("tp", "dp")
+AXES = ("pp", "tp", "dp")
 
 
 def ordered_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -69,12 +69,8 @@ class Ranks:
     def placements(self, name: str) -> tuple[Placement, ...]:
         """How a parameter lies along each axis."""
         parts, shapes = self.spread.parts, self.spread.shapes
-        along = {
-            "pp": Replicate(),
-            "tp": Shard(parts[name].axis) if name in parts else Replicate(),
-            "dp": Shard(0) if name in shapes else Replicate(),
-        }
-        return tuple(along[axis] for axis in self.axes)
+        along = {"tp": Shard(parts[name].axis) if name in parts else Replicate(), "dp": Shard(0) if name in shapes else Replicate()}
+        return tuple(along.get(axis, Replicate()) for axis in self.axes)
 
     @property
     def divides(self) -> bool:

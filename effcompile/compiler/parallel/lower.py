@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.ranks import AXES, Ranks, made_alike, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
+from effcompile.compiler.parallel.lower_stages import left_with, own_stages, stage_runner
 from effcompile.compiler.parallel.meeting import Meeting
 from effcompile.compiler.progress import entry
-from effcompile.compiler.request import Asked, Task
+from effcompile.compiler.request import AnyOptimizer, Asked, Task
 from effcompile.compiler.room import Room, device_of
 from effcompile.compiler.search import versions
 from effcompile.compiler.training import verify
@@ -31,13 +32,15 @@ from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.compile import Applied, applied_plan, plan_training
 from effcompile.compiler.training.executable import TrainingExecutable, planned
 from effcompile.compiler.training.in_parts import runner_of
+from effcompile.compiler.training.work import Work, as_optimizer
+from effcompile.core import torch_compat
 from effcompile.core.errors import UsageError, VerificationError
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.ir.step import Spread
-from effcompile.passes.training import shard, tensor
+from effcompile.passes.training import pipeline, shard, tensor
 
 #: What the original step takes beside what is predicted of it (confirm.py).
 _UNPLANNED = 1.25
@@ -62,13 +65,15 @@ def optimize_on_ranks(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unp
     _same_examples(task, place, meeting)
     alone = replace(task, request=replace(task.request, mesh=None))
     plan = task.request.plan
+    if place.place("pp")[1] > 1:
+        return _in_stages(alone, place, meeting)
     if plan is None:
         with task.request.progress.step("plan for all ranks"):
             plan = Plan.from_dict(dict(meeting.told(lambda: _made(alone, place).to_dict())))
     _check_world(plan, place)
     mine = (*(alone.request.passes or ()), f"{tensor.TensorParallel.name}.rank={place.place('tp')[0]}")
     found = applied_plan(replace(alone, request=replace(alone.request, passes=mine)), plan)
-    return _carried_out(found, place, meeting)
+    return _carried_out(found, place, meeting, alone.request.optimizer)
 
 
 def _checked(mesh: DeviceMesh | None) -> DeviceMesh:
@@ -79,12 +84,14 @@ def _checked(mesh: DeviceMesh | None) -> DeviceMesh:
     """
     assert mesh is not None
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and set(names) != set(AXES)):
+    if mesh.ndim > 1 and not set(names) <= set(AXES):
         raise UsageError(
             f"mesh has the axes {names or mesh.ndim} of {tuple(mesh.shape)}. A step is divided along 'dp' (each rank has examples of its "
-            'own) and \'tp\' (each has a part of the heads and neurons): init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), or '
-            'one of them alone, mesh["dp"].'
+            "own), 'tp' (each has a part of the heads and neurons) and 'pp' (each has some of the layers): init_device_mesh("
+            '"cpu", (2, 2), mesh_dim_names=("dp", "tp")), or one of them alone, mesh["dp"].'
         )
+    if {"pp", "tp"} <= set(names) and mesh["pp"].size() > 1 and mesh["tp"].size() > 1:
+        raise UsageError("mesh divides along 'pp' and 'tp': divided stages with divided heads can be planned, not carried out.")
     if mesh.size() < 2:
         raise UsageError("mesh has one rank. Leave mesh out, or start more with torchrun --nproc-per-node.")
     return ordered_mesh(mesh)
@@ -97,6 +104,8 @@ def mesh_for(plan: Plan, device: str) -> DeviceMesh:
         UsageError: it started another number of them.
     """
     axes, started = axes_of(plan), dist.get_world_size()
+    if axes["pp"] > 1 and started % axes["pp"] == 0:  # beside as many as there are: stages do not know of them
+        axes["dp"] = started // axes["pp"]
     if math.prod(axes.values()) != started:
         raise UsageError(f"The plan is for {_named(axes)}, and {started} were started. {_start(axes)}")
     wanted = {axis: size for axis, size in axes.items() if size > 1}
@@ -133,8 +142,8 @@ def _hash(value: object) -> str:
 
 
 def _same_examples(task: Task, place: Ranks, meeting: Meeting) -> None:
-    """Raises UsageError where tensor-parallel ranks, which compute parts of one result, have other examples than each other."""
-    if place.place("tp")[1] == 1:
+    """Raises UsageError where ranks that compute parts of one result have other examples than each other."""
+    if place.place("tp")[1] * place.place("pp")[1] == 1:
         return
     tensors = [leaf for leaf in pytree.tree_leaves((task.args, dict(task.kwargs))) if isinstance(leaf, torch.Tensor)]
     said = meeting.exchanged("examples", [place.place("dp")[0], _hash([t.detach().cpu().numpy().tobytes() for t in tensors])])
@@ -143,8 +152,8 @@ def _same_examples(task: Task, place: Ranks, meeting: Meeting) -> None:
         other, known = first.setdefault(row, (rank, digest))
         if known != digest:
             raise UsageError(
-                f"Ranks {other} and {rank} stand along 'tp' and have different inputs. Such ranks compute parts of one result: give them "
-                "the same examples (a sampler over mesh['dp'].size() replicas, not over all ranks)."
+                f"Ranks {other} and {rank} stand in one place along 'dp' and have different inputs. Ranks along 'tp' and 'pp' compute "
+                "parts of one result: give them the same examples (a sampler over mesh['dp'].size() replicas, not over all ranks)."
             )
 
 
@@ -163,8 +172,9 @@ def passes_for(dp: int, tp: int) -> tuple[str, ...]:
 
 def axes_of(plan: Plan) -> dict[str, int]:
     """Axis of the mesh → the ranks along it that a plan is for."""
-    found = {d.kind: d.settings.get("ranks") for d in plan.decisions if d.kind in (shard.KIND, tensor.KIND)}
-    along = {"dp": found.get(shard.KIND), "tp": found.get(tensor.KIND)}
+    kinds = {shard.KIND: "dp", tensor.KIND: "tp", pipeline.KIND: "pp"}
+    found = {kinds[d.kind]: d.settings.get("ranks") for d in plan.decisions if d.kind in kinds}
+    along = {"dp": found.get("dp"), "tp": found.get("tp"), "pp": found.get("pp")}
     return {axis: ranks if isinstance(ranks, int) else 1 for axis, ranks in along.items()}
 
 
@@ -173,8 +183,10 @@ def ranks_of(plan: Plan) -> int:
     return math.prod(axes_of(plan).values())
 
 
-def _check_world(plan: Plan, place: Ranks) -> None:
-    axes, here = axes_of(plan), {axis: place.place(axis)[1] for axis in ("dp", "tp")}
+def _check_world(plan: Plan, place: Ranks, *, dp: bool = True) -> None:
+    """Raises UsageError where the mesh has other ranks than a plan; `dp`: along that axis, too, which stages do not know of."""
+    axes, here = axes_of(plan), {axis: place.place(axis)[1] for axis in ("dp", "tp", "pp")}
+    axes = axes if dp else {**axes, "dp": here["dp"]}
     if axes != here:
         has = " × ".join(str(here[axis]) for axis in axes if max(here[axis], axes[axis]) > 1)
         raise UsageError(
@@ -183,7 +195,7 @@ def _check_world(plan: Plan, place: Ranks) -> None:
 
 
 def _named(axes: Mapping[str, int]) -> str:
-    words = {"dp": "data-parallel", "tp": "tensor-parallel"}
+    words = {"dp": "data-parallel", "tp": "tensor-parallel", "pp": "pipeline"}
     several = [f"{size} {words[axis]} ranks" for axis, size in axes.items() if size > 1]
     return " × ".join(several) or "one process"
 
@@ -192,7 +204,7 @@ def _start(axes: Mapping[str, int]) -> str:
     return f"Start {math.prod(axes.values())} with torchrun --nproc-per-node {math.prod(axes.values())}."
 
 
-def _carried_out(found: Applied, place: Ranks, meeting: Meeting) -> TrainingExecutable:
+def _carried_out(found: Applied, place: Ranks, meeting: Meeting, make: AnyOptimizer) -> TrainingExecutable:
     """The model on this rank: sharded, its step run, compared and timed on all of them."""
     work, spread = found.work, found.prepared.step.spread
     assert spread is not None
@@ -200,11 +212,38 @@ def _carried_out(found: Applied, place: Ranks, meeting: Meeting) -> TrainingExec
         raise UsageError("A step in fp16 sees an overflow of its scaled loss on the rank that has the gradient. Plan in bf16 or fp32.")
     ranks = replace(place, spread=spread)
     with work.progress.step("run the original step"):
-        wanted, refusal = _eager(found, ranks, meeting)
+        wanted, refusal = _eager(work, found.plan.baseline.peak_bytes or 0, ranks, meeting)
     spread_parameters(work.model, ranks)
     runner = runner_of(work.model, found.prepared.case, found.emitted, ranks)
     runner.guarded = False
     constants = list(found.prepared.step.constants.values())
+    return _proven(work, runner, found.plan, wanted, refusal, constants, meeting, make)
+
+
+def _in_stages(task: Task, place: Ranks, meeting: Meeting) -> TrainingExecutable:
+    """The model on this rank of a pipeline."""
+    if task.request.plan is not None:
+        _check_world(task.request.plan, place, dp=False)
+    asked = (*(task.request.passes or ()), f"{pipeline.Pipeline.name}.ranks={place.place('pp')[1]}")
+    found, made, plan = own_stages(replace(task, request=replace(task.request, passes=asked)), place, meeting)
+    work = found.work
+    with work.progress.step("run the original step"):
+        wanted, refusal = _eager(work, plan.baseline.peak_bytes or 0, place, meeting)
+    names = found.parameters(place.place("pp")[0])
+    if wanted is not None:
+        wanted = replace(wanted, gradients={name: g for name, g in wanted.gradients.items() if name in names})
+    left_with(work.model, names)
+    runner = stage_runner(found, made, place)
+    runner.guarded = False
+    constants = [value for chunk in runner.chunks.values() for value in chunk.runner.step.constants.values()]
+    return _proven(work, runner, plan, wanted, refusal, constants, meeting)
+
+
+def _proven(
+    work: Work, runner: StepRunner, plan: Plan, wanted: verify.Result | None, refusal: str, constants: Sequence[torch.Tensor],
+    meeting: Meeting, make: AnyOptimizer = None,
+) -> TrainingExecutable:  # fmt: skip
+    """The planned model, run, compared and timed on all ranks. `make`: its optimizer, of what this rank has of the parameters."""
     base = alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
     with work.progress.step("run the planned step"):
         ran = verify.run(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves)
@@ -213,16 +252,34 @@ def _carried_out(found: Applied, place: Ranks, meeting: Meeting) -> TrainingExec
     del wanted
     with work.progress.step("time the steps"):
         seconds = _timed(work, runner)
+    if make is not None and peak is not None:
+        peak = max(peak, base + _with_updates(work, runner, make))
     said = meeting.exchanged("measured", [peak, seconds, None if check is None else check.error])
-    return planned(work.model, runner, _measured(found.plan, said, check, refusal, meeting))
+    return planned(work.model, runner, _measured(plan, said, check, refusal, meeting), as_optimizer(make, work.model))
 
 
-def _eager(found: Applied, ranks: Ranks, meeting: Meeting) -> tuple[verify.Result | None, str]:
+def _with_updates(work: Work, runner: StepRunner, make: AnyOptimizer) -> int:
+    """The most bytes of two whole steps beside what was there; parameters and buffers are put back, the optimizer is not kept."""
+    model = work.model
+    before = {n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for n, p in model.named_parameters()}
+    with verify.restored(model, work.leaves), torch_compat.watched_memory(device_of(model)) as peak:
+        optimizer = as_optimizer(make, model)
+        assert optimizer is not None
+        for _ in range(2):
+            runner.loss(work.args, work.kwargs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del optimizer
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(before[name])
+    return peak()
+
+
+def _eager(work: Work, whole: int, ranks: Ranks, meeting: Meeting) -> tuple[verify.Result | None, str]:
     """The model's own step with its gradients averaged, of which this rank's shards are left; or why it is not run, on all ranks."""
-    work = found.work
     made_alike(work.model, ranks)
-    whole = found.plan.baseline.peak_bytes or 0
-    room = Room.of(device_of(work.model), whole, found.plan.goal.memory)
+    room = Room.of(device_of(work.model), whole, work.goal.memory)
     refusals = meeting.exchanged("room for the original step", room.refusal(int(_UNPLANNED * whole), whole))
     refusal = next((f"on rank {rank} it {said}" for rank, said in zip(meeting.ranks, refusals, strict=True) if said), "")
     if refusal:
@@ -244,7 +301,7 @@ def _local(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tens
     return {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
 
 
-def _timed(work: Any, runner: StepRunner) -> float:
+def _timed(work: Work, runner: StepRunner) -> float:
     """Seconds of a step, all ranks at once: the fastest of a few."""
     runs = (verify.seconds(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves) for _ in range(_TIMED))
     return min(runs)

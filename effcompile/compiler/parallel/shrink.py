@@ -19,12 +19,14 @@ _LAYERS, _HEADS, _HEAD, _VOCABULARY = 2, 4, 16, 199
 _TOKENS = 32
 
 
-def shrunk(model: nn.Module, args: Args, kwargs: Kwargs, examples: int, split: int = 1) -> tuple[nn.Module, Inputs, str]:
+def shrunk(
+    model: nn.Module, args: Args, kwargs: Kwargs, examples: int, *, split: int = 1, layers: int = 1
+) -> tuple[nn.Module, Inputs, str]:
     """(small copy, inputs of so many examples, what it is). A model without a configuration that can be made smaller stays as it is.
 
-    split: its heads are divided among so many ranks.
+    split: its heads are divided among so many ranks. layers: so many stages need a layer each.
     """
-    for small, said in _smaller(model, split):
+    for small, said in _smaller(model, split, max(_LAYERS, layers)):
         with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = type(model)(small).train()
@@ -35,15 +37,15 @@ def shrunk(model: nn.Module, args: Args, kwargs: Kwargs, examples: int, split: i
     return model, _inputs(args, kwargs, examples, 0), "the model itself"
 
 
-def _smaller(model: nn.Module, split: int) -> Iterator[tuple[Any, str]]:
+def _smaller(model: nn.Module, split: int, most: int) -> Iterator[tuple[Any, str]]:
     """Configurations like the model's, the smallest first."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "num_hidden_layers"):
         return
     few = copy.deepcopy(config)
-    _set(few, "num_hidden_layers", min(int(config.num_hidden_layers), _LAYERS))
+    _set(few, "num_hidden_layers", min(int(config.num_hidden_layers), most))
     for name in ("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"):
-        _set(few, name, min(int(getattr(config, name, None) or _LAYERS), _LAYERS))
+        _set(few, name, min(int(getattr(config, name, None) or most), most))
     for name in ("layer_types", "mlp_layer_types"):
         if (kinds := getattr(config, name, None)) is not None:
             _set(few, name, list(kinds)[: few.num_hidden_layers])

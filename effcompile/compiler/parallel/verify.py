@@ -8,30 +8,32 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from effcompile.capture.training import Loss
-from effcompile.compiler.parallel.lower import axes_of, mesh_for, optimize_on_ranks, passes_for, ranks_of
+from effcompile.compiler.parallel.lower import axes_of, optimize_on_ranks, passes_for, ranks_of
+from effcompile.compiler.parallel.lower_stages import pipeline_of, plan_parts
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.parallel.shrink import shrunk
 from effcompile.compiler.progress import QUIET, Progress
 from effcompile.compiler.training import verify
 from effcompile.compiler.training.alive import alive_bytes
-from effcompile.compiler.training.compile import plan_training
 from effcompile.core import torch_compat
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.plan import Plan
 from effcompile.passes.training import microbatch, shard, tensor
+from effcompile.passes.training.pipeline import Pipeline
 
 #: Steps, and examples of a rank.
 STEPS, _EXAMPLES = 3, 2
@@ -81,43 +83,59 @@ def verify_plan(
     if ranks < 2:
         raise UsageError(f"ranks = {ranks}: give 2 or more, which need not be as many as the plan's.")
     axes = axes_of(plan)
-    dp, rest = divmod(ranks, axes["tp"])
+    dp, rest = divmod(ranks, axes["tp"] * axes["pp"])
     if rest:
-        raise UsageError(f"ranks = {ranks} do not divide by the plan's {axes['tp']} tensor-parallel ranks. Give a multiple of these.")
-    small, whole, said = shrunk(model, args, kwargs, dp * _EXAMPLES, axes["tp"])
+        which = "tensor-parallel" if axes["tp"] > 1 else "pipeline"
+        raise UsageError(f"ranks = {ranks} do not divide by the plan's {axes['tp'] * axes['pp']} {which} ranks. Give a multiple of these.")
+    asked = pipeline_of(plan) if axes["pp"] > 1 else Pipeline()
+    each = max(_EXAMPLES, axes["pp"])
+    small, whole, said = shrunk(model, args, kwargs, dp * each, split=axes["tp"], layers=asked.ranks * asked.stages)
     form = next((d.option for d in plan.decisions if d.kind == shard.KIND), shard.REPLICATED)
     with progress.step("plan the copy"):
-        made = _planned_alike(plan, small, _part(whole, 0, dp), form, (dp, axes["tp"]), loss)
+        made = _planned_alike(plan, small, _part(whole, 0, dp), form, (dp, axes["tp"]), loss, asked)
     with progress.step("train the copy in one process"):
         wanted = _trained(small, whole, loss)
     with progress.step(f"train the copy on {ranks} ranks"):
-        found = on_ranks(_prove, ranks, small, whole, made, wanted, loss)
+        found = on_ranks(_prove, ranks, small, whole, made, wanted, loss, dp)
     among = [f"parameters {form}"] * (dp > 1) + [f"heads and neurons over {axes['tp']} ranks"] * (axes["tp"] > 1)
+    among += [f"layers over {axes['pp']} ranks, {asked.schedule}"] * (axes["pp"] > 1)
     return Proof(subject=said, form=", ".join(among), ranks=tuple(found))
 
 
-def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, form: str, among: tuple[int, int], loss: Loss | None) -> Plan:
+def _planned_alike(
+    plan: Plan, small: nn.Module, inputs: Inputs, form: str, among: tuple[int, int], loss: Loss | None, asked: Pipeline
+) -> Plan:
     """The copy's plan: the same form, the same share of the memory that the whole step takes unplanned."""
-    by = {d.by for d in plan.decisions} - {shard.Shard.name, tensor.TensorParallel.name, microbatch.Microbatch.name, "states"}
+    by = {d.by for d in plan.decisions} - {
+        shard.Shard.name,
+        tensor.TensorParallel.name,
+        microbatch.Microbatch.name,
+        "states",
+        Pipeline.name,
+    }
     spec = (*sorted(by | {"checkpoint"}), *passes_for(*among), f"shard.forms={_WORDS[form]}")
+    if asked.ranks > 1:
+        spec = ("checkpoint", *(f"pipeline.{name}={getattr(asked, name)}" for name in ("ranks", "stages", "schedule")))
     goal = replace(plan.goal, memory=None)
-    free = plan_training(small, *inputs, goal=goal, passes=spec, loss=loss)
+    free = plan_parts(small, *inputs, goal=goal, passes=spec, loss=loss)
     most, whole, unplanned = free.predicted.peak_bytes, plan.predicted.peak_bytes, plan.baseline.peak_bytes
     if plan.goal.memory is None or not (most and whole and unplanned):
         return free
     try:
-        return plan_training(small, *inputs, goal=replace(goal, memory=int(most * min(1.0, whole / unplanned))), passes=spec, loss=loss)
+        return plan_parts(small, *inputs, goal=replace(goal, memory=int(most * min(1.0, whole / unplanned))), passes=spec, loss=loss)
     except InfeasibleError as error:
         if not error.needed:
             raise
-        return plan_training(small, *inputs, goal=replace(goal, memory=error.needed), passes=spec, loss=loss)
+        return plan_parts(small, *inputs, goal=replace(goal, memory=error.needed), passes=spec, loss=loss)
 
 
 def _part(inputs: Inputs, rank: int, ranks: int) -> Inputs:
-    """One rank's examples."""
-    size = ranks * _EXAMPLES  # of the data-parallel ranks
+    """The examples of one of so many data-parallel ranks."""
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+    size = max((int(leaf.shape[0]) for leaf in leaves), default=0)
+    each = size // ranks
     cut: Inputs = pytree.tree_map_only(
-        Tensor, lambda t: t.narrow(0, rank * _EXAMPLES, _EXAMPLES).clone() if t.dim() and t.shape[0] == size else t, inputs
+        Tensor, lambda t: t.narrow(0, rank * each, each).clone() if t.dim() and t.shape[0] == size else t, inputs
     )
     return cut
 
@@ -159,10 +177,15 @@ def _eager_loss(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Tensor:
     return verify.loss_of(model(*args, **named), inputs if args and kwargs else args or dict(kwargs), loss)
 
 
-def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trained, loss: Loss | None) -> OnRank:
+def _mesh_of(plan: Plan, dp: int) -> DeviceMesh:
+    """The mesh of a copy's plan, beside so many data-parallel ranks, which the plan of a pipeline does not know of."""
+    axes = {axis: size for axis, size in {**axes_of(plan), "dp": dp}.items() if size > 1}
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trained, loss: Loss | None, dp: int) -> OnRank:
     """STEPS steps on this rank, by the user's own way in."""
-    ranks, mesh = dist.get_world_size(), mesh_for(plan, "cpu")
-    dp = axes_of(plan)["dp"]
+    ranks, mesh = dist.get_world_size(), _mesh_of(plan, dp)
     args, kwargs = _part(whole, mesh.get_local_rank("dp") if dp > 1 else 0, dp)
     planned = optimize_on_ranks(model, args, kwargs, goal=plan.goal, plan=plan, mesh=mesh, loss=loss)
     optimizer = _optimizer(planned)
@@ -179,12 +202,18 @@ def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trai
         del value
         dist.all_reduce(total)
         apart = max(apart, abs(float(total) / ranks - wanted.losses[step]) / abs(wanted.losses[step]))
-        found[0].add({n: p.grad for n, p in planned.named_parameters() if p.grad is not None}, wanted.gradients[step])
+        own = dict(planned.named_parameters())
+        found[0].add({n: p.grad for n, p in own.items() if p.grad is not None}, _those(wanted.gradients[step], own))
         optimizer.step()
         optimizer.zero_grad()
-        found[1].add(dict(planned.named_parameters()), wanted.parameters[step])
-    predicted = plan.predicted.peak_bytes or 0
+        found[1].add(own, _those(wanted.parameters[step], own))
+    predicted = planned.plan.predicted.peak_bytes or 0
     return OnRank(loss=apart, gradient=found[0].worst, parameter=found[1].worst, peaks=tuple(found[2]), predicted=predicted)
+
+
+def _those(wanted: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
+    """Of the parameters that a rank has."""
+    return {name: value for name, value in wanted.items() if name in own}
 
 
 class _Errors:

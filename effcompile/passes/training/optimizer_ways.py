@@ -101,6 +101,12 @@ class GivenOptimizer:
             raise UsageError("The optimizer has none of the model's trainable parameters. Make it of model.parameters().")
         return cls(optimizer, mine, target, here)
 
+    def resized(self, step: Step) -> GivenOptimizer:
+        """The same of parameters as a step has them: one rank's part of each."""
+        here = {name: node.meta["val"] for node, name in step.parameters.items()}
+        mine = [(n, g, torch.empty(here[n].shape, dtype=p.dtype, device="meta") if n in here else p) for n, g, p in self.mine]
+        return GivenOptimizer(self.optimizer, mine, self.target, self.here)
+
     @cached_property
     def given(self) -> StatesOption:
         """The optimizer as the user gave it."""

@@ -103,7 +103,8 @@ class Shard:
             raise Refusal("the loss is scaled, and an overflow is seen on the rank that holds the gradient alone")
         step = spread_over(case.step, case.source.model, ranks, form)
         note = Because("{} data-parallel ranks: times, bytes and the batch are one rank's; gradients are the means over ranks", (ranks,))
-        return replace(case, step=step, notes=(note, *case.notes))
+        optimizer = None if case.optimizer is None else case.optimizer.resized(step)
+        return replace(case, step=step, optimizer=optimizer, notes=(note, *case.notes))
 
 
 def _shapes(model: nn.Module, before: Spread) -> dict[str, tuple[int, ...]]:

@@ -58,7 +58,7 @@ class States:
         if case.optimizer is None:
             return
         try:
-            ways, refused = self._ways(case.optimizer, context.goal)
+            ways, refused = self._ways(case.optimizer, context.goal) if case.step.spread is None else _on_ranks(case.optimizer)
         except EffcompileError:
             raise
         except Exception as error:  # an optimizer of any kind, run on parameters like the model's with dense gradients
@@ -122,6 +122,12 @@ class States:
             else:
                 forms.append(_form(name, given))
         return forms, refused
+
+
+def _on_ranks(given: GivenOptimizer) -> tuple[list[StatesOption], dict[str, Reason]]:
+    """The states of a rank's parts of the parameters, as they are."""
+    reason = Unsupported("on a mesh the optimizer is stock torch's, of sharded parameters")
+    return [given.given], dict.fromkeys((EIGHT_BIT, "on the host", CONSUMED), reason)
 
 
 def _form(name: str, given: GivenOptimizer) -> Form:

@@ -76,7 +76,8 @@ class TensorParallel:
         text = "{} fused weights, whose rows on a rank are in several places, are whole on every rank: {name}"
         whole = [Because(text, (len(split.whole), str(name))) for name in split.whole[:1]]
         notes = (note, *whole, *case.notes)
-        return replace(case, step=step, source=divided, front=front, notes=notes), split
+        optimizer = None if case.optimizer is None else case.optimizer.resized(step)
+        return replace(case, step=step, source=divided, front=front, optimizer=optimizer, notes=notes), split
 
 
 def _noted(split: Split, step: Step) -> Step:

@@ -1,0 +1,212 @@
+"""Runs the stages of a pipeline that stand on this rank: each micro-batch's forward and backward in the schedule's order.
+
+torch.distributed.pipelining is not what runs them: its stages keep the outputs of all micro-batches, and what is alive at an instant is
+not the plan's. All receives of a step are posted when it begins, so that whoever sends does not wait; what arrives is there from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from effcompile.backends.torch.microbatch import MicrobatchRunner, _Accumulated
+from effcompile.backends.torch.training import StepRunner, held
+from effcompile.core import torch_compat_ranks
+from effcompile.core.errors import UsageError
+from effcompile.core.types import Args, Kwargs, Value
+from effcompile.ir.roles import Entering
+from effcompile.ir.step import DividedStep
+from effcompile.ops.collectives import answered
+from effcompile.schedules.emit import Emitted
+
+#: ("F" or "B", stage, micro-batch).
+Task = tuple[str, int, int]
+
+
+class Message(NamedTuple):
+    """What will arrive: where, the receive, and how many held the place before."""
+
+    buffer: Tensor
+    work: dist.Work
+    before: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A stage on this rank: what runs it, its schedule, and which of a micro-batch's tensors it takes."""
+
+    runner: StepRunner
+    emitted: Emitted
+    takes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """Where a rank stands in a pipeline.
+
+    Attributes:
+        order: its tasks. stages: how many there are in all; handed: the shape and dtype of what each hands on.
+        group: the ranks of the pipeline, in its order. data: those with the same stages and other examples.
+        shared: parameter → the ranks of `group` that have it, where there are several.
+    """
+
+    order: Sequence[Task]
+    stages: int
+    handed: Mapping[int, tuple[torch.Size, torch.dtype]]
+    group: dist.ProcessGroup
+    data: dist.ProcessGroup | None
+    shared: Mapping[str, tuple[int, ...]]
+
+    def rank_of(self, stage: int) -> int:
+        """The global number of the rank that has a stage."""
+        return self.peer(stage % self.group.size())
+
+    def peer(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def tag(self, task: Task, count: int) -> int:
+        """The number of a message: that which a task waits for."""
+        what, stage, i = task
+        return ((what == "B") * self.stages + stage) * count + i
+
+
+class PipelineRunner(MicrobatchRunner):
+    """The step of a rank's stages. Gradients are made when the loss is; `loss.backward()` hands them out."""
+
+    def __init__(self, model: nn.Module, divided: DividedStep, chunks: Mapping[int, Chunk], course: Course) -> None:
+        first = next(iter(chunks.values()))
+        super().__init__(model, divided, first.runner.step, first.emitted)
+        self.chunks, self.course = chunks, course
+        names = {name for chunk in chunks.values() for name in chunk.runner.step.consumed}
+        self.names = [name for name, _ in model.named_parameters() if name in names]
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """Raises UsageError: a rank has its own stages alone."""
+        raise UsageError(
+            "The layers of a pipelined model stand on several ranks. Evaluate the whole model, with the checkpoint of all ranks."
+        )
+        yield
+
+    def _run(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
+        self._check_model()
+        parameters = [held(self.model, name) for name in self.names]
+        loss: Tensor = _Accumulated.apply(self, self.parts(args, kwargs), *parameters)
+        return (loss,)
+
+    def _counted(self, leaves: list[Value], counts: Callable[[list[Value]], Args]) -> Tensor:
+        """What the mean of one micro-batch is over; no parameter is looked at."""
+        division = self.divided
+        step = division.pair or division.part
+        if division.pair is not None:
+            leaves = [torch.cat([leaf, leaf]) if yes else leaf for leaf, yes in zip(leaves, division.batched, strict=True)]
+        given = dict(zip(step.inputs, leaves, strict=True))
+        holders = [n for n in step.graph.nodes if n.op == "placeholder" and step.roles.entering[n].role is not Entering.TANGENT]
+        found: Tensor = counts([given.get(node, step.constants.get(node)) for node in holders])[0]
+        return found
+
+    def accumulate(self, parts: list[list[Value]]) -> tuple[Tensor, list[Tensor | None]]:
+        """(loss of the whole batch, gradients in the order of `names`): all tasks of this rank, in their order."""
+        weights, course, count = self.weights(parts), self.course, len(parts)
+        sums = {name: torch.zeros_like(held(self.model, name), dtype=self._dtypes[name], requires_grad=False) for name in self.names}
+        inbox = self._listening(count)
+        alive: dict[tuple[int, int], tuple[dict[fx.Node, Value], list[Value]]] = {}
+        total = torch.zeros((), dtype=torch.float32, device=parts[0][0].device)
+
+        def add(name: str, gradient: Tensor) -> None:
+            sums[name].add_(gradient)
+
+        for task in course.order:
+            what, stage, i = task
+            runner = self.chunks[stage].runner
+            if what == "F":
+                leaves = [parts[i][k] for k in self.chunks[stage].takes]
+                if stage:
+                    leaves.append(self._arrived(inbox, task))
+                values = runner._values(leaves)
+                del leaves
+                results, saved = runner.run_forward(values)
+                alive[stage, i] = values, saved
+                if stage < course.stages - 1:
+                    self._send(results.pop(0), ("F", stage + 1, i), count)
+                else:
+                    total += weights[i] * results.pop(0)
+                continue
+            values, saved = alive.pop((stage, i))
+            runner.sink = add
+            tangent = self._arrived(inbox, task) if stage < course.stages - 1 else torch.full_like(total, weights[i])
+            found = list(runner.differentiate(saved, values, tangent))
+            runner.sink = None  # it holds the sums
+            del values, tangent
+            if stage:
+                self._send(found.pop(), ("B", stage - 1, i), count)
+        self._joined(sums, count)
+        with answered(course.group):
+            dist.broadcast(total, course.rank_of(course.stages - 1), group=course.group)
+        return total, [sums[name] for name in self.names]
+
+    def _listening(self, count: int) -> dict[Task, Message]:
+        """All that will arrive at this rank, asked for."""
+        inbox: dict[Task, Message] = {}
+        device = next(self.model.parameters()).device
+        for task in self.course.order:
+            what, stage, _ = task
+            source = stage - 1 if what == "F" else stage + 1
+            if 0 <= source < self.course.stages:
+                shape, dtype = self.course.handed[stage - 1 if what == "F" else stage]
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+                before = torch_compat_ranks.holders(buffer)
+                work = dist.irecv(buffer, self.course.rank_of(source), group=self.course.group, tag=self.course.tag(task, count))
+                assert work is not None
+                inbox[task] = Message(buffer, work, before)
+        return inbox
+
+    def _arrived(self, inbox: dict[Task, Message], task: Task) -> Tensor:
+        buffer, work, before = inbox.pop(task)
+        with answered(self.course.group):
+            work.wait()
+        del work
+        torch_compat_ranks.let_go(buffer, before)
+        return buffer
+
+    def _send(self, value: Tensor, task: Task, count: int) -> None:
+        """Hand on what a task of another rank waits for."""
+        value = value.contiguous()
+        with torch_compat_ranks.lent([value]), answered(self.course.group):
+            work = dist.isend(value, self.course.rank_of(task[1]), group=self.course.group, tag=self.course.tag(task, count))
+            assert work is not None
+            work.wait()
+            del work
+
+    def _joined(self, sums: dict[str, Tensor], count: int) -> None:
+        """The gradients of parameters that several stages have, summed in the pipeline's order; all of them averaged over `data`."""
+        course, me = self.course, self.course.group.rank()
+        first = 2 * course.stages * count
+        for number, (name, ranks) in enumerate(course.shared.items()):
+            if me not in ranks:
+                continue
+            others = {rank: torch.empty_like(sums[name]) for rank in ranks if rank != me}
+            with torch_compat_ranks.lent([sums[name], *others.values()]), answered(course.group):
+                works = [dist.irecv(buffer, course.peer(r), group=course.group, tag=first + number) for r, buffer in others.items()]
+                works += [dist.isend(sums[name], course.peer(r), group=course.group, tag=first + number) for r in others]
+                for work in works:
+                    assert work is not None
+                    work.wait()
+                del work
+                works.clear()
+            total = torch.zeros_like(sums[name])
+            for rank in ranks:
+                total += sums[name] if rank == me else others[rank]
+            sums[name] = total
+        if course.data is not None:
+            with answered(course.data):
+                for name in self.names:
+                    with torch_compat_ranks.lent([sums[name]]):
+                        dist.all_reduce(sums[name], group=course.data)
+                    sums[name].div_(course.data.size())
