@@ -262,6 +262,11 @@ def _dynamo_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
     return torch_compat_aot.dynamo_front(module, tensors)
 
 
+def through_dynamo(step: Step) -> bool:
+    """Whether Dynamo traced the forward, for torch.export could not take it, or not what an edit had made of it."""
+    return any(isinstance(mend, Because) and mend.figures[:1] == (_DYNAMO,) for mend in step.mends)
+
+
 def _raise_ours(error: BaseException) -> None:
     """Raise the effcompile error that the traced forward ran into, if that is what torch wraps."""
     seen: BaseException | None = error

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import effcompile
 from effcompile.capture.training import capture_training
@@ -171,3 +172,22 @@ def test_a_saved_plan_is_carried_out_with_its_attention(tmp_path: Path) -> None:
 def test_it_can_be_left_out(spec: list[str]) -> None:
     plan = effcompile.plan(Attends().train(), inputs=inputs(), mode="training", passes=spec)
     assert not [d for d in plan.decisions if d.kind == "attention"]
+
+
+def test_an_edit_that_cannot_be_traced_is_not_said_to_be_in_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture then falls back on Dynamo, which traces the model as it is written."""
+    fuse = FusedAttention.fuse
+
+    def broken(self: FusedAttention, front: fx.GraphModule, given: Any) -> Any:
+        attended = fuse(self, front, given)
+        first = next(node for node in front.graph.nodes if node.op == "call_function")
+        with front.graph.inserting_before(first):
+            front.graph.call_function(torch.ops.aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)))
+        front.recompile()
+        assert attended.fused
+        return attended
+
+    monkeypatch.setattr(FusedAttention, "fuse", broken)
+    plan = effcompile.plan(Attends().train(), inputs=inputs(), mode="training", passes=["attention.always=true"])
+    assert not [d for d in plan.decisions if d.kind == "attention"]
+    assert any("cannot be traced with its attentions" in words(d.reason) for d in plan.declined)

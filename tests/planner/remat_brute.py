@@ -52,8 +52,12 @@ def replay(problem: BlockProblem, kept: frozenset[str]) -> tuple[int, int, int, 
         alive = {v: b for v, b in alive.items() if v in later or (v in kept and v not in ever)}
     forward, alive, drawn = [], {v: problem.nbytes[v] for v in problem.entering}, 0
     for u, op in enumerate(problem.forward):
+        if op.state and op in again:  # taken before the operator runs: an instant of its own, after which what nothing reads is gone
+            drawn += op.state
+            forward.append(sum(alive.values()) + drawn)
+            soon = {v for other in problem.forward[u:] for v in other.reads} | kept | set(problem.leaving)
+            alive = {v: b for v, b in alive.items() if v in soon}
         alive.update({v: problem.nbytes[v] for v in op.makes})
-        drawn += op.state if op in again else 0
         forward.append(sum(alive.values()) + op.workspace + drawn)
         later = {v for other in problem.forward[u + 1 :] for v in other.reads} | kept | set(problem.leaving)
         alive = {v: b for v, b in alive.items() if v in later}

@@ -73,8 +73,11 @@ def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Fo
         put(v)
         values = buried(0, set(first[i + 1 :]))
     for u, op in enumerate(problem.forward):
+        if op.state and op.name in drawn:  # it is taken before the operator runs: an instant of its own, after which unread values are gone
+            states += op.state
+            loads.append(there())
+            values = buried(u, set())
         values |= set(op.makes)
-        states += op.state if op.name in drawn else 0
         loads.append(there() + op.workspace)
         todo = [v for v in op.makes if v in forms]
         values = buried(u + 1, set(todo))

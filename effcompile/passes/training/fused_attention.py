@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.capture.source import Source
+from effcompile.capture.training import through_dynamo
 from effcompile.capture.training_graph import WRAPPED
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
@@ -93,6 +94,8 @@ class FusedAttention:
         def capture() -> tuple[Step, Attended]:
             found: list[Attended] = []
             step = source.capture(lambda front, inputs: found.append(self.fuse(front, inputs)))
+            if found and through_dynamo(step):  # which traces the model anew: what the edit did is not in the step
+                return step, Attended(left={KIND: "the forward cannot be traced with its attentions as one operator each"})
             return step, found[-1] if found else Attended()
 
         step, attended = source.once(self.name, capture)
