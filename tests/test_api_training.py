@@ -102,7 +102,7 @@ def test_plan_and_frontier_go_to_the_training_planner(monkeypatch: pytest.Monkey
         seen.append(request)
         return []
 
-    monkeypatch.setattr(compiler, "plan_training", planner)
+    monkeypatch.setattr(compiler, "plan_parts", planner)
     monkeypatch.setattr(compiler, "frontier_training", planner)
     effcompile.plan(Net(), batch(), mode="training", memory="1GiB", target="h100-sxm")
     effcompile.frontier(Net(), batch(), mode="training")

@@ -94,7 +94,20 @@ def test_help_and_readers_need_no_torch(plan_file: Path) -> None:
 
 def test_every_command_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     names = [info.name or info.callback.__name__ for info in cli.app.registered_commands if info.callback]
-    assert sorted(names) == ["cache", "calibrate", "diff", "explain", "frontier", "optimize", "passes", "plan", "run", "targets", "verify"]
+    assert sorted(names) == [
+        "cache",
+        "calibrate",
+        "diff",
+        "explain",
+        "export",
+        "frontier",
+        "optimize",
+        "passes",
+        "plan",
+        "run",
+        "targets",
+        "verify",
+    ]
     for name in names:
         outcome = Outcome(capsys, name, "--help")
         assert outcome.status == 0

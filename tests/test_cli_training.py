@@ -114,8 +114,12 @@ class Compiler:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     made = Compiler()
-    for name in ("optimize_training", "plan_training", "frontier_training"):
-        monkeypatch.setattr(compiler, name, getattr(made, name))
+    for name, ours in {
+        "optimize_training": "optimize_training",
+        "plan_parts": "plan_training",
+        "frontier_training": "frontier_training",
+    }.items():
+        monkeypatch.setattr(compiler, name, getattr(made, ours))
     return made
 
 

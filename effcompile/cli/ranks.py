@@ -143,14 +143,16 @@ def export(
     plan: PlanFile,
     engine: Annotated[str, typer.Option("--engine", metavar="NAME", help="fsdp2, hf, deepspeed, accelerate, megatron or torchtitan.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write it there, not to stdout.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a plan for many devices as the configuration of a stock engine, with the peak that is predicted under it."""
     text = exported(Plan.load(plan), engine)
-    if output is None:
-        typer.echo(text, nl=False)
-    else:
+    if output is not None:
         write_atomically(output, text.encode())
-        typer.echo(f"{output}: for {engine}")
+    if as_json:
+        console.emit({"engine": engine, "text": text, "file": None if output is None else str(output)})
+    else:
+        typer.echo(text if output is None else f"{output}: for {engine}\n", nl=False)
 
 
 def verify(

@@ -84,6 +84,8 @@ def _may_lead_elsewhere(operator: object) -> bool:
     """Whether taking this operator apart, which torch will do, may give composite operators that stay whole."""
     if not isinstance(operator, torch._ops.OpOverload):
         return isinstance(operator, torch._ops.HigherOrderOperator)
+    if operator is aten.sym_numel.default:  # torch's way writes it as products of two, this one would as one of all sizes
+        return True
     return _composite(operator) and not _preservable(operator) and operator not in _INTO_PLAIN
 
 

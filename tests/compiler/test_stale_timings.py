@@ -23,7 +23,7 @@ def test_a_backend_that_is_far_faster_than_its_kernels_is_measured_again() -> No
         Candidate(backend="openvino", predicted_seconds=0.041, measured_seconds=0.038),
     ]
     (note,) = stale_timings(here, candidates)
-    assert note.startswith("onnxruntime: predicted 220 ms, measured 40.0 ms")
+    assert str(note).startswith("onnxruntime: predicted 220 ms, measured 40.0 ms")
     assert here.calibration is not None
     assert set(here.calibration.backends) == {"openvino"}
     assert here.calibration.dirty

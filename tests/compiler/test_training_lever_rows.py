@@ -90,7 +90,7 @@ def test_pairs_that_are_not_looked_at_are_told() -> None:
     shown, note = lever_rows(subsets, joint, 1 << 40, seconds=0.0)
     assert [len(row.levers) for row in shown if not row.every] == [0, 1, 1, 1, 2, 3]
     assert len(note) == 1
-    assert "best of 1 of 3" in note[0]
+    assert "best of 1 of 3" in str(note[0])
     assert lever_rows(subsets, joint, 1 << 40)[1] == []
 
 

@@ -22,6 +22,13 @@ class Views(nn.Module):
         return (a * b).transpose(0, 1).reshape(-1), taken, made, like.view_as(x).reshape_as(x), a[..., :1].expand_as(a), *x.unbind(0)
 
 
+class Counts(nn.Module):
+    """Numbers of elements, of which torch may make a product of more than two factors."""
+
+    def forward(self, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
+        return x + like, x.numel(), x.shape[0] * 2
+
+
 class Composite(nn.Module):
     """Composite operators that stay whole, among others that do not."""
 
@@ -35,17 +42,20 @@ class Composite(nn.Module):
         return nn.functional.instance_norm(self.norm(x.transpose(1, 2))) @ y
 
 
-@pytest.fixture(scope="module", params=[Views, Composite])
+@pytest.fixture(scope="module", params=[Views, Counts, Composite])
 def exported(request: pytest.FixtureRequest) -> Iterator[torch.export.ExportedProgram]:
     x = torch.randn(3, 4, 8)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        yield torch.export.export(request.param().eval(), (x, torch.randn(3, 4, 8)), strict=False)
+        free = dict.fromkeys(range(2), torch.export.Dim.AUTO) if request.param is Counts else None
+        shapes = {"x": free, "like": free} if free else None
+        yield torch.export.export(request.param().eval(), (x, torch.randn(3, 4, 8)), dynamic_shapes=shapes, strict=False)
 
 
 def test_a_functional_graph_is_torchs_own(exported: torch.export.ExportedProgram) -> None:
     torchs, ours = exported.run_decompositions({}), swift.functional(exported)
     assert [str(node) for node in torchs.graph.nodes] == [str(node) for node in ours.graph.nodes]
+    assert [len(node.args) for node in torchs.graph.nodes] == [len(node.args) for node in ours.graph.nodes]
     assert [node.target for node in torchs.graph.nodes if node.op == "call_function"] == [
         node.target for node in ours.graph.nodes if node.op == "call_function"
     ]
