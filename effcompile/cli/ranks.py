@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from effcompile.compiler.parallel.verify import Proof
 
 TRAIN = "train.py"
-#: Parts of a strategy that a step which is carried out has in any case.
 #: Part of a strategy → the option of the pass `pipeline`.
 _STAGES = {"vpp": "stages", "schedule": "schedule", "cuts": "cuts"}
+#: Parts of a strategy that a step which is carried out has in any case.
 _LOWERED: dict[str, object] = {"pp": 1, "cp": 1, "vpp": 1, "sp": False, "recompute": "planned", "engine": "ours", "offload": "none"}
 
 

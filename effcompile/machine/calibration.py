@@ -337,7 +337,7 @@ def without_busy(calibration: Calibration) -> Reason | None:
     measured stays: it is as good as new.
     """
     found = {f"kernel times of {name}": points.busy for name, points in calibration.backends.items() if points.busy}
-    if calibration.busy or _slow_rates(calibration):
+    if slow := bool(calibration.busy) or _slow_rates(calibration):
         found = {"the machine's rates": calibration.busy or "kernels were faster than they allow", **found}
     if not found:
         return None
@@ -345,7 +345,7 @@ def without_busy(calibration: Calibration) -> Reason | None:
     what, figures = "{name} were taken on a busy machine ({name})", (names[0].upper() + names[1:], next(iter(found.values())))
     if now := busy():
         return Because(f"{what}; it is still busy ({{name}}), so that predicted times may be off.", (*figures, now))
-    if calibration.busy or _slow_rates(calibration):
+    if slow:
         calibration.memory_bandwidth = max(calibration.memory_bandwidth, read_bandwidth())
         calibration.peak_flops = _peaks(calibration.backends, matmul_peak())
         calibration.busy = ""

@@ -45,8 +45,7 @@ def quantised(weight: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     scale = 2 max|w| / 254 in float64, rounded to float32; 1 where that is no normal number; values are rounded half to even.
     """
     others = tuple(i for i in range(weight.ndim) if i != axis % weight.ndim)
-    magnitude = np.abs(weight).max(axis=others, initial=0.0)
-    scale = (magnitude.astype(np.float64) * 2 / (2 * _HIGHEST)).astype(np.float32)
-    scale[2 * magnitude.astype(np.float64) / (2 * _HIGHEST) < np.finfo(np.float32).tiny] = 1.0
+    exact = 2 * np.abs(weight).max(axis=others, initial=0.0).astype(np.float64) / (2 * _HIGHEST)
+    scale = np.where(exact < np.finfo(np.float32).tiny, 1.0, exact).astype(np.float32)
     shaped = scale.reshape([-1 if i == axis % weight.ndim else 1 for i in range(weight.ndim)])
     return np.clip(np.round(weight / shaped), -128, _HIGHEST).astype(np.int8), scale
