@@ -1,4 +1,8 @@
-"""What the sections of gpu.py share: where figures go, how they are timed and compared. With `--dry` all is tiny and interpreted."""
+"""What the sections of gpu.py share: where figures go, how they are timed and compared. With `--dry` all is tiny and interpreted.
+
+A kernel takes seconds to compile, and there are some hundred: before anything is timed, processes beside this one run a share of the
+cases once each (`SHARE`), for what that leaves in the compilers' caches on disk.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,11 @@ Timed = dict[str, Callable[[], Any]]
 
 #: Files that figures are written to besides the screen.
 OUT: list[Any] = []
+START = time.monotonic()
 #: When nothing further is started, by time.monotonic().
 END = [float("inf")]
+#: In a process that only compiles: (its number, how many there are, cases so far).
+SHARE: list[int] = []
 
 
 def missing(*packages: str) -> list[str]:
@@ -39,8 +47,19 @@ def late() -> bool:
     return time.monotonic() > END[0]
 
 
+def mine() -> bool:
+    """Whether this process does the case that begins here: all of them, or its share of what is to be compiled; none when it is late."""
+    if not SHARE:
+        return not late()
+    SHARE[2] += 1
+    return SHARE[2] % SHARE[1] == SHARE[0] and not late()
+
+
 def say(**figures: Any) -> None:
     """One result: to the screen and to --out."""
+    if SHARE:
+        return
+    figures["at"] = time.monotonic() - START
     line = json.dumps({key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in figures.items()})
     print(line, flush=True)
     for file in OUT:
@@ -48,34 +67,64 @@ def say(**figures: Any) -> None:
         file.flush()
 
 
+@contextmanager
+def attempt(case: str, **notes: Any) -> Iterator[None]:
+    """Say what fails within, and go on; a fault of the GPU itself ends the section, since nothing runs in this process after it."""
+    try:
+        yield
+    except Exception as error:
+        if broken(error) and not SHARE:
+            raise
+        first = str(error).strip().splitlines()[:1]
+        say(case=case, error=f"{type(error).__name__}: {first[0][:200] if first else ''}", **notes)
+
+
+def broken(error: BaseException) -> bool:
+    """Whether the GPU's context is lost."""
+    said = str(error)
+    return "CUDA error" in said and "out of memory" not in said
+
+
 def seconds(run: Callable[[], Any]) -> float:
-    """Median of one call."""
-    if DRY:
+    """Median of one call; all that runs before is warm, and L2 is flushed between the calls."""
+    if DRY or SHARE:
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
     from triton.testing import do_bench
 
-    return float(do_bench(run, warmup=25, rep=150, return_mode="median")) / 1e3
+    return float(do_bench(run, warmup=25, rep=100, return_mode="median")) / 1e3
 
 
-def compare(case: str, flops: float, contestants: Timed, **notes: Any) -> None:
-    """Time all contestants twice, ours first; say each one's time, rate, and how much faster ours is."""
+def queued(runs: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+    """All the runs as one CUDA graph: what they take on the GPU, without Python's share, which a small product is shorter than."""
+    if DRY or SHARE:
+        return lambda: [run() for run in runs]
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [run() for run in runs]
+    return lambda: (graph.replay(), kept)[0]
+
+
+def compare(case: str, flops: float, contestants: Timed, *, gbytes: float | None = None, calls: int = 1, **notes: Any) -> None:
+    """Time all contestants twice, ours first; say each one's time, rate, and how much faster ours is. A run is of `calls` calls."""
     rounds: dict[str, list[float]] = {}
-    for _ in range(1 if DRY else 2):
+    for _ in range(1 if DRY or SHARE else 2):
         for name, run in contestants.items():
             if late():
                 say(case=case, name=name, error="out of time")
                 continue
-            try:
-                rounds.setdefault(name, []).append(seconds(run))
-            except Exception as error:  # a backend that does not take the case, or has no memory
-                rounds.pop(name, None)
-                say(case=case, name=name, error=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error) else ''}")
-    mine = min(rounds.get("ours", [float("nan")]))
+            with attempt(case, name=name):
+                rounds.setdefault(name, []).append(seconds(run) / calls)
+    ours = min(rounds.get("ours") or [float("nan")])
     for name, times in rounds.items():
-        best = min(times)
-        say(case=case, name=name, ms=best * 1e3, tflops=flops / best / 1e12, ours_is=best / mine, spread=max(times) / best - 1, **notes)
+        if times:
+            best = min(times)
+            rate = {"tflops": flops / best / 1e12} if gbytes is None else {"gbytes_per_s": gbytes / best}
+            say(case=case, name=name, ms=best * 1e3, **rate, ours_is=best / ours, spread=max(times) / best - 1, **notes)
 
 
 def close(case: str, found: Tensor, expected: Tensor, limit: float) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _gpu_common import DEVICE, DRY, DTYPE, Timed, close, compare, late, make, say
+from _gpu_common import DEVICE, DRY, DTYPE, Timed, attempt, close, compare, make, mine, missing, queued, say
 from torch import Tensor, nn
 
 from effcompile.ops.group_quant import pack_int4, quantize_groups, quantized_linear
@@ -16,17 +16,34 @@ from effcompile.ops.states8 import BLOCK, adam8
 GROUP = 32 if DRY else 128
 
 
+#: Weights that a product of a few rows takes in turn, so that none of them is found in L2, where it is not in a model.
+IN_TURN = 2 if DRY else 6
+
+
 def products() -> None:
     """y = x Wᵀ with W in 4 or 8 bits: a few rows (memory bound), and many (arithmetic bound). All outputs in bf16."""
     n, k = (64, 64) if DRY else (8192, 8192)
-    for rows in (16,) if DRY else (16, 512, 8192):
-        if not late():
-            x, weight = make(rows, k), make(n, k) * k**-0.5
-            for name, contestants in (("int4 weight", int4(x, weight)), ("int8 x int8", int8(x, weight)), ("fp8 x fp8", fp8(x, weight))):
-                runs = {**contestants, "cuBLAS bf16": lambda: F.linear(x, weight)}  # noqa: B023 - called at once
-                close(f"gemm {name} m{rows}", runs["ours"](), runs["exact"](), 6e-3)
-                del runs["exact"]
-                compare(f"gemm {name} m{rows} n{n} k{k}", 2.0 * rows * n * k, runs)
+    for rows in (16,) if DRY else (16, 8192, 512):
+        for name, made in (("int4 weight", int4), ("int8 x int8", int8), ("fp8 x fp8", fp8)):
+            if mine():
+                with attempt(f"gemm {name} m{rows}"):
+                    product(f"gemm {name} m{rows}", made, rows, n, k)
+
+
+def product(case: str, made: Callable[[Tensor, Tensor], Timed], rows: int, n: int, k: int) -> None:
+    """One kind on one shape; a small product's calls are queued in a graph, over several weights."""
+    count, sets = IN_TURN if rows <= 64 else 1, []
+    for _ in range(count):
+        x, weight = make(rows, k), make(n, k) * k**-0.5
+        sets.append({**made(x, weight), "cuBLAS bf16": lambda x=x, weight=weight: F.linear(x, weight)})
+    close(case, sets[0]["ours"](), sets[0]["exact"](), 6e-3)
+    runs: Timed = {}
+    for name in sets[0]:
+        if name != "exact":
+            each = [one[name] for one in sets if name in one]
+            with attempt(case, name=name):
+                runs[name] = each[0] if count == 1 else queued(each)
+    compare(f"{case} n{n} k{k}", 2.0 * rows * n * k, runs, calls=count)
 
 
 def int4(x: Tensor, weight: Tensor) -> Timed:
@@ -59,7 +76,7 @@ def fp8(x: Tensor, weight: Tensor) -> Timed:
 
 def torchao(config: str, x: Tensor, weight: Tensor, **options: Any) -> Timed:
     """torchao's linear of this kind, compiled as its documentation says; nothing where it is not installed or does not take the shape."""
-    if DRY:
+    if DRY or missing("torchao"):
         return {}
     try:
         from torchao import quantization
@@ -83,15 +100,22 @@ def torchao(config: str, x: Tensor, weight: Tensor, **options: Any) -> Timed:
 
 
 def states() -> None:
-    """A step of AdamW on states of 8 bits, against torch's fused kernel on 32 bits, and torchao's compiled one."""
-    n = 4 * BLOCK if DRY else 1 << 28
-    p, grad = make(n), make(n)
+    """A step of AdamW on states of 8 bits, against torch's fused kernel on states of the parameters' own width, and torchao's."""
+    for dtype in (torch.float32,) if DRY else (torch.float32, DTYPE):
+        if mine():
+            with attempt(f"AdamW {dtype}"):
+                one_width(dtype, 4 * BLOCK if DRY else 1 << 27)
+
+
+def one_width(dtype: torch.dtype, n: int) -> None:
+    """Parameters, gradients, and torch's states of this type."""
+    p, grad = make(n, dtype=dtype), make(n, dtype=dtype)
     codes = [torch.randint(0, 256, (n,), dtype=torch.uint8, device=DEVICE) for _ in range(2)]
     scales = [torch.rand(n // BLOCK, device=DEVICE) * 1e-3 for _ in range(2)]
     tables = [torch.linspace(low, 1, 256, device=DEVICE) for low in (-1, 0)]
     arguments = (1e-3, 0.9, 0.99, 0.1, 1e-8, 3, True)
 
-    def mine() -> Tensor:
+    def ours() -> Tensor:
         adam8(p, grad, codes[0], scales[0], codes[1], scales[1], *tables, *arguments)
         return p
 
@@ -102,17 +126,19 @@ def states() -> None:
         kept = [t.clone() for code, scale in zip(codes, scales, strict=True) for t in (code[:part], scale[: part // BLOCK])]
         update(moved, grad[:part].float(), *kept, *tables, *arguments)
         updates.append(moved - p[:part].float())
-    close("AdamW's update, 8-bit states", *updates, 1e-4)
-    nbytes = n * (3 * p.element_size() + 4)  # p read and written, gradient read, two codes read and written
-    runs: Timed = {"ours": mine, "torch fused, 32-bit": optimizer_step(torch.optim.AdamW, p, grad, fused=True)}
+    close(f"AdamW's update of {dtype}, 8-bit states", *updates, 1e-4)
+    width = p.element_size()
+    case = f"AdamW of {n} {str(dtype).rpartition('.')[2]} parameters"
+    least = {"ours": n * (3 * width + 4), "torch fused": n * 7 * width}  # p, both states read and written, the gradient read
+    runs: Timed = {"ours": ours, "torch fused": optimizer_step(torch.optim.AdamW, p, grad, fused=True)}
     if not DRY:
         try:
             from torchao.optim import AdamW8bit
 
             runs["torchao 8-bit"] = optimizer_step(AdamW8bit, p, grad)
         except ImportError as error:
-            say(case="AdamW", name="torchao 8-bit", error=str(error))
-    compare(f"AdamW of {n} parameters", 12.0 * n, runs, least_gbytes=nbytes / 1e9)
+            say(case=case, name="torchao 8-bit", error=str(error))
+    compare(case, 12.0 * n, runs, gbytes=least["ours"] / 1e9, torch_moves_gbytes=least["torch fused"] / 1e9)
 
 
 def optimizer_step(kind: Any, p: Tensor, grad: Tensor, **options: Any) -> Callable[[], Any]:

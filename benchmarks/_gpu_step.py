@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _gpu_common import DEVICE, DRY, DTYPE, missing, say
+from _gpu_common import DEVICE, DRY, DTYPE, attempt, late, missing, say
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,14 +63,22 @@ class Llama(nn.Module):
 
 def step() -> None:
     """Seconds and the allocator's peak of each, what was predicted beside what was measured."""
+    if late():
+        return
     torch.manual_seed(0)
     model = Llama(*SHAPE, LENGTH).to(DEVICE, DTYPE)
     ids, labels = (torch.randint(SHAPE[-1], (BATCH, LENGTH), device=DEVICE) for _ in range(2))
     count = sum(p.numel() for p in model.parameters())
-    natural = timed("eager", lambda: model(ids, labels), model, parameters=count)
+    natural = None
+    with attempt("step", name="eager"):
+        natural = timed("eager", lambda: model(ids, labels), model, parameters=count)
     model.recompute = True
-    timed("torch.utils.checkpoint, every block", lambda: model(ids, labels), model)
+    with attempt("step", name="torch.utils.checkpoint, every block"):
+        timed("torch.utils.checkpoint, every block", lambda: model(ids, labels), model)
     model.recompute = False
+    model.zero_grad(set_to_none=True)
+    if not DRY:
+        torch.cuda.empty_cache()  # what is free is asked of the driver
     if lacking := missing("msgspec", "z3"):
         say(case="step", name="ours", error=f"not planned without {' and '.join(lacking)}: carry the wheels (benchmarks/README.md)")
         return

@@ -1,21 +1,24 @@
 """The Triton kernels on a GPU, in one call: ceilings, correctness, then ratios against what else there is. One JSON line per figure.
 
-    python benchmarks/gpu.py [--only ceilings correctness step gemm loss_head states block_sparse attention] [--seconds 540] [--out F.jsonl]
+    python benchmarks/gpu.py [--only correctness attention …] [--seconds 540] [--out F.jsonl]
     python benchmarks/gpu.py --dry        # tiny shapes in triton's interpreter, no GPU: does the script run
 
-Needs torch ≥ 2.11, triton ≥ 3.6 and numpy; `--dry` ml_dtypes, too. What else a section can use and does not find is named in the first
-line, and in a line of that section, which then times the other contestants: z3 and msgspec plan (`step`), torchao is a peer (`gemm`,
-`states`). Figures are written as they come, to --out or $OUT/gpu.jsonl, so that a run that is cut short loses none. benchmarks/README.md
-has the commands for a machine that reaches no registry and takes ten minutes a command. Times
+The sections stand in the order of what matters, and --seconds is kept: what comes late is left out, and says so. Before the first of
+them --processes others compile the cases' kernels (ours, FlexAttention's), each a share, so that waiting for compilers is not what the time
+goes to. Needs torch ≥ 2.11, triton ≥ 3.6 and numpy; `--dry` ml_dtypes, too. What else a section can use and does not find is named in
+the first line, and in a line of that section, which then times the other contestants: z3 and msgspec plan (`step`), torchao is a peer
+(`gemm`, `states`). Figures are written as they come, to --out or $OUT/gpu.jsonl, so that a run that is cut short loses none.
+benchmarks/README.md has the commands for a machine that reaches no registry and takes ten minutes a command. Times
 are medians of CUDA events, every contestant of a case in one process, the whole round twice; `spread` is how far the rounds lie
 apart. `predicted…` is the ratio that the visited tiles allow: it is printed beside what was measured. What fails is a line with its
-error, and the rest goes on.
+error, and the rest goes on; after a fault of the GPU in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -26,22 +29,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from _gpu_common import (
-    DEVICE,
-    DRY,
-    DTYPE,
-    END,
-    OUT,
-    Timed,
-    close,
-    compare,
-    late,
-    make,
-    missing,
-    say,
-    seconds,
-)
+from _gpu_common import DEVICE, DRY, DTYPE, END, OUT, SHARE, Timed, attempt, broken, close, compare, make, mine, missing, say, seconds
 from _gpu_products import products, states
+from _gpu_rows import rows
 from _gpu_step import step
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -70,36 +60,57 @@ def ceilings() -> None:
     say(case="ceiling: copy", gbytes_per_s=4 * size / took / 1e9)
 
 
-#: name → (terms of the operator, sliding or not, what the tiles are of).
-def forms(s: int) -> dict[str, dict[str, Any]]:
-    window = max(4, min(1024, s // 2))
-    ids = torch.arange(s, device=DEVICE)[None] * 8 // s
-    return {
-        "causal": {"hi": 0},
-        "full": {},
-        "window": {"lo": 1 - window, "hi": 0},
-        "documents": {"hi": 0, "q_ids": ids, "k_ids": ids},
-        "softcap": {"hi": 0, "softcap": 30.0},
-        "bias": {"hi": 0, "bias": make(1, 1, s, s)},
-    }
+def candidates() -> None:
+    """What the tuner will time before the first call of a head size: compiled beside, found in the cache then."""
+    from effcompile.backends.triton import attention as launchers
+    from effcompile.backends.triton.configs import KERNELS
+
+    for d in (128, 64):
+        for kernel in KERNELS:
+            for option in launchers._options(kernel, torch.device(DEVICE), DTYPE, d, d):
+                if mine():
+                    with attempt(f"{kernel} {option}"):
+                        launchers.trial(kernel, option, torch.device(DEVICE), DTYPE, d)()
+
+
+FORMS = ("causal", "window", "documents", "softcap", "full", "bias")
+
+
+def form_of(name: str, s: int) -> dict[str, Any]:
+    """The operator's terms."""
+    if name == "window":
+        return {"lo": 1 - max(4, min(1024, s // 2)), "hi": 0}
+    if name == "documents":
+        ids = torch.arange(s, device=DEVICE)[None] * 8 // s
+        return {"hi": 0, "q_ids": ids, "k_ids": ids}
+    if name == "bias":
+        return {"hi": 0, "bias": make(1, 1, s, s)}
+    return {"causal": {"hi": 0}, "softcap": {"hi": 0, "softcap": 30.0}, "full": {}}[name]
 
 
 def correctness() -> None:
-    """Every form at a real length, on the first head, against fp64 math on the whole score matrix."""
-    s, d = (64, 16) if DRY else (2048, 128)
-    for name, form in forms(s).items():
-        for dv in (d, d // 2):
-            q, k, v = make(1, 2, s, d, grad=True), make(1, 1, s, d, grad=True), make(1, 1, s, dv, grad=True)
-            grad = make(1, 2, s, dv)
-            out = call(q, k, v, d**-0.5, form)[0]
-            out.backward(grad)
-            wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-            expected = dense(wide[0], wide[1], wide[2], d**-0.5, form)
-            close(f"{name} d{d} dv{dv} out", out.detach(), expected.detach(), 6e-3)
-            expected.backward(grad.double())
-            for letter, one, other in zip("qkv", (q, k, v), wide, strict=True):
-                assert one.grad is not None and other.grad is not None
-                close(f"{name} d{d} dv{dv} d{letter}", one.grad, other.grad, 6e-3)
+    """Every form at a real length against fp64 math on the whole score matrix."""
+    s = 64 if DRY else 2048
+    for d, dv in ((16, 16), (16, 8)) if DRY else ((128, 128), (64, 64), (128, 64)):
+        for name in FORMS if d == dv else ("causal", "softcap"):
+            if mine():
+                with attempt(f"correct: {name} d{d} dv{dv}"):
+                    one_form(f"{name} d{d} dv{dv}", form_of(name, s), s, d, dv)
+
+
+def one_form(case: str, form: dict[str, Any], s: int, d: int, dv: int) -> None:
+    """Output and gradients of two heads that share one key head."""
+    q, k, v = make(1, 2, s, d, grad=True), make(1, 1, s, d, grad=True), make(1, 1, s, dv, grad=True)
+    grad = make(1, 2, s, dv)
+    out = call(q, k, v, d**-0.5, form)[0]
+    out.backward(grad)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = dense(wide[0], wide[1], wide[2], d**-0.5, form)
+    close(f"{case} out", out.detach(), expected.detach(), 6e-3)
+    expected.backward(grad.double())
+    for letter, one, other in zip("qkv", (q, k, v), wide, strict=True):
+        assert one.grad is not None and other.grad is not None
+        close(f"{case} d{letter}", one.grad, other.grad, 6e-3)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, form: dict[str, Any]) -> Tensor:
@@ -126,34 +137,55 @@ def call(q: Tensor, k: Tensor, v: Tensor, scale: float, form: dict[str, Any], li
 
 def attention_cases() -> None:
     """Forward, and forward with backward: 16k tokens, 2048 wide, against each SDPA backend and FlexAttention, both pinned."""
-    lengths, tokens = ((64,), 64) if DRY else ((4096, 16384, 1024), 16384)  # by what matters: the time may end
-    for s in lengths:
-        for d in (16,) if DRY else (64, 128):
-            equal = (2, 2) if DRY else (2048 // d, 2048 // d)
-            for name, form in forms(s).items():
-                for heads in (equal, (equal[0], max(1, equal[1] // 8))) if name == "causal" else (equal,):
-                    if not late():
-                        one_case(name, form, tokens // s, heads, s, d)
+    s = 64 if DRY else 16384
+    for name in ("causal", "window", "documents", "softcap", "full"):
+        for d in (16,) if DRY else (128, 64):
+            one_case(name, 1, s, d)
+    one_case("causal", 1, s, 16 if DRY else 128, group=2 if DRY else 8)
 
 
-def one_case(name: str, form: dict[str, Any], b: int, heads: tuple[int, int], s: int, d: int) -> None:
-    """All contestants of one form and shape."""
-    if form.get("bias") is not None and s > 4096:
+def lengths() -> None:
+    """The same for shorter sequences, as many tokens."""
+    for s in (64,) if DRY else (4096, 1024):
+        for d in (16,) if DRY else (128, 64):
+            for name in ("causal", "bias", "window", "documents"):
+                one_case(name, 1 if DRY else 16384 // s, s, d)
+
+
+def one_case(name: str, b: int, s: int, d: int, *, group: int = 1) -> None:
+    """All contestants of one form and shape, if there is time."""
+    if not mine():
         return
-    q, k, v = make(b, heads[0], s, d, grad=True), make(b, heads[1], s, d, grad=True), make(b, heads[1], s, d, grad=True)
-    grad, scale, block = make(b, heads[0], s, d), d**-0.5, 32 if DRY else 128
-    tiles = visibility(form).tiles(block, block, q_len=s, k_len=s)
-    lists = [t.to(DEVICE) for t in tiles.tensors()] if "q_ids" in form else None
-    runs: dict[str, Callable[[], Tensor]] = {"ours": lambda: call(q, k, v, scale, form, lists, block if lists else 0)[0]}
-    runs |= sdpa(q, k, v, name, scale) if name in ("causal", "full") else {}
-    runs |= {"causal flash": sdpa(q, k, v, "causal", scale)["FLASH_ATTENTION"]} if name in ("window", "documents") and not DRY else {}
-    if not DRY:
-        runs["flex"] = flex(q, k, v, form, scale, s)
-    flops = 4.0 * d * pairs(q, k, form)
-    label = f"{name} d{d} s{s} h{heads[0]}:{heads[1]}"
-    notes = {"tiles": tiles.density, "predicted_over_causal": 0.5 * (1 + block / s) / max(tiles.density, 1e-9)}
-    compare(f"forward {label}", flops, {n: no_grad(run) for n, run in runs.items()}, **notes)
-    compare(f"forward+backward {label}", 3.5 * flops, {n: with_backward(run, grad, (q, k, v)) for n, run in runs.items()}, **notes)
+    heads = 2 if DRY else 2048 // d
+    label = f"{name} d{d} s{s} h{heads}:{heads // group}"
+    with attempt(label):
+        form = form_of(name, s)
+        q, k, v = make(b, heads, s, d, grad=True), make(b, heads // group, s, d, grad=True), make(b, heads // group, s, d, grad=True)
+        grad, scale, block = make(b, heads, s, d), d**-0.5, 32 if DRY else 128
+        tiles = visibility(form).tiles(block, block, q_len=s, k_len=s)
+        lists = [t.to(DEVICE) for t in tiles.tensors()] if "q_ids" in form else None
+        runs: dict[str, Callable[[], Tensor]] = {"ours": lambda: call(q, k, v, scale, form, lists, block if lists else 0)[0]}
+        runs |= sdpa(q, k, v, name, scale) if name in ("causal", "full") else {}
+        runs |= {"causal flash": sdpa(q, k, v, "causal", scale)["FLASH_ATTENTION"]} if name in ("window", "documents") and not DRY else {}
+        if not DRY:
+            with attempt(label, name="flex"):
+                runs["flex"] = flex(q, k, v, form, scale, s)
+        flops = 4.0 * d * pairs(q, k, form)
+        notes = {"tiles": tiles.density, "predicted_over_causal": 0.5 * (1 + block / s) / max(tiles.density, 1e-9)}
+        compare(f"forward {label}", flops, {n: no_grad(run) for n, run in runs.items()}, **notes)
+        compare(f"forward+backward {label}", 3.5 * flops, {n: with_backward(run, grad, (q, k, v)) for n, run in runs.items()}, **notes)
+        agree(label, runs, grad, (q, k, v))
+
+
+def agree(label: str, runs: dict[str, Callable[[], Tensor]], grad: Tensor, leaves: tuple[Tensor, ...]) -> None:
+    """Say how far ours and a peer that computes the same lie apart; what was timed is what is compared."""
+    peer = next((name for name in ("flex", "FLASH_ATTENTION", "MATH") if name in runs), None)
+    if peer is None:
+        return
+    with attempt(f"correct: {label} against {peer}"):
+        found = [(out.detach(), *torch.autograd.grad(out, leaves, grad)) for out in (runs["ours"](), runs[peer]())]
+        for what, one, other in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+            close(f"{label} {what} against {peer}", one, other, 1e-2)
 
 
 def pairs(q: Tensor, k: Tensor, form: dict[str, Any]) -> int:
@@ -175,11 +207,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, name: str, scale: float) -> dict[str, 
     return {kind.name: (lambda kind=kind: run(kind)) for kind in kinds}
 
 
-_flex = torch.compile(flex_attention, dynamic=False)
-
-
 def flex(q: Tensor, k: Tensor, v: Tensor, form: dict[str, Any], scale: float, s: int) -> Callable[[], Tensor]:
-    """FlexAttention, compiled, with the same mask and score change."""
+    """FlexAttention, compiled, with the same mask and score change.
+
+    Each case is compiled afresh: after eight variants of one function dynamo runs it unfused. `fullgraph` makes that an error.
+    """
     lo, hi, ids, cap, bias = (form.get(name) for name in ("lo", "hi", "q_ids", "softcap", "bias"))
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -194,7 +226,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, form: dict[str, Any], scale: float, s:
 
     mask = None if hi is None and lo is None and ids is None else create_block_mask(seen, None, None, s, s, device=DEVICE)
     mod = change if cap or bias is not None else None
-    return lambda: _flex(q, k, v, score_mod=mod, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    torch._dynamo.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return lambda: compiled(q, k, v, score_mod=mod, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def no_grad(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -210,62 +244,136 @@ def with_backward(run: Callable[[], Tensor], grad: Tensor, leaves: tuple[Tensor,
 
 
 def loss_head() -> None:
-    """Linear and cross entropy, forward and backward: time, and the peak of memory beyond inputs and gradients."""
+    """Linear and cross entropy, forward and backward: time, and the peak of memory beyond what is given and what comes out."""
+    if not mine():
+        return
     n, d, words = (40, 32, 100) if DRY else (8192, 2304, 256000)
     x, weight = make(n, d), make(words, d)
     weight.mul_(d**-0.5)
     target = torch.randint(words, (n,), device=DEVICE)
     form = (MEAN, -100, 1.0, 1.0, False, 2 if DRY else 16)
 
-    def mine() -> Any:
+    def mine_in_two() -> Any:
         loss, lse = loss_head_forward(x, weight, None, target, *form)
         return loss, loss_head_backward(torch.ones_like(loss), x, weight, None, target, lse, *form, [True, True, False])
 
     def eager(a: Tensor, w: Tensor) -> Tensor:
         return F.cross_entropy((a @ w.T).float(), target)
 
-    compiled = torch.compile(eager)
     leaves = (x.detach().requires_grad_(), weight.detach().requires_grad_())
     once = lambda: loss_head_gradients(x, weight, None, target, *form, [True, True, False])  # noqa: E731
-    theirs: Timed = {"ours": mine, "ours in one pass": once, "eager": lambda: torch.autograd.grad(eager(*leaves), leaves)}
+    runs: Timed = {"ours": mine_in_two, "ours in one pass": once, "eager": lambda: torch.autograd.grad(eager(*leaves), leaves)}
     if not DRY:
-        theirs["torch.compile"] = lambda: torch.autograd.grad(compiled(*leaves), leaves)
-    _, gradients = mine()
-    wanted = torch.autograd.grad(eager(*leaves), leaves)
-    for name, found in (("loss head", gradients), ("loss head in one pass", once()[1:])):
-        close(f"{name} dx", found[0], wanted[0], 6e-3)
-        close(f"{name} dW", found[1], wanted[1], 6e-3)
-    del wanted, found, gradients
-    compare(f"loss head N{n} D{d} V{words}", 6.0 * n * d * words, theirs)
-    if not DRY:
-        for name, run in theirs.items():
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            result = run()
-            say(case="loss head memory", name=name, mbytes=(torch.cuda.max_memory_allocated() - before) / 1e6)
-            del result
+        torch._dynamo.reset()
+        compiled = torch.compile(eager, dynamic=False)
+        runs["torch.compile"] = lambda: torch.autograd.grad(compiled(*leaves), leaves)
+    with attempt("correct: loss head"):
+        wanted = torch.autograd.grad(eager(*leaves), leaves)
+        for name, made in (("loss head", lambda: mine_in_two()[1]), ("loss head in one pass", lambda: once()[1:])):
+            found = made()
+            close(f"{name} dx", found[0], wanted[0], 6e-3)
+            close(f"{name} dW", found[1], wanted[1], 6e-3)
+            del found
+        del wanted
+    compare(f"loss head N{n} D{d} V{words}", 6.0 * n * d * words, runs)
+    for name, run in {} if DRY or SHARE else runs.items():
+        with attempt("loss head memory", name=name):
+            say(case="loss head memory", name=name, mbytes=working_bytes(run) / 1e6)
+
+
+def working_bytes(run: Callable[[], Any]) -> int:
+    """The allocator's peak in one call, beyond what there was before and what the call returns."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    kept = torch.cuda.memory_allocated() - before
+    del result
+    return peak - before - kept
 
 
 def block_sparse() -> None:
     """y = x Wᵀ with half and nine of ten blocks left out, against the dense product."""
-    for b in (32,) if DRY else (32, 64, 128):
-        for sparsity in (0.5, 0.9):
-            one_sparsity(b, sparsity, *((40, 128) if DRY else (16384, 8192)))
+    for b in (32,) if DRY else (64, 128, 32):
+        for sparsity in (0.9, 0.5):
+            if mine():
+                with attempt(f"block-sparse {sparsity} b{b}"):
+                    one_sparsity(b, sparsity, *((40, 128) if DRY else (16384, 8192)))
 
 
 def one_sparsity(b: int, sparsity: float, rows: int, n: int) -> None:
-    """rows × n times n × n."""
+    """rows × n times n × n, forward, and the two gradients."""
     pattern = BlockPattern.random(n, n, b, sparsity, torch.Generator().manual_seed(0))
     structure = [t.to(DEVICE) for t in (pattern.crow, pattern.col, pattern.ccol, pattern.row, pattern.perm)]
     values, x, weight = make(len(pattern.col), b, b), make(rows, n), make(n, n)
     runs: Timed = {"ours": lambda: block_sparse_linear(x, values, *structure), "dense": lambda: F.linear(x, weight)}
+    close(f"block-sparse {sparsity} b{b}", runs["ours"](), F.linear(x, pattern.to(DEVICE).to_dense(values)), 6e-3)
     compare(f"block-sparse {sparsity} b{b}", 2.0 * rows * values.numel(), runs, predicted=1 / (1 - sparsity))
+    leaves, full = tuple(t.requires_grad_() for t in (x, values)), weight.requires_grad_()
+    grad, known = make(rows, n), block_sparse_linear(x, values, *structure)
+    theirs = F.linear(x, full)
+    pair: Timed = {
+        "ours": lambda: torch.autograd.grad(known, leaves, grad, retain_graph=True),
+        "dense": lambda: torch.autograd.grad(theirs, (x, full), grad, retain_graph=True),
+    }
+    compare(f"block-sparse backward {sparsity} b{b}", 4.0 * rows * values.numel(), pair, predicted=1 / (1 - sparsity))
 
 
+#: In the order of what matters: the time may end.
 SECTIONS: dict[str, Callable[[], None]] = {
-    "ceilings": ceilings, "correctness": correctness, "step": step, "gemm": products, "loss_head": loss_head, "states": states,
-    "block_sparse": block_sparse, "attention": attention_cases,
+    "ceilings": ceilings, "correctness": correctness, "attention": attention_cases, "block_sparse": block_sparse, "loss_head": loss_head,
+    "rows": rows, "states": states, "gemm": products, "step": step, "lengths": lengths,
 }  # fmt: skip
+#: Those whose kernels are compiled beside, before the first is run.
+COMPILED = ("correctness", "attention", "block_sparse", "loss_head", "rows", "gemm", "lengths")
+
+
+def compile_beside(sections: list[str], processes: int, patience: float) -> None:
+    """Have other processes run each case once, none twice, for the compilers' caches; those that take longer than `patience` are ended."""
+    chosen = [name for name in sections if name in COMPILED]
+    if DRY or not chosen or processes < 1:
+        return
+    environment = {**os.environ, "EFFCOMPILE_TUNE": "off", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--seconds", str(patience), "--only", *chosen, "--share"]
+    start = time.monotonic()
+    started = [
+        subprocess.Popen([*command, str(i), str(processes)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for i in range(processes)
+    ]
+    for one in started:
+        try:
+            one.wait(max(0.0, start + patience - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+    say(case="compiled beside", seconds=time.monotonic() - start, processes=processes, failed=sum(one.returncode != 0 for one in started))
+
+
+def run_sections(options: argparse.Namespace) -> bool:
+    """Each in turn; whether all of them ran."""
+    whole = True
+    for index, section in enumerate(options.only):
+        try:
+            SECTIONS[section]()
+        except Exception as error:  # one section's failure must not cost the others their time on the machine
+            whole = False
+            say(section=section, error=traceback.format_exc(limit=-3))
+            if broken(error) and not SHARE:
+                return elsewhere(options.only[index + 1 :]) and whole
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+    return whole
+
+
+def elsewhere(sections: list[str]) -> bool:
+    """The rest in a new process, where this one's context of the GPU is lost; False, since something failed."""
+    if sections:
+        left = max(1.0, END[0] - time.monotonic())
+        out = ["--out", OUT[0].name] if OUT else []
+        subprocess.run([sys.executable, __file__, "--processes", "0", "--seconds", str(left), *out, "--only", *sections], check=False)
+    return False
 
 
 def main() -> None:
@@ -273,10 +381,14 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--only", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--seconds", type=float, default=540.0, help="start nothing further after this time")
+    parser.add_argument("--processes", type=int, default=min(12, (os.cpu_count() or 1) - 2), help="that compile before anything is timed")
+    parser.add_argument("--share", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(os.environ["OUT"], "gpu.jsonl") if "OUT" in os.environ else None)
     options = parser.parse_args()
     END[0] = time.monotonic() + options.seconds
-    if options.out:
+    if options.share:
+        SHARE.extend([*options.share, -1])
+    elif options.out:
         OUT.append(options.out.open("a"))
     torch.manual_seed(0)
     lacking = missing("triton", "msgspec", "z3", "torchao", *["ml_dtypes"] * DRY)
@@ -285,14 +397,11 @@ def main() -> None:
     say(device=name, torch=torch.__version__, triton=version("triton"), missing=lacking, declined=reason)
     if reason is not None:
         sys.exit(reason)
-    failed = False
-    for section in options.only:
-        try:
-            SECTIONS[section]()
-        except Exception:  # one section's failure must not cost the others their time on the machine
-            failed = True
-            say(section=section, error=traceback.format_exc(limit=-3))
-    sys.exit(1 if failed else 0)
+    if SHARE and not DRY and {"attention", "lengths", "correctness"} & set(options.only):
+        candidates()
+    elif not SHARE:
+        compile_beside(options.only, options.processes, min(120.0, options.seconds / 3))
+    sys.exit(0 if run_sections(options) else 1)
 
 
 if __name__ == "__main__":
