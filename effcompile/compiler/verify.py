@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import variants
 from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
-from effcompile.compiler.room import Room, device_of
+from effcompile.compiler.rounding import exact_limit, in_float64, most_rounding
 from effcompile.core.errors import EffcompileError
 from effcompile.core.findings import Failed, Together
 from effcompile.core.goal import Goal
@@ -25,19 +24,16 @@ from effcompile.core.types import Outputs
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program
-from effcompile.ir.resident import resident_bytes
 
 Run = Callable[..., Any]
-
-#: No exact result may be further off than this, whatever the model's own rounding: beyond, rounding chose another branch (an expert).
-_MOST_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     """One input of the verification and what the original model returns for it.
 
-    `rounding`: how far that is from what the model computes in float64; 0 where it cannot. It runs the model when called.
+    `rounding`: how far that is from what the model computes in float64; 0 where it cannot. It runs the model when called. `most`: the
+    largest error that it may explain.
     """
 
     name: str
@@ -47,16 +43,11 @@ class Reference:
     outputs: tuple[torch.Tensor, ...]
     plain: tuple[Any, ...]
     rounding: Callable[[], float] = lambda: 0.0
+    most: float
 
     def limit(self, goal: Goal, error: float) -> float:
-        """The largest error to accept here: the goal's, or, of an exact goal, what tells two roundings of one value apart.
-
-        A result as near to the true value as the model's own is at most twice as far from the model's (triangle inequality). T5's
-        unscaled scores, for one, make of fp32 rounding 2e-5 at random weights, in eager PyTorch and in Inductor alike.
-        """
-        if not goal.exact or not goal.tolerance < error <= _MOST_ROUNDING:
-            return goal.tolerance
-        return max(goal.tolerance, min(2 * self.rounding(), _MOST_ROUNDING))
+        """The largest error to accept here."""
+        return exact_limit(goal, error, self.most, self.rounding)
 
 
 def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequence[tuple[Any, Any]] = ()) -> list[Reference]:
@@ -82,7 +73,7 @@ def stressed(run: Run, program: Program, cases: Sequence[Reference], goal: Goal)
 
 def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> list[Reference]:
     exact = cache(partial(_in_float64, model, program, goal, cases))
-    found = []
+    found, most = [], most_rounding(model)
     with as_reference(model):
         for name, args, kwargs in cases:
             try:
@@ -92,23 +83,24 @@ def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[
             inputs, read = tuple(program.flat_inputs(args, kwargs)), tuple(_read(_tensors(outputs), goal))
             rounding = partial(_rounding, exact, name, read, _mask(program, inputs))
             plain = tuple(_plain(outputs))
-            found.append(Reference(name=name, args=args, kwargs=kwargs, inputs=inputs, outputs=read, plain=plain, rounding=rounding))
+            found.append(
+                Reference(name=name, args=args, kwargs=kwargs, inputs=inputs, outputs=read, plain=plain, rounding=rounding, most=most)
+            )
     return found
 
 
 def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> dict[str, list[torch.Tensor]]:
     """What a copy of the model in float64 returns, by case; a model that does not run so is left out."""
     found: dict[str, list[torch.Tensor]] = {}
-    nbytes = resident_bytes(model)
-    if Room.of(device_of(model), nbytes, goal.memory).refusal(3 * nbytes, 4 * nbytes):  # a copy, and what double() makes of it
+    wide = in_float64(model, goal)
+    if wide is None:
         return found
     try:
-        wide = deepcopy(model).double()
         with as_reference(wide), torch.no_grad():
             for name, args, kwargs in cases:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
                 found[name] = _read(_tensors(wide(*args, **kwargs)), goal)
-    except Exception:  # dtypes that the model fixes, or state that cannot be copied: the plain limit holds
+    except Exception:  # dtypes that the model fixes: the plain limit holds
         return found
     return found
 

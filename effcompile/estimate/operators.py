@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.timing import median_seconds
-from effcompile.core.types import Args, Value
+from effcompile.core.types import Args, Kwargs, Value
 from effcompile.machine import memory
 from effcompile.ops import block_sparse, grouped
 
@@ -25,6 +25,9 @@ from effcompile.ops import block_sparse, grouped
 _LARGE = 256 << 20
 #: An operator is timed until its figure moves by no more than this share.
 _SETTLED = 0.02
+#: Backward kernels that read their random state on the host, and its operands' names.
+_SEEDED = (torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, torch.ops.aten._efficient_attention_backward.default)
+_SEEDS = ("philox_seed", "philox_offset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,7 @@ def _fits(node: fx.Node) -> bool:
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
     args = _with_full_bags(node.target, args)
+    args, kwargs = _with_seeds_on_host(node.target, args, kwargs)
     args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
@@ -132,6 +136,20 @@ def _with_full_bags(target: object, args: Args) -> Args:
     if target is not torch.ops.aten._embedding_bag_backward.default:
         return args
     return (*args[:4], torch.ones_like(args[4]), *args[5:])
+
+
+def _with_seeds_on_host(target: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The operands of an attention kernel's backward with its random state where the kernel reads it.
+
+    Outside of a stream capture the memory-efficient kernel of CUDA dereferences the seed and the offset on the host
+    (ATen/native/transformers/cuda/attention_backward.cu), though their fake values lie on the device: made up there, they end the process.
+    """
+    found = next((each for each in _SEEDED if each is target), None)
+    if found is None:
+        return args, kwargs
+    names = [argument.name for argument in found._schema.arguments]
+    placed = tuple(value.cpu() if name in _SEEDS else value for name, value in zip(names, args, strict=False))
+    return placed, {name: value.cpu() if name in _SEEDS else value for name, value in kwargs.items()}
 
 
 def _made_bytes(result: object, args: object) -> tuple[int, ...]:

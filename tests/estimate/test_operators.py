@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured, key, made_up, measure
@@ -120,6 +121,18 @@ def test_indices_that_are_made_up_are_valid() -> None:
     nodes = [call(aten.embedding.default, table, ids), call(aten.nll_loss_forward.default, losses, labels, None, 1, -100)]
     measure(nodes, known, seconds_each=0.0)
     assert len(known) == 2
+
+
+def test_the_random_state_of_attentions_backward_lies_where_its_kernel_reads_it() -> None:
+    """CUDA's memory-efficient kernel reads it on the host: on the device, as its fake values say, the process would end."""
+    target = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    names = [argument.name for argument in target._schema.arguments if not argument.kwarg_only]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        args = tuple(torch.empty(2, device="cuda") if "Tensor" in str(a.type) else 0 for a in target._schema.arguments)[: len(names)]
+        placed, _ = operators._with_seeds_on_host(target, args, {"scale": None})
+        devices = {name: value.device.type for name, value in zip(names, placed, strict=True) if isinstance(value, torch.Tensor)}
+        assert {name for name, device in devices.items() if device == "cpu"} == {"philox_seed", "philox_offset"}
+        assert operators._with_seeds_on_host(torch.ops.aten.add.Tensor, args, {}) == (args, {})
 
 
 def test_seconds_of_a_long_call_are_the_faster_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ class TorchEager:
         return None
 
     def refuses(self, program: Program, goal: Goal) -> str | None:
-        return _not_inference(goal)
+        return _only_forward(goal)
 
     def lacks(self, call: KernelCall) -> Reason | None:
         return numerics.lacks(call)
@@ -69,7 +69,7 @@ class TorchInductor:
         return None
 
     def refuses(self, program: Program, goal: Goal) -> str | None:
-        return _not_inference(goal)
+        return _only_forward(goal)
 
     def lacks(self, call: KernelCall) -> Reason | None:
         return numerics.lacks(call)
@@ -94,5 +94,5 @@ def _open(directory: Path) -> Run:
     return run
 
 
-def _not_inference(goal: Goal) -> str | None:
-    return None if goal.mode == "inference" else "it lowers forward calls only; training runs through the training backend"
+def _only_forward(goal: Goal) -> str | None:
+    return None if goal.mode != "training" else "it lowers forward calls only; training runs through the training backend"

@@ -27,7 +27,7 @@ from effcompile.compiler.refine import Constraints, refine
 from effcompile.compiler.request import Asked, Task
 from effcompile.compiler.search import FREE, Regimes, Search, explain_infeasible
 from effcompile.compiler.settle import corrected
-from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError, VerificationError
+from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, UsageError, VerificationError
 from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
@@ -98,11 +98,11 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
     shop = _shop(task)
     backends = _backends(task.request.backend)
     with shop.progress.step("reference outputs"):
-        told = told_by(model, shop.texts, _source_of(shop.step, model, shop.texts))
-    outcomes, failed = [], {}
+        told = told_by(model, shop.texts, _source_of(shop.step, model, shop.texts), shop.goal)
+    outcomes, failed = [], dict[str, EffcompileError]()
     for backend in backends:
         try:
-            outcomes.append(_settled(shop, backend, told))
+            outcomes.append(_settled(shop, _able(backend, shop), told))
         except EffcompileError as error:
             failed[backend.name] = error
     if not outcomes:
@@ -130,7 +130,7 @@ def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[
     plans, failed = [], {}
     for backend in _backends(task.request.backend):
         try:
-            plans.append(_solved(shop, shop.search(), backend))
+            plans.append(_solved(shop, shop.search(), _able(backend, shop)))
         except EffcompileError as error:
             failed[backend.name] = error
     if not plans:
@@ -149,6 +149,13 @@ def _backends(name: str | None) -> list[Backend]:
     if name is not None:
         return usable_backends(name)[0]
     return [backend for backend in usable_backends(None)[0] if backend.name in BACKENDS]
+
+
+def _able(backend: Backend, shop: Shop) -> Backend:
+    """The backend. Raises LoweringError when it does not take this step."""
+    if (reason := backend.refuses(shop.step.program, shop.goal)) is not None:
+        raise LoweringError(f"The backend {backend.name} does not run this model: {reason}.")
+    return backend
 
 
 def _shop(task: Task) -> Shop:
@@ -260,9 +267,12 @@ def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> 
 
 
 def _joined(failed: dict[str, EffcompileError]) -> EffcompileError:
-    """The nearest miss of those that no plan was found for, else the first failure."""
+    """The nearest miss of those that no plan was found for, else the failure of each backend."""
     infeasible = {name: error for name, error in failed.items() if isinstance(error, InfeasibleError)}
-    return explain_infeasible(infeasible) if infeasible else next(iter(failed.values()))
+    if infeasible:
+        return explain_infeasible(infeasible)
+    first, *others = failed.values()
+    return LoweringError("\n".join(map(str, (first, *others)))) if others else first
 
 
 def open_generation(directory: Path) -> OpenedGeneration:
