@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.timing import median_seconds
-from effcompile.core.types import Args, Kwargs, Value
+from effcompile.core.types import Args, Value
 from effcompile.machine import memory
 from effcompile.ops import block_sparse, grouped
 
@@ -87,8 +87,7 @@ def _fits(node: fx.Node) -> bool:
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
-    args = _with_full_bags(node.target, args)
-    args, kwargs = _with_seeds_on_host(node.target, args, kwargs)
+    args = _with_seeds_on_host(node.target, _with_full_bags(node.target, args))
     args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
@@ -138,7 +137,7 @@ def _with_full_bags(target: object, args: Args) -> Args:
     return (*args[:4], torch.ones_like(args[4]), *args[5:])
 
 
-def _with_seeds_on_host(target: object, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def _with_seeds_on_host(target: object, args: Args) -> Args:
     """The operands of an attention kernel's backward with its random state where the kernel reads it.
 
     Outside of a stream capture the memory-efficient kernel of CUDA dereferences the seed and the offset on the host
@@ -146,10 +145,9 @@ def _with_seeds_on_host(target: object, args: Args, kwargs: Kwargs) -> tuple[Arg
     """
     found = next((each for each in _SEEDED if each is target), None)
     if found is None:
-        return args, kwargs
+        return args
     names = [argument.name for argument in found._schema.arguments]
-    placed = tuple(value.cpu() if name in _SEEDS else value for name, value in zip(names, args, strict=False))
-    return placed, {name: value.cpu() if name in _SEEDS else value for name, value in kwargs.items()}
+    return tuple(value.cpu() if name in _SEEDS else value for name, value in zip(names, args, strict=False))
 
 
 def _made_bytes(result: object, args: object) -> tuple[int, ...]:
