@@ -17,6 +17,7 @@ from torch import Tensor
 
 from effcompile.backends.triton import tune
 from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, shared_memory, using
+from effcompile.backends.triton.kept import keep
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
 from effcompile.backends.triton.layout import WIDEST, by_rows
 from effcompile.core.types import Arguments
@@ -97,7 +98,7 @@ class _Call:
         else:
             within = t.q_ids is not None or t.valid is not None or t.mask is not None
             block_m, block_n = config.block_m, config.block_n
-            both = _closed_form(t.lo, t.hi, t.chunk, *self.full[2:], block_m, block_n, self.q.device, within)
+            both = keep(_closed_form(t.lo, t.hi, t.chunk, *self.full[2:], block_m, block_n, self.q.device, within))
             found = both[4:] if transposed else both[:4]
         b, h, rows = found[0].shape
         strides = (h * rows if b > 1 else 0, rows if h > 1 else 0)

@@ -1,4 +1,4 @@
-"""Models on a GPU: torch's graph with our operators on their tiled kernels, replayed as one CUDA graph where its shapes are fixed."""
+"""Models on a GPU: torch's graph with our operators on their tiled kernels, replayed as one CUDA graph for each shape that comes again."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class Triton:
         if reason is not None:
             raise LoweringError(f"The Triton kernels cannot run {program.name}: {reason}. Plan again with another backend.")
         lowered = lower_eager(edit(linears.emit(program), calibration))
-        fixed = all(isinstance(size, int) for spec in program.inputs for size in spec.shape)
-        run = graphs.declines(lowered.program.graph, fixed=fixed) or graphs.replayed(lowered.run, program.flat_inputs())
+        most = {} if plan.goal.memory is None else {"most": 1}  # each further one has memory of its own
+        run = graphs.declines(lowered.program.graph) or graphs.replayed(lowered.run, program.flat_inputs(), **most)
         settings = {"kernels": _told(lowered.program), "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
         return OnDevice(**{**_fields(lowered), "run": lowered.run if isinstance(run, str) else run, "settings": settings})
 
@@ -80,7 +80,7 @@ class Triton:
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice(TorchLowered):
-    """What is lowered for a GPU; its memory is that of torch's CUDA allocator."""
+    """What is lowered for a GPU; its memory is that of torch's CUDA allocator, with what its graphs hold between calls."""
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         if not all(t.is_cuda for t in inputs):
@@ -88,7 +88,8 @@ class OnDevice(TorchLowered):
         self(*inputs)
         with torch_compat.watched_memory("cuda") as peak:
             self(*inputs)
-        return self.weight_bytes + peak()
+        held = self.run.nbytes if isinstance(self.run, graphs.Replayed) else 0
+        return self.weight_bytes + held + peak()
 
 
 def _bodies(call: KernelCall, device: str) -> list[Body | None] | None:

@@ -1,28 +1,36 @@
-"""One CUDA graph for calls of unchanging shapes: what the host says kernel by kernel is said once, and replayed."""
+"""CUDA graphs for calls of shapes that come again: what the host says kernel by kernel is said once, and replayed."""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from effcompile.backends.triton.kept import keeping
+
 __all__ = ["Replayed", "declines", "replayed"]
 
 Run = Callable[..., Sequence[torch.Tensor]]
+#: Shapes, strides, dtypes and devices of a call's inputs.
+Form = tuple[tuple[object, ...], ...]
 
 #: Calls before a capture: kernels are compiled and tuned in them, libraries make their workspaces.
 _WARM = 3
+#: Graphs that are kept; a shape is recorded when it comes for the second time.
+_MOST = 8
+#: Shapes that are remembered as seen once. Who never repeats one gains nothing by graphs.
+_REMEMBERED = 1024
 
 
-def declines(graph: fx.Graph, *, fixed: bool) -> str | None:
-    """None, or why calls of this graph cannot be replayed. `fixed`: no axis of its inputs is dynamic."""
+def declines(graph: fx.Graph) -> str | None:
+    """None, or why calls of this graph cannot be replayed."""
     if os.environ.get("EFFCOMPILE_CUDA_GRAPHS", "").lower() in ("off", "0", "no"):
         return "EFFCOMPILE_CUDA_GRAPHS is off"
-    if not fixed:
-        return "axes of its inputs are dynamic"
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
@@ -34,45 +42,116 @@ def declines(graph: fx.Graph, *, fixed: bool) -> str | None:
     return None
 
 
-def replayed(run: Run, example: Sequence[torch.Tensor]) -> Replayed | str:
-    """The function, captured now at these inputs; or why CUDA would not capture it (an operator that waits for the GPU in its own code)."""
+def replayed(run: Run, example: Sequence[torch.Tensor], most: int = _MOST) -> Replayed | str:
+    """The function, captured now at these inputs; or why CUDA would not capture it (an operator that waits for the GPU in its own code).
+
+    Args:
+        run: from tensors to tensors, all on one GPU.
+        example: inputs of the first graph.
+        most: graphs that are kept, the last ones used; each has memory of its own.
+    """
     try:
-        return Replayed(run, example)
+        return Replayed(run, example, most)
     except RuntimeError as error:
         return f"it cannot be captured: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
 
 
 class Replayed:
-    """A function of tensors as a graph, captured at the shapes of an example; other shapes run kernel by kernel.
+    """A function of tensors, by graphs that were captured at the shapes of an example and at others when they came for the second time.
 
-    Inputs are copied into the graph's own, results are copied out of it: a result stays as it is when the next call is made. The graph
-    has a pool of memory of its own, which it keeps.
+    Inputs are copied into a graph's own, results are copied out of it: a result stays as it is when the next call is made. Calls
+    from several threads and streams take turns, on the GPU too.
     """
 
-    def __init__(self, run: Run, example: Sequence[torch.Tensor]) -> None:
-        self._run = run
-        self._form = [(t.shape, t.stride(), t.dtype, t.device) for t in example]
-        self._inputs = [t.clone() for t in example]
-        self._graph, self._outputs = self._captured()
+    def __init__(self, run: Run, example: Sequence[torch.Tensor], most: int = _MOST) -> None:
+        self._run, self._most = run, most
+        self._turn = threading.Lock()
+        self._graphs: OrderedDict[Form, _Graph] = OrderedDict([(_form(example), _Graph(run, example))])
+        self._seen: set[Form] = set()  # once
+        self._refused: set[Form] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs hold between calls: memory of their pools, and inputs of their own."""
+        return sum(graph.nbytes for graph in self._graphs.values())
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        if [(t.shape, t.stride(), t.dtype, t.device) for t in inputs] != self._form:
-            return list(self._run(*inputs))
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
-        self._graph.replay()
-        return [output.clone() for output in self._outputs]
+        if not torch.cuda.is_current_stream_capturing():
+            with self._turn:
+                graph = self._graph_of(inputs)
+                if graph is not None:
+                    return graph(inputs)
+        return list(self._run(*inputs))
 
-    @torch.no_grad()
-    def _captured(self) -> tuple[Any, list[torch.Tensor]]:
-        """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's documentation asks)."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM):
-                self._run(*self._inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
-            outputs = list(self._run(*self._inputs))
-        return graph, outputs
+    def _graph_of(self, inputs: Sequence[torch.Tensor]) -> _Graph | None:
+        form = _form(inputs)
+        graph = self._graphs.get(form)
+        if graph is not None:
+            self._graphs.move_to_end(form)
+        elif form in self._seen and form not in self._refused and self._most > 1:
+            graph = self._recorded(form, inputs)
+        elif len(self._seen) < _REMEMBERED:
+            self._seen.add(form)
+        return graph
+
+    def _recorded(self, form: Form, inputs: Sequence[torch.Tensor]) -> _Graph | None:
+        while len(self._graphs) >= self._most:
+            self._graphs.popitem(last=False)
+        try:
+            self._graphs[form] = _Graph(self._run, inputs)
+        except RuntimeError:  # no memory for another graph, or CUDA does not capture it at this shape: kernel by kernel, then
+            self._refused.add(form)
+        return self._graphs.get(form)
+
+
+class _Graph:
+    """One recorded call: its inputs, its outputs and what it reads beside them."""
+
+    def __init__(self, run: Run, example: Sequence[torch.Tensor]) -> None:
+        self._inputs = [t.clone() for t in example]
+        self._done: Any = None
+        before = _held()
+        with torch.cuda.device(_index(example)), torch.no_grad(), keeping() as self._read:
+            self._graph, self._outputs = _captured(run, self._inputs)
+        self.nbytes = max(0, _held() - before) + sum(t.nbytes for t in self._inputs)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.cuda.device(_index(self._inputs)):
+            if self._done is not None:
+                torch.cuda.current_stream().wait_event(self._done)  # the last call may be under way on another stream
+            for own, given in zip(self._inputs, inputs, strict=True):
+                own.copy_(given)
+            self._graph.replay()
+            results = [output.clone() for output in self._outputs]
+            self._done = torch.cuda.Event()
+            self._done.record()
+            return results
+
+
+def _captured(run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's documentation asks)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_WARM):
+            run(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"):
+        outputs = list(run(*inputs))
+    return graph, outputs
+
+
+def _held() -> int:
+    """Bytes that torch's allocator holds from the device, without those that it could give back."""
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def _index(inputs: Sequence[torch.Tensor]) -> int:
+    """The GPU's number; -1, which stands for none, without inputs."""
+    return inputs[0].get_device() if inputs else -1
+
+
+def _form(inputs: Sequence[torch.Tensor]) -> Form:
+    return tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)

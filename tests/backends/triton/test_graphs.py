@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import fx
 
 from effcompile.backends.triton import graphs
+from effcompile.backends.triton.kept import keep, keeping
 
 aten = torch.ops.aten
 
@@ -27,15 +30,14 @@ def graph(*targets: Any) -> fx.Graph:
 def test_declined_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = graph(aten.relu.default)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert graphs.declines(plain, fixed=True) == "there is no CUDA here"
+    assert graphs.declines(plain) == "there is no CUDA here"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert graphs.declines(plain, fixed=True) is None
-    assert "dynamic" in (graphs.declines(plain, fixed=False) or "")
-    assert "waits for the GPU" in (graphs.declines(graph(aten._local_scalar_dense.default), fixed=True) or "")
-    assert "waits for the GPU" in (graphs.declines(graph(aten.nonzero.default), fixed=True) or "")
-    assert "random" in (graphs.declines(graph(aten.bernoulli.default), fixed=True) or "")
+    assert graphs.declines(plain) is None
+    assert "waits for the GPU" in (graphs.declines(graph(aten._local_scalar_dense.default)) or "")
+    assert "waits for the GPU" in (graphs.declines(graph(aten.nonzero.default)) or "")
+    assert "random" in (graphs.declines(graph(aten.bernoulli.default)) or "")
     monkeypatch.setenv("EFFCOMPILE_CUDA_GRAPHS", "off")
-    assert "off" in (graphs.declines(plain, fixed=True) or "")
+    assert "off" in (graphs.declines(plain) or "")
 
 
 class Tape:
@@ -71,15 +73,24 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Model:
 
     class Stream:
         def wait_stream(self, other: Any) -> None: ...
+        def wait_event(self, other: Any) -> None:
+            assert isinstance(other, Event) and other.recorded
+
+    class Event:
+        recorded = False
+
+        def record(self) -> None:
+            self.recorded = True
 
     @contextlib.contextmanager
-    def recording(tape: Tape, pool: Any) -> Iterator[None]:
+    def recording(tape: Tape, pool: Any, capture_error_mode: str) -> Iterator[None]:
         model.tape = tape
         yield
         model.tape = None
 
-    for name, value in {"Stream": Stream, "current_stream": Stream, "stream": lambda _: contextlib.nullcontext(), "CUDAGraph": Tape,
-                        "graph": recording, "graph_pool_handle": lambda: None}.items():  # fmt: skip
+    for name, value in {"Stream": Stream, "Event": Event, "current_stream": Stream, "stream": lambda _: contextlib.nullcontext(),
+                        "CUDAGraph": Tape, "graph": recording, "graph_pool_handle": lambda: None, "memory_reserved": lambda: 0,
+                        "empty_cache": lambda: None, "is_current_stream_capturing": lambda: False}.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     return model
 
@@ -103,10 +114,52 @@ def test_what_cuda_does_not_capture_is_told(played: Model) -> None:
     assert graphs.replayed(waits, [torch.ones(2)]) == "it cannot be captured: operation not permitted when stream is capturing"
 
 
-def test_other_shapes_run_by_themselves(played: Model) -> None:
+def test_another_shape_is_recorded_when_it_comes_again(played: Model) -> None:
     run = graphs.replayed(played, [torch.ones(2, 3)])
     assert isinstance(run, graphs.Replayed)
     for other in (torch.ones(4, 3), torch.ones(3, 2).t(), torch.ones(2, 3, dtype=torch.float64)):
         calls = played.calls
         assert torch.equal(run(other)[0], 2 * other)
         assert played.calls == calls + 1
+        assert torch.equal(run(3 * other)[0], 6 * other)
+        recorded = played.calls
+        assert torch.equal(run(5 * other)[0], 10 * other)
+        assert played.calls == recorded, "the model ran instead of its graph"
+
+
+def test_only_the_last_shapes_are_kept(played: Model) -> None:
+    run = graphs.replayed(played, [torch.ones(1)], most=2)
+    assert isinstance(run, graphs.Replayed)
+    for size in (2, 2, 3, 3, 1):
+        assert torch.equal(run(torch.ones(size))[0], torch.full((size,), 2.0))
+    assert len(run._graphs) == 2
+    alone = graphs.replayed(played, [torch.ones(1)], most=1)
+    assert isinstance(alone, graphs.Replayed)
+    held = alone.nbytes
+    for _ in range(3):
+        assert torch.equal(alone(torch.ones(4))[0], torch.full((4,), 2.0))
+    calls = played.calls
+    assert alone(torch.ones(1))[0].eq(2).all() and played.calls == calls, "the only graph gave way"
+    assert alone.nbytes == held
+
+
+def test_threads_take_turns(played: Model) -> None:
+    """Static inputs are one for all calls: without turns a thread would read what another one wrote."""
+    run = graphs.replayed(played, [torch.ones(64, 64)])
+    assert isinstance(run, graphs.Replayed)
+
+    def calls(value: float) -> bool:
+        return all(bool(run(torch.full((64, 64), value))[0].eq(2 * value).all()) for _ in range(200))
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(calls, range(6)))
+
+
+def test_what_a_recorded_kernel_reads_outlives_the_cache_that_owned_it() -> None:
+    lists = [torch.ones(3)]
+    alive = weakref.ref(lists[0])
+    with keeping() as kept:
+        assert keep(lists) is lists
+    lists.clear()
+    assert alive() is kept[0]
+    assert keep([torch.ones(1)]) and len(kept) == 1, "kept after the recording"
