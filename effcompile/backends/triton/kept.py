@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 from torch import Tensor
+
+Tensors = TypeVar("Tensors", bound=Sequence[Tensor])
 
 _keepers: ContextVar[list[Tensor] | None] = ContextVar("keepers", default=None)
 
@@ -22,7 +25,7 @@ def keeping() -> Iterator[list[Tensor]]:
         _keepers.reset(token)
 
 
-def keep(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def keep(tensors: Tensors) -> Tensors:
     """The tensors; a recording that is under way will not outlive them."""
     keepers = _keepers.get()
     if keepers is not None:
