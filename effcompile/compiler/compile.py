@@ -23,6 +23,7 @@ from effcompile.compiler.request import Asked, Task
 from effcompile.compiler.search import Search, fingerprint
 from effcompile.compiler.settle import Outcome, Workshop, settle
 from effcompile.compiler.verify import references, stress_references, stressed, worst
+from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.core.findings import Failed, NotBuilt
 from effcompile.core.goal import Goal
@@ -62,8 +63,9 @@ def optimize(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked
     _inference_only(task.request.goal)
     if task.request.plan is not None:
         return _reapply(task, task.request.plan)
-    backends, absent = backends_for(task.request.target, task.request.backend)
-    machine = resolve(task.request.target, backends)
+    place = gpu.place_of(model, args, kwargs)
+    backends, absent = backends_for(task.request.target, task.request.backend, place)
+    machine = resolve(task.request.target, backends, place)
     best_of = partial(_best_of, task, machine, backends, absent)
     program, checked = captured.verified(task)
     try:
@@ -98,8 +100,9 @@ def _priced(task: Task) -> tuple[Search, list[tuple[Backend, Plan]], list[Candid
     """The best plan of each backend, on a machine that may be another one."""
     asked = task.request
     _inference_only(asked.goal)
-    backends, absent = backends_for(asked.target, asked.backend, lowered=False)
-    machine = resolve(asked.target, backends)
+    place = gpu.place_of(task.model, task.args, task.kwargs)
+    backends, absent = backends_for(asked.target, asked.backend, place, lowered=False)
+    machine = resolve(asked.target, backends, place)
     program = captured.in_normal_form(task)
     backends = backends if machine.here else standing_in(backends, program, asked.goal)
     search = search_for(program, asked.goal, machine, load_passes(asked.passes), asked.progress)

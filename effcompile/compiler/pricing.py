@@ -8,7 +8,7 @@ import torch
 
 from effcompile.backends import load_backend
 from effcompile.backends.base import Backend
-from effcompile.compiler.machine import AUTO, Machine, usable_backends
+from effcompile.compiler.machine import Machine, is_here, usable_backends
 from effcompile.compiler.progress import Progress
 from effcompile.compiler.search import Regimes, Search, explain_infeasible
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
@@ -30,14 +30,17 @@ from effcompile.passes import Pass
 SENSITIVITY_SECONDS = 15.0
 
 
-def backends_for(target: str | Target, backend: str | None, *, lowered: bool = True) -> tuple[list[Backend], dict[str, str]]:
+def backends_for(
+    target: str | Target, backend: str | None, place: torch.device, *, lowered: bool = True
+) -> tuple[list[Backend], dict[str, str]]:
     """For this machine: what runs here. For another one: only what is named, else what would run there.
 
-    `lowered`: the plan is carried out here, so that a backend that is named has to run here.
+    `place`: where the model lies. `lowered`: the plan is carried out here, so that a backend that is named has to run here.
     """
-    if backend is not None and target != AUTO and not lowered:
+    here = is_here(target, place)
+    if backend is not None and not here and not lowered:
         return [load_backend(backend)], {}
-    if target == AUTO or backend is not None:
+    if here or backend is not None:
         return usable_backends(backend)
     device = (target if isinstance(target, Target) else load_target(target)).device
     return [load_backend(name) for name in (("onnxruntime", "torch-inductor") if device == "cpu" else ("torch-inductor",))], {}

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec, Protocol, TypeVar
 
 from effcompile.compiler.room import planning
+from effcompile.core import gpu
 from effcompile.core.stages import stage
 
 P = ParamSpec("P")
@@ -55,14 +56,17 @@ class _Staged:
 
 
 def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates an entry point that takes `progress`: only EffcompileErrors leave it, whichever step they come from."""
+    """Decorates an entry point that takes a model, its inputs and `progress`: only EffcompileErrors leave it, whatever step they come from.
+
+    Within it the GPU that the model lies on is the current device.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             progress = kwargs.get("progress", QUIET)
             kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
-            with stage(name), planning():
+            with stage(name), planning(), gpu.current(gpu.place_of(*args[:3])):  # type: ignore[arg-type]  # model, args, kwargs
                 return function(*args, **kwargs)
 
         return run

@@ -312,6 +312,33 @@ def watched_memory(device: str) -> Iterator[Callable[[], int]]:
         found.append(peak_of_memory_events(profile))
 
 
+def library_bytes() -> tuple[int, int]:
+    """Bytes that the vendor's products keep for themselves on the current GPU, per thread that calls them; 0 where torch does not tell.
+
+    The second is what one with a bias takes on top, which goes by another library (cuBLASLt).
+    """
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is None:
+        return 0, 0
+    a, row = torch.ones(1024, 1024, device="cuda"), torch.ones(1024, device="cuda")
+    torch.cuda.synchronize()
+    clear()
+    taken = [torch.cuda.memory_allocated()]
+    for product in (lambda: torch.mm(a, a), lambda: torch.addmm(row, a, a)):
+        product()
+        torch.cuda.synchronize()
+        taken.append(torch.cuda.memory_allocated())
+    return max(0, taken[1] - taken[0]), max(0, taken[2] - taken[1])
+
+
+def forget_library_bytes() -> None:
+    """Free what the vendor's products keep on the current GPU, so that what is watched from here on counts it when they take it again."""
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        clear()
+
+
 def peak_of_memory_events(profile: torch.profiler.profile) -> int:
     """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True` recorded."""
     live = peak = 0

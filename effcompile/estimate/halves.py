@@ -7,8 +7,11 @@ from time import perf_counter
 
 import torch
 
+from effcompile.core import gpu
+
 #: Rows, inner and columns of the product that is timed: large enough for the kernels of real layers, small enough to be emulated.
-_SHAPE = (128, 512, 512)
+#: On a GPU, where small ones are a matter of launches, larger.
+_SHAPE, _ON_GPU = (128, 512, 512), (4096, 2048, 2048)
 _ROUNDS = 5
 
 
@@ -22,10 +25,12 @@ def product_ratio(dtype: torch.dtype, device: str) -> float:
 
 
 def _seconds(dtype: torch.dtype, device: str) -> float:
-    rows, inner, columns = _SHAPE
+    rows, inner, columns = _SHAPE if device == "cpu" else _ON_GPU
     a, b = torch.ones(rows, inner, dtype=dtype, device=device), torch.ones(inner, columns, dtype=dtype, device=device)
     times = []
     with torch.no_grad(), torch.autocast(device, enabled=False):
+        if device == "cuda":
+            return gpu.seconds(lambda: a @ b)
         for _ in range(1 + _ROUNDS):
             start = perf_counter()
             float((a @ b)[0, 0])  # waits for a device

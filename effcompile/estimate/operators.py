@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.core import torch_compat
+from effcompile.core import gpu, torch_compat
 from effcompile.core.timing import median_seconds
 from effcompile.core.types import Args, Value
 from effcompile.machine import memory
@@ -92,18 +92,18 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
     def call() -> Value:
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-        if on_gpu:
-            torch.cuda.synchronize()
-        return result
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
     with torch.no_grad():
+        if on_gpu:  # kernels are compiled, their tiles chosen, and what libraries keep is taken, at the first call
+            call()
         with torch_compat.watched_memory("cuda" if on_gpu else "cpu") as peak:
             result = call()
         results = _made_bytes(result, args)
-        workspace = peak() - sum(results)
+        workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)
         del result
-        return Measured(seconds=_seconds(call, seconds_each), workspace=max(0, workspace), results=results)
+        seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each)
+        return Measured(seconds=seconds, workspace=max(0, workspace), results=results)
 
 
 def _seconds(call: Callable[[], object], budget: float) -> float:

@@ -15,9 +15,12 @@ from time import perf_counter
 import torch
 from torch.optim import Optimizer
 
+from effcompile.core import gpu
 from effcompile.estimate.storages import Allocations
+from effcompile.machine import memory
 from effcompile.machine.target import Target
-from effcompile.ops.optimizers import GIVEN, Form, Group, build, one_by_one, pieces
+from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, one_by_one, pieces
+from effcompile.ops.states8 import step8
 
 #: Bytes that torch may take on the CPU for a step's numbers: counters and factors become tensors for a moment.
 _SCALARS = 64
@@ -56,8 +59,10 @@ def state_bytes(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Gro
     return StateBytes(state_bytes=states, working_bytes=working, largest=largest, moved_bytes=2 * states + 3 * tensors)
 
 
-def measured_seconds(form: Form, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int) -> float:
+def measured_seconds(form: Form, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int, device: str) -> float:
     """Seconds of one step for so many elements: the update, run here, of a parameter like the largest one, of fewer rows if need be."""
+    if device == "cuda":
+        return _measured_on_gpu(form, optimizer, group, largest, elements)
     given = torch.zeros(_timed_shape(tuple(largest.shape)), dtype=largest.dtype)
     size = max(given.numel(), 1)
     makers = [torch.nn.Parameter(piece) for piece in pieces(form, given)]
@@ -72,6 +77,29 @@ def measured_seconds(form: Form, optimizer: Optimizer, group: Group, largest: to
             inner.step()
             best = min(best, perf_counter() - start)
     return best * elements / size
+
+
+#: Elements whose update is timed on a GPU, where that of `_TIMED` is a matter of launches; and bytes of all that its update touches, each.
+_TIMED_ON_GPU, _TOUCHED = 1 << 25, 32
+
+
+def _measured_on_gpu(form: Form, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int) -> float:
+    """The same on the current GPU, by its own clock, of several parameters at once, as a model has them."""
+    shape = _timed_shape(tuple(largest.shape))
+    room = (memory.free_bytes("cuda") or 0) // 2 // _TOUCHED
+    count = max(1, min(_TIMED_ON_GPU, elements, room) // max(1, math.prod(shape)))
+    given = [torch.zeros(shape, dtype=largest.dtype, device="cuda") for _ in range(count)]
+    makers = [torch.nn.Parameter(piece) for tensor in given for piece in pieces(form, tensor)]
+    inner = build(form, optimizer, group, makers)
+    for piece in makers:
+        piece.grad = torch.full_like(piece, 1e-3)
+
+    def step() -> None:
+        if form.name != EIGHT_BIT or not step8(inner):
+            inner.step()
+
+    with torch.compiler.set_stance("force_eager"):
+        return gpu.seconds(step) * elements / max(1, sum(t.numel() for t in given))
 
 
 def _timed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,11 +146,11 @@ def _traced(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[to
     """(bytes of states, working bytes of a step, bytes made by the first step of one piece) of these tensors."""
     try:
         inner = _unfused(form, optimizer, group, tensors)
-        states, working, first = _run(inner)
+        states, working, first = _run(inner, device)
     except (RuntimeError, NotImplementedError):  # it reads numbers from its tensors (Adafactor, ASGD)
         inner = _unfused(form, optimizer, group, [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors])
-        states, working, first = _run(inner)
-    untraced = _tables(inner) + (_counters(inner) if device == "cpu" else 0)
+        states, working, first = _run(inner, device)
+    untraced = _tables(inner) + (_counters(inner) if device == "cpu" else _counters_on_gpu(inner) if form.fused else 0)
     states, first = states + untraced, first + untraced
     scalars = _SCALARS if device == "cpu" else 0
     return states, scalars + (0 if form.fused else working), scalars + (states if form.fused else first)
@@ -148,9 +176,14 @@ def _counters(inner: Optimizer) -> int:
     return sum(v.nbytes for v in numbers if v.numel() == 1)
 
 
-def _run(inner: Optimizer) -> tuple[int, int, int]:
+def _counters_on_gpu(inner: Optimizer) -> int:
+    """Of fused updates there, which count their steps on the GPU."""
+    return sum(gpu.BLOCK for values in inner.state.values() if isinstance(values.get("step"), torch.Tensor))
+
+
+def _run(inner: Optimizer, device: str) -> tuple[int, int, int]:
     """(states, working bytes, peak of the first step) of one step that makes the states and one that has them."""
-    with Allocations() as seen, torch.compiler.set_stance("force_eager"):
+    with Allocations(on_gpu=device == "cuda") as seen, torch.compiler.set_stance("force_eager"):
         inner.step()
         first, states = seen.peak, seen.live
         seen.peak = states

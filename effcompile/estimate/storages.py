@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from effcompile.core import torch_compat
+from effcompile.core import gpu, torch_compat
 from effcompile.core.types import Value
 from effcompile.ir.program import Program, shape_of
 
@@ -66,11 +66,15 @@ def graph_storages(graph: fx.Graph, given: Callable[[fx.Node], object]) -> Stora
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the storages that the ops of one node allocate and free. `peak` is the most bytes alive at once."""
+    """Follows the storages that the ops of one node allocate and free. `peak` is the most bytes alive at once.
 
-    def __init__(self) -> None:
+    `on_gpu`: as torch's CUDA allocator counts them.
+    """
+
+    def __init__(self, *, on_gpu: bool = False) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.on_gpu = on_gpu
         self.readers: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Value:
@@ -80,7 +84,8 @@ class Allocations(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
                 if storage._cdata in self.readers or storage._cdata not in there:
-                    self._follow(leaf, storage._cdata, int(storage.nbytes()))
+                    nbytes = int(storage.nbytes())
+                    self._follow(leaf, storage._cdata, gpu.rounded(nbytes) if self.on_gpu else nbytes)
         inside = _flash_buffers(*args[:2]) if func is _FLASH_ON_CPU else 0
         self.peak = max(self.peak, self.live + inside)
         return result

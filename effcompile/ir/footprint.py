@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 #: The kinds of bytes, in the words of a plan's timeline.
 GIVEN, GRADIENTS, KEPT = "parameters, buffers, inputs", "gradients", "kept activations"
 WORKING, STATES = "working memory", "optimizer states"
+#: What the vendor's matrix products keep on a GPU for themselves.
+LIBRARIES = "workspaces of libraries"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

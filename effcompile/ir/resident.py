@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from effcompile.core import gpu
+
 
 def resident_bytes(model: nn.Module, *given: object) -> int:
     """Bytes of the distinct storages of parameters, buffers, tensor attributes and `given` (nested tensors) on the model's device.
@@ -21,8 +23,12 @@ def resident_bytes(model: nn.Module, *given: object) -> int:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind tensors; those of a wrapper subclass are what it wraps."""
-    storages = {s._cdata: s.nbytes() for tensor in tensors for plain in _plain(tensor) for s in (plain.untyped_storage(),)}
+    storages = {s._cdata: _taken(s) for tensor in tensors for plain in _plain(tensor) for s in (plain.untyped_storage(),)}
     return sum(storages.values())
+
+
+def _taken(storage: torch.UntypedStorage) -> int:
+    return gpu.rounded(storage.nbytes()) if storage.device.type == "cuda" else storage.nbytes()
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -1,5 +1,6 @@
 """The measured kernel store of this machine: a standard grid once, then any shape a plan asks for, kept on disk.
 
+A GPU of this machine has a store of its own, which begins with what it does at the most (machine/accelerator.py).
 The file is `calibration-<machine>.json` under $EFFCOMPILE_CACHE, else $XDG_CACHE_HOME/effcompile, else
 ~/.cache/effcompile; written whole or not at all. Points of a backend hold for the package versions they were
 measured with; on another version that backend is measured again.
@@ -22,7 +23,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.ir.formats import W4, W8, W8_CHANNEL
 from effcompile.machine import native
 from effcompile.machine.grid import grid
-from effcompile.machine.hardware import Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
+from effcompile.machine.hardware import Accelerator, DeviceRates, Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
 from effcompile.machine.load import busy
 from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
 
@@ -86,6 +87,7 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         memory_bandwidth: bytes/s; `peak_flops`: dtype → FLOP/s; both the best that was seen.
+            On a GPU they are its own. device: what else a GPU does; `machine` says which.
         busy: as of BackendPoints, while these rates were measured.
         dirty: whether it holds points that its file does not.
     """
@@ -94,6 +96,7 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
     date: str
     memory_bandwidth: _Rate
     peak_flops: dict[str, _Rate]
+    device: DeviceRates | None = None
     busy: str = ""
     backends: dict[str, BackendPoints] = {}
     dirty: bool = False
@@ -104,6 +107,14 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 # ------------------------------------------------------------------ measuring
+
+
+def calibrate_device(device: Accelerator, rates: DeviceRates) -> Calibration:
+    """A store for a GPU with these rates, and no kernel of any backend yet."""
+    return Calibration(
+        machine=this_hardware(device), date=date.today().isoformat(), memory_bandwidth=rates.bandwidth,
+        peak_flops=dict(rates.peak_flops), device=rates, dirty=True,
+    )  # fmt: skip
 
 
 def calibrate(
@@ -198,8 +209,10 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
     `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up it falls back to
     the Law, but a kernel of which nothing is known yet is always measured, as there is nothing to fall back to.
     """
-    machine = calibration.machine
     prober = _Prober(calibration, measures, budget_seconds)
+    if calibration.device is not None:
+        return _this_device(calibration, calibration.device, prober)
+    machine = calibration.machine
     fp32 = calibration.peak_flops.get("fp32", 0.0)
     cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
     threads = "" if machine.threads == machine.cores else f" ({machine.threads} threads used)"
@@ -219,6 +232,35 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
         calibrated=calibration.date,
         laws=calibration.laws(),
         sources=dict.fromkeys(("memory_bandwidth", "peak_flops", "launch_seconds"), "measured by effcompile calibrate"),
+        probe=prober,
+        failure=prober.failure,
+    )
+
+
+def _this_device(calibration: Calibration, rates: DeviceRates, prober: _Prober) -> Target:
+    """The machine's GPU."""
+    machine, device = calibration.machine, calibration.machine.device
+    assert device is not None, "a store of a GPU says of which"
+    flops = ", ".join(f"{name} {peak / 1e12:.0f}" for name, peak in rates.peak_flops.items())
+    link = min(rates.to_host, rates.from_host)
+    described = f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB; {flops} TFLOP/s, {rates.bandwidth / 1e9:.0f} GB/s"
+    measured = ("memory_bandwidth", "peak_flops", "launch_seconds", "link_bandwidth")
+    return Target(
+        name="this machine",
+        description=f"{described}, {rates.to_host / 1e9:.0f} GB/s to the host, {rates.from_host / 1e9:.0f} back",
+        device="cuda",
+        cores=device.processors,
+        memory_bytes=device.memory_bytes,
+        memory_bandwidth=rates.bandwidth,
+        link_bandwidth=link,
+        peak_flops=dict(calibration.peak_flops),
+        efficiency=0.85,
+        launch_seconds=rates.launch_seconds,
+        host_memory_bytes=machine.memory_bytes,
+        library_bytes=rates.library_bytes,
+        calibrated=calibration.date,
+        laws=calibration.laws(),
+        sources=dict.fromkeys(measured, "measured on this GPU"),
         probe=prober,
         failure=prober.failure,
     )
@@ -300,29 +342,29 @@ def save_if_dirty(calibration: Calibration, path: Path | None = None) -> Reason 
     return None
 
 
-def load(path: Path | None = None) -> Calibration:
-    """Read this machine's calibration. Points of backends whose packages changed since are dropped.
+def load(path: Path | None = None, device: Accelerator | None = None) -> Calibration:
+    """Read this machine's calibration, or that of its GPU. Points of backends whose packages changed since are dropped.
 
     Raises:
         UsageError: there is no such file, or it cannot be read.
         FormatError: the file is corrupted, foreign, of another version or of another machine.
     """
-    path = path or calibration_path()
+    path = path or calibration_path(this_hardware(device))
     if not path.exists():
         raise UsageError(f"This machine is not calibrated yet: there is no {str(path)!r}. Run `effcompile calibrate`.")
-    return _without_stale(_parsed(read_bounded(path, _MOST_BYTES, "the calibration"), path))
+    return _without_stale(_parsed(read_bounded(path, _MOST_BYTES, "the calibration"), path, device))
 
 
-def load_or_none(path: Path | None = None) -> tuple[Calibration | None, Reason | None]:
+def load_or_none(path: Path | None = None, device: Accelerator | None = None) -> tuple[Calibration | None, Reason | None]:
     """(calibration or None, a note for the report or None): never raises.
 
     A file that is not there yet gives (None, None), a bad one (None, why).
     """
-    path = path or calibration_path()
+    path = path or calibration_path(this_hardware(device))
     try:
         if not path.exists():
             return None, None
-        calibration = load(path)
+        calibration = load(path, device)
     except (UsageError, OSError) as error:
         return None, Because("The kept kernel timings were ignored and are measured again. {name}", (str(error),))
     changed = [name for name, points in calibration.backends.items() if not points.points and not points.missing]
@@ -336,6 +378,8 @@ def without_busy(calibration: Calibration) -> Reason | None:
     The machine's rates are measured at once, and the kernels of backends when they are asked for. While the machine is still busy what was
     measured stays: it is as good as new.
     """
+    if calibration.device is not None:
+        return None  # its kernels are timed by its own clock, and take the best of several
     found = {f"kernel times of {name}": points.busy for name, points in calibration.backends.items() if points.busy}
     if slow := bool(calibration.busy) or _slow_rates(calibration):
         found = {"the machine's rates": calibration.busy or "kernels were faster than they allow", **found}
@@ -361,7 +405,7 @@ def _slow_rates(calibration: Calibration) -> bool:
     return any(reached.get(dtype, 0.0) > 1.25 * stated for dtype, stated in calibration.peak_flops.items())
 
 
-def _parsed(raw: bytes, path: Path) -> Calibration:
+def _parsed(raw: bytes, path: Path, device: Accelerator | None) -> Calibration:
     mend = "Run `effcompile calibrate` to measure it anew."
     try:
         data: Any = msgspec.json.decode(raw)
@@ -377,7 +421,7 @@ def _parsed(raw: bytes, path: Path) -> Calibration:
         raise FormatError(f"The calibration {str(path)!r} is not valid: {clipped(error)}. {mend}") from error
     if (bad := _bad_kernel(calibration)) is not None:
         raise FormatError(f"The calibration {str(path)!r} holds {clipped(bad)}, which this effcompile does not know. {mend}")
-    if calibration.machine != this_hardware():
+    if calibration.machine != this_hardware(device) or (calibration.device is None) != (device is None):
         raise FormatError(f"The calibration {str(path)!r} is of another machine ({calibration.machine.cpu}) or thread count. {mend}")
     calibration.dirty = False
     return calibration

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import psutil
@@ -18,12 +19,54 @@ from effcompile.core.timing import interleaved
 PACKAGES = ("torch", "onnxruntime", "openvino", "torchao")
 
 
-class Machine(msgspec.Struct, kw_only=True, frozen=True):
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+
+
+class Accelerator(msgspec.Struct, kw_only=True, frozen=True):
+    """What a timing on a GPU depends on.
+
+    Attributes:
+        capability: NVIDIA's compute capability, or AMD's name of the architecture. processors: multiprocessors.
+        memory_bytes: in all. driver: its version, "" where the system does not say. runtime: CUDA's or HIP's.
+        packages: versions of torch and triton. kernels: digits that change with our kernels and their tiles.
+    """
+
+    name: str
+    capability: str
+    processors: _Count
+    memory_bytes: _Count
+    driver: str
+    runtime: str
+    packages: str
+    kernels: str
+
+
+class DeviceRates(msgspec.Struct, kw_only=True, frozen=True):
+    """What a GPU does, the best that was seen.
+
+    Attributes:
+        bandwidth: bytes/s of a copy in its memory, read and written ones together. peak_flops: dtype → FLOP/s of a large product.
+        to_host, from_host: bytes/s of copies to and from pinned memory. launch_seconds: of a kernel that does next to nothing.
+        library_bytes: what the vendor's products keep for themselves from their first call on, per thread that calls them; and what those
+            with a bias keep on top.
+    """
+
+    bandwidth: _Rate
+    peak_flops: dict[str, _Rate]
+    to_host: _Rate
+    from_host: _Rate
+    launch_seconds: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    library_bytes: tuple[_Count, _Count] = (0, 0)
+
+
+class Machine(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What a timing depends on besides the packages, and what kernels allocate.
 
     Attributes:
         threads: what the runtimes will use. memory_bytes: rounded to GiB.
         instructions: the sets of vector instructions that kernels choose by, and the environment's limits on them.
+        device: the GPU that is meant; None for the processor.
     """
 
     cpu: str
@@ -31,6 +74,7 @@ class Machine(msgspec.Struct, kw_only=True, frozen=True):
     threads: int
     memory_bytes: int
     instructions: str = ""
+    device: Accelerator | None = None
 
     @property
     def key(self) -> str:
@@ -38,13 +82,15 @@ class Machine(msgspec.Struct, kw_only=True, frozen=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
 
 
-def this_hardware() -> Machine:
-    """The machine this process runs on."""
+def this_hardware(device: Accelerator | None = None) -> Machine:
+    """The machine this process runs on. `device`: its GPU that is meant."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
-    return Machine(cpu=_cpu_model(), cores=cores, threads=threads, memory_bytes=_memory_bytes(), instructions=_instructions())
+    return Machine(
+        cpu=_cpu_model(), cores=cores, threads=threads, memory_bytes=_memory_bytes(), instructions=_instructions(), device=device
+    )
 
 
 def package_versions() -> dict[str, str]:

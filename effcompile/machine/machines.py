@@ -1,7 +1,8 @@
 """The machines we know: target files shipped in `effcompile/targets/*.toml`, or a user's own file of that form.
 
 A file gives, in SI units: description, device, cores, memory_bytes, memory_bandwidth, link_bandwidth, [peak_flops]
-by dtype (dense), and optionally efficiency, launch_seconds, host_bandwidth, host_memory_bytes, watts, hourly_price, [gains] by form
+by dtype (dense), and optionally efficiency, launch_seconds, host_bandwidth, host_memory_bytes, watts, hourly_price, devices (names
+that torch has for it: a GPU of such a name that is here is this machine), [gains] by form
 ("2:4", for sparse tensor cores), [cluster] (what joins several of them: the fields of `Links`), and [sources], which
 says where each figure was read.
 """
@@ -48,6 +49,7 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     host_memory_bytes: _Count | None = None
     watts: _Positive | None = None
     hourly_price: _Positive | None = None
+    devices: tuple[str, ...] = ()
     cluster: Links | None = None
     sources: dict[str, str] = {}
 

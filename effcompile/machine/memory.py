@@ -26,8 +26,8 @@ def resident_bytes() -> int:
 def free_bytes(device: str = "cpu") -> int | None:
     """The least that the machine, the control group and the address space's limit leave on a type of device; None: nobody says."""
     torch = sys.modules.get("torch")  # who asks for a GPU's has loaded it; the planner asks, too, which knows no torch
-    if device == "cuda" and torch is not None and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[0])
+    if device == "cuda" and torch is not None and torch.cuda.is_available():  # what its allocator holds without using it is free, too
+        return int(torch.cuda.mem_get_info()[0]) + int(torch.cuda.memory_reserved()) - int(torch.cuda.memory_allocated())
     return min((n for n in (_of_machine(), _of_address_space(), *_of_groups()) if n is not None), default=None)
 
 

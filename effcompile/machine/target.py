@@ -230,6 +230,8 @@ class Target:
         gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that arithmetic binds.
         host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
         watts: what it draws at load. hourly_price: dollars for an hour of it. None: not stated.
+        library_bytes: what the vendor's products keep on the device for themselves, per thread that calls them; those with a bias on top.
+        devices: the names by which torch knows a device that is this one.
         cluster: what joins several of them; None: nothing that is known.
         laws: backend → kernel → Law, measured (empty for machines that are not here).
         sources: figure name → where it was read.
@@ -251,6 +253,8 @@ class Target:
     host_memory_bytes: int | None = None
     watts: float | None = None
     hourly_price: float | None = None
+    library_bytes: tuple[int, int] = (0, 0)
+    devices: tuple[str, ...] = ()
     cluster: Links | None = None
     calibrated: str | None = None
     laws: Mapping[str, Mapping[str, Law]] = field(default_factory=dict)

@@ -107,7 +107,7 @@ def _up(size: int, multiple: int) -> int:
 
 def of_node(node: fx.Node) -> Iterator[Product]:
     """The matrix product that a node of aten's is; nothing for other operators. A batch of them shares its buffers."""
-    where = _OPERANDS.get(node.target)
+    where = OPERANDS.get(node.target)
     if where is None:
         return
     a, b, out = (_matrix(argument) for argument in (node.args[where], node.args[where + 1], node))
@@ -124,7 +124,7 @@ def _matrix(argument: object) -> Tensor | None:
 
 
 #: aten's products → the place of their first operand.
-_OPERANDS: dict[object, int] = {
+OPERANDS: dict[object, int] = {
     torch.ops.aten.mm.default: 0,
     torch.ops.aten.bmm.default: 0,
     torch.ops.aten.addmm.default: 1,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import fx
@@ -68,8 +68,9 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """A step, cut. `shared`: storages kept in any case. `base_bytes`: the whole model, constants, inputs, the tangent.
+    """A step, cut. `shared`: storages kept in any case. `base_bytes`: the whole model, constants, inputs, the tangent, `libraries`.
 
+    libraries: bytes that products keep for themselves on a GPU.
     host: where values may be put. ways: name of a form → what it is, of those that its blocks' values may have.
     """
 
@@ -78,6 +79,7 @@ class Blocks:
     blocks: tuple[Block, ...]
     shared: frozenset[Storage]
     base_bytes: int
+    libraries: int = 0
     host: Host = Host()
     ways: Mapping[str, Way] = field(default_factory=dict)
 
@@ -98,7 +100,11 @@ class Blocks:
     @property
     def given_bytes(self) -> int:
         """`base_bytes` less the gradient that arrives at the loss: what is there before the step begins."""
-        return self.base_bytes - _tangent_bytes(self.step, self.held)
+        return self.base_bytes - self.libraries - _tangent_bytes(self.step, self.held)
+
+    def beside_libraries(self, nbytes: int) -> Blocks:
+        """The same where products keep so many bytes for themselves, throughout."""
+        return replace(self, libraries=nbytes, base_bytes=self.base_bytes + nbytes - self.libraries)
 
 
 def _tangent_bytes(step: Step, held: Storages) -> int:

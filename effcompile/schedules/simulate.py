@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from effcompile.estimate.storages import Storage, Storages
-from effcompile.ir.footprint import GIVEN, GRADIENTS, KEPT, WORKING, Footprint
+from effcompile.ir.footprint import GIVEN, GRADIENTS, KEPT, LIBRARIES, WORKING, Footprint
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES, replay
 from effcompile.schedules.away import Move
@@ -61,8 +61,8 @@ class Trace:
     @property
     def footprint(self) -> Footprint:
         """Of forward and backward. What is given is there throughout; what else is left are gradients, the loss, shown outputs."""
-        given = self.parts[GIVEN]
-        return Footprint(step=self.parts, end={GIVEN: given, GRADIENTS: self.end_bytes - given}, host=self.host_bytes)
+        given = {kind: self.parts[kind] for kind in (GIVEN, LIBRARIES) if kind in self.parts}
+        return Footprint(step=self.parts, end={**given, GRADIENTS: self.end_bytes - sum(given.values())}, host=self.host_bytes)
 
 
 def simulate(cut: Blocks, emitted: Emitted) -> Trace:
@@ -208,8 +208,10 @@ class _Simulator:
         grads = sum(self._bytes(i) for i in alive if i in gradients and where >= self.split)
         kept = sum(self._bytes(i) for i in alive if i not in gradients and made_at[i] < self.split and last[i] >= self.split)
         base = self.cut.base_bytes
+        libraries = self.cut.libraries
         return {
-            GIVEN: base,
+            GIVEN: base - libraries,
+            **({LIBRARIES: libraries} if libraries else {}),
             GRADIENTS: grads,
             KEPT: kept,
             WORKING: peak - base - grads - kept,

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
-from effcompile.core import torch_compat
+from effcompile.core import gpu, torch_compat
 from effcompile.core.timing import median_seconds
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, W8_CHANNEL, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
@@ -30,11 +30,12 @@ _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machine
 _MOST_COPIES = 8
 
 
-def measure(call: KernelCall, engine: str, *, device: str = "cpu") -> float | None:
+def measure(call: KernelCall, engine: str, *, device: str | None = None) -> float | None:
     """Seconds of one warm call, or None where torch has no such kernel on this type of device.
 
-    `engine`: "eager" and "inductor" as lowered by us, "stock" for the original model's own operators.
+    `engine`: "eager" and "inductor" as lowered by us, "stock" for the original model's own operators. `device`: if None torch's default.
     """
+    device = device or torch.get_default_device().type
     held, make = call.format, _KERNELS.get(call.kernel)
     with torch.no_grad(), torch.device(device):
         if call.kernel == "linear/sparse":
@@ -43,17 +44,12 @@ def measure(call: KernelCall, engine: str, *, device: str = "cpu") -> float | No
             body = make(call.dims, engine)
         else:  # what is neither there nor a linear is nowhere
             body = in_turn([_linear(held, call.dims[:3], engine) for _ in range(copies(call))]) if held and is_linear(call) else None
-        return None if body is None else median_seconds(body if device == "cpu" else awaited(body))
+        return None if body is None else seconds_of(body, device)
 
 
-def awaited(body: Body) -> Body:
-    """Calls that return when the GPU is done."""
-
-    def run() -> None:
-        body()
-        torch.cuda.synchronize()
-
-    return run
+def seconds_of(body: Body, device: str) -> float:
+    """Of one call, by the clock of the device that it runs on."""
+    return median_seconds(body) if device == "cpu" else gpu.seconds(body)
 
 
 def copies(call: KernelCall) -> int:
@@ -101,7 +97,7 @@ def _sparse(dims: Dims) -> Body | None:
 
 
 def _float(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    if held == FP32 and (engine == "stock" or len(x) < PACK_ROWS or not torch_compat.has_onednn()):
+    if held == FP32 and (engine == "stock" or x.is_cuda or len(x) < PACK_ROWS or not torch_compat.has_onednn()):
         return lambda: F.linear(x, weight, bias)
     dtype = torch.float32 if held == FP32 else torch.bfloat16
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), len(x))

@@ -14,13 +14,12 @@ from effcompile.backends.base import Run
 from effcompile.backends.torch import TorchEager, TorchLowered
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import lower_eager
-from effcompile.backends.torch.measure import Body, awaited, copies, in_turn, measure
+from effcompile.backends.torch.measure import Body, copies, in_turn, measure, seconds_of
 from effcompile.backends.triton import graphs, linears, rows_bodies
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason
-from effcompile.core.timing import median_seconds
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -59,7 +58,7 @@ class Triton:
             if made is None:
                 return measure(call, "stock" if call.kernel.startswith("linear/") else "eager", device=device)
             run = in_turn(made)
-            return None if run is None else median_seconds(run if device == "cpu" else awaited(run))
+            return None if run is None else seconds_of(run, device)
 
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""

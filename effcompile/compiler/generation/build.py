@@ -27,6 +27,7 @@ from effcompile.compiler.refine import Constraints, refine
 from effcompile.compiler.request import Asked, Task
 from effcompile.compiler.search import FREE, Regimes, Search, explain_infeasible
 from effcompile.compiler.settle import corrected
+from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, UsageError, VerificationError
 from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
@@ -168,7 +169,7 @@ def _shop(task: Task) -> Shop:
     backends = _backends(asked.backend)
     with progress.step("capture"):
         step = capture_step(model)
-    machine = resolve(asked.target, backends)
+    machine = resolve(asked.target, backends, gpu.place_of(model))
     passes = load_passes(asked.passes or PASSES)
     given = list(asked.calibration or ()) or ([(task.args, task.kwargs)] if task.args or task.kwargs else None)
     if model.config.is_encoder_decoder:

@@ -39,7 +39,8 @@ def alive_bytes(device: str, *roots: Any) -> int:
                 waiting += [getattr(found, name) for name in found.__tensor_flatten__()[0]]
             elif found.device.type == device and found.layout is torch.strided and not is_fake(found):
                 storage = found.untyped_storage()
-                storages[storage.data_ptr() or storage._cdata] = storage.nbytes()
+                block = 512 if device == "cuda" else 1  # of torch's allocator there
+                storages[storage.data_ptr() or storage._cdata] = -(-storage.nbytes() // block) * block
         elif isinstance(found, types.FunctionType):
             waiting += [*(found.__closure__ or ()), *(found.__defaults__ or ())]
         else:

@@ -21,7 +21,7 @@ from effcompile.compiler.training.cases import fastest
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.compiler.training.solve import Schedule
-from effcompile.core import torch_compat_aot
+from effcompile.core import gpu, torch_compat_aot
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
@@ -58,9 +58,10 @@ class _Partition:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         step, outputs = _as_step(joint, num_fwd_outputs)
         checkpoint = load_training_passes(["checkpoint"]).checkpoint
-        figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
+        machine = resolve(AUTO, [], gpu.place_of(None, joint_inputs))
+        figures = Figures(target=machine.target, here=True, known=known_figures(machine.calibration), store=machine.calibration)
         found = prepare(step, [Case(step=step)], checkpoint, figures)
-        keep_figures(figures.known)
+        keep_figures(figures.known, machine.calibration)
         self.schedule = fastest(found, self.goal.memory)
         return _modules(joint, step, self.schedule.emitted, outputs, num_fwd_outputs)
 

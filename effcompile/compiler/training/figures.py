@@ -13,7 +13,7 @@ from effcompile.core.errors import UsageError
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.operators import Measured
-from effcompile.machine.calibration import calibration_path
+from effcompile.machine.calibration import Calibration, calibration_path
 
 _FORMAT = "effcompile-operators-2"
 #: More than this many, and the file is begun anew.
@@ -29,16 +29,16 @@ class _File(msgspec.Struct, kw_only=True):
     operators: dict[str, Measured]
 
 
-def figures_path() -> Path:
-    """Where this machine's figures are kept, by hardware and thread count."""
-    calibration = calibration_path()
+def figures_path(of: Calibration | None = None) -> Path:
+    """Where this machine's figures are kept, by hardware and thread count; those of the GPU that a calibration is `of` apart from them."""
+    calibration = calibration_path(None if of is None else of.machine)
     return calibration.with_name(calibration.name.replace("calibration-", f"operators-{torch.get_num_threads()}t-"))
 
 
-def known_figures() -> dict[str, Measured]:
+def known_figures(of: Calibration | None = None) -> dict[str, Measured]:
     """Figures measured before with this torch and thread count; none when there is no such file or it is not ours."""
     try:
-        found = msgspec.json.decode(read_bounded(figures_path(), _MOST_BYTES, "the operator times"), type=_File)
+        found = msgspec.json.decode(read_bounded(figures_path(of), _MOST_BYTES, "the operator times"), type=_File)
     except (UsageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     fits = found.format == _FORMAT and found.torch == str(torch.__version__) and found.threads == torch.get_num_threads()
@@ -50,12 +50,12 @@ def _sound(measured: Measured) -> bool:
     return 0 < measured.seconds <= _LONGEST and min(sizes) >= 0 and max(sizes) <= _LARGEST
 
 
-def keep_figures(known: Mapping[str, Measured]) -> Reason | None:
+def keep_figures(known: Mapping[str, Measured], of: Calibration | None = None) -> Reason | None:
     """Write the figures for the next plan; returns a note where that was not possible."""
     kept = dict(list(known.items())[-_MOST:])
     file = _File(format=_FORMAT, torch=str(torch.__version__), threads=torch.get_num_threads(), operators=kept)
     try:
-        write_atomically(figures_path(), msgspec.json.encode(file))
+        write_atomically(figures_path(of), msgspec.json.encode(file))
     except (UsageError, OSError) as error:
         text = "operator times could not be kept for the next plan ({name}); EFFCOMPILE_CACHE={name}"
         return Because(text, (str(error), os.environ.get("EFFCOMPILE_CACHE", "")))

@@ -8,9 +8,11 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from effcompile.compiler.progress import QUIET, Progress
+from effcompile.core import gpu
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
@@ -19,10 +21,12 @@ from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
+from effcompile.machine.calibration import Calibration
 from effcompile.machine.target import Target
 from effcompile.ops import products
 from effcompile.ops.products import Product, of_node
 from effcompile.ops.workspace import workspace_bytes
+from effcompile.ops.workspace_on_gpu import calls_products, workspace_on_gpu
 from effcompile.passes.training.base import Case, Context
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.passes.training.levers import Levers
@@ -115,7 +119,7 @@ class Figures:
     Attributes:
         target: the machine planned for.
         here: whether it is this one, and operators may be run.
-        known: operator → what was measured.
+        known: operator → what was measured. store: of this machine, where it is kept.
         modelled: operators that had to be modelled.
         progress: is told what is being measured.
         traced: graphs of steps, which do not change, → their storages.
@@ -124,6 +128,7 @@ class Figures:
     target: Target
     here: bool
     known: MutableMapping[str, Measured] = field(default_factory=dict)
+    store: Calibration | None = None
     modelled: set[str] = field(default_factory=set)
     progress: Progress = QUIET
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
@@ -141,7 +146,7 @@ class Figures:
         """Time of one operator."""
         found = self.known.get(operators.key(node))
         if found is not None:
-            return found.seconds
+            return self._said(found)
         self.modelled.add(str(node.target))
         return roofline_seconds(node, self.target)
 
@@ -149,7 +154,11 @@ class Figures:
         """Times of operators that may never run in a plan: measured, or modelled where they cannot be."""
         self.measure(nodes)
         found = [self.known.get(operators.key(node)) for node in nodes]
-        return [roofline_seconds(n, self.target) if one is None else one.seconds for n, one in zip(nodes, found, strict=True)]
+        return [roofline_seconds(n, self.target) if one is None else self._said(one) for n, one in zip(nodes, found, strict=True)]
+
+    def _said(self, found: Measured) -> float:
+        """A GPU may be done with an operator before the host has said the next one."""
+        return found.seconds if self.target.device == "cpu" else max(found.seconds, self.target.launch_seconds)
 
     def unplanned(self, *steps: Step) -> list[tuple[float, int]]:
         """Of each step the seconds of its operators, and the bytes that the largest of them reads, makes and needs for itself."""
@@ -170,6 +179,9 @@ class Figures:
         """
         found = self.known.get(operators.key(node))
         args = [_value(arg) for arg in node.args]
+        if self.target.device != "cpu":
+            own = (workspace_on_gpu(node.target, args, node.kwargs) or 0) if found is None else found.workspace
+            return gpu.rounded(max(traced, own))
         if not self.here:
             ours = workspace_bytes(node.target, args, node.kwargs, self.scratch)
             return max(traced, ours or 0, sum(map(self.scratch, of_node(node))))
@@ -182,6 +194,15 @@ class Figures:
         if found is None or len(found.results) != len(traced):
             return traced
         return [max(pair) for pair in zip(traced, found.results, strict=True)]
+
+    def libraries(self, step: Step) -> int:
+        """Bytes that products keep for themselves: once for the forward, and once for the thread that runs the backward.
+
+        Those with a bias may be run in both: what is recomputed, is in the backward.
+        """
+        plain, biased = self.target.library_bytes
+        calls = [node for node in step.graph.nodes if calls_products(node)]
+        return 2 * (plain * bool(calls) + biased * any(node.target is torch.ops.aten.addmm.default for node in calls))
 
     def scratch(self, product: Product) -> int:
         """The margin for a product on the target, which is not here."""
@@ -274,9 +295,11 @@ def _cut(step: Step, held: Storages, figures: Figures) -> Blocks:
     for node, made in held.made.items():
         if made and node.op == "call_function":
             nbytes.update(zip(made, figures.made_bytes(node, [held.nbytes[s] for s in made]), strict=True))
+    if figures.target.device != "cpu":
+        nbytes = {storage: gpu.rounded(size) for storage, size in nbytes.items()}
     workspace = {node: figures.workspace(node, size) for node, size in held.workspace.items()}
     exact = replace(held, nbytes=nbytes, workspace=workspace)
-    return cut_into_blocks(step, exact, figures.seconds)
+    return cut_into_blocks(step, exact, figures.seconds).beside_libraries(figures.libraries(step))
 
 
 def _seconds(step: Step, held: Storages, figures: Figures) -> float:

@@ -43,6 +43,7 @@ def run(
     runner: of a planned step, whose backward may update parameters itself. inputs: those that get gradients.
     """
     clock = _Clock()
+    torch_compat.forget_library_bytes()
     with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(device_of(model)) as peak:
         _bind(runner, optimizer, lambda consume: consume)
         _step(step, optimizer.step, optimizer, inputs)

@@ -61,11 +61,14 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO
     """
     with restored(model, inputs):
         torch.manual_seed(_SEED)
+        torch_compat.forget_library_bytes()
         with torch_compat.watched_memory(device_of(model)) as peak:
             start = perf_counter()
             loss = step()
             loss.backward()
             loss = loss.detach().clone()
+            if loss.is_cuda:
+                torch.cuda.synchronize()
             spent = perf_counter() - start
         gradients: Mapping[str, torch.Tensor | None]
         if spool is None:

@@ -23,6 +23,7 @@ from effcompile.compiler.training import verify
 from effcompile.compiler.training.figures import keep_figures, known_figures
 from effcompile.compiler.training.moved import RefutedError
 from effcompile.compiler.training.prepare import Figures, Preparation, prepare
+from effcompile.core import gpu
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason, Unsupported
@@ -95,7 +96,7 @@ class Work:
         found = prepare(
             case.step, made.cases, self.passes.checkpoint, self.figures, levers=self.passes.levers, solved=self.fronts,
         )  # fmt: skip
-        if self.figures.here and (note := keep_figures(self.figures.known)):
+        if self.figures.store is not None and (note := keep_figures(self.figures.known, self.figures.store)):
             self.notes.append(note)
         broken = [
             Declined(site="values", kind=name, option=name, by=name, reason=Unsupported("{name}", (said,)))
@@ -147,13 +148,12 @@ def make_work(task: Task) -> Work:
     model, asked, goal = task.model, task.request, task.request.goal
     args, kwargs = after_pre_hooks(model, task.args, with_items_as_tensor(task.kwargs))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
-    machine = resolve(asked.target, [])
+    machine = resolve(asked.target, [], gpu.place_of(model, args, kwargs))
     devices = {tensor.device.type for tensor in model.parameters()}
     notes: list[Reason] = [*machine.keep_timings(), *(triton.use(devices) if machine.here else ())]
     if (sparse := per_row_of(model)) is not None:
         notes.append(sparse.matched_note())
-    # A link is used without asking only in plans for other machines: copies beside the compute have not run on this one.
-    linked = not machine.here and machine.target.device != "cpu" and machine.target.link_bandwidth > 0
+    linked = machine.target.device != "cpu" and machine.target.link_bandwidth > 0  # a processor's is its disk: only on demand
     loaded = load_training_passes(asked.passes, inexact=not goal.exact, linked=linked)
     if goal.exact:
         loaded, refused = loaded.exact
@@ -161,11 +161,11 @@ def make_work(task: Task) -> Work:
             Because("{name} is not proposed: it changes gradients, and the goal allows no error. Give max_error, e.g. 0.02.", (name,))
             for name in refused
         ]
-    known = known_figures() if machine.here else {}
+    known = known_figures(machine.calibration) if machine.calibration is not None else {}
     return Work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=asked.loss, passes=loaded, optimizer=as_optimizer(asked.optimizer, model),
         parameters=tuple(model.named_parameters()), progress=asked.progress, notes=notes,
-        figures=Figures(target=machine.target, here=machine.here, known=known, progress=asked.progress),
+        figures=Figures(target=machine.target, here=machine.here, known=known, store=machine.calibration, progress=asked.progress),
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class GivenOptimizer:
     def __init__(self, optimizer: Optimizer, mine: Parameters, target: Target, here: bool) -> None:
         """`mine`: its parameters of the model that get a gradient. `here`: the target is this machine."""
         self.optimizer, self.mine, self.target = optimizer, mine, target
-        self.here = here and target.device == "cpu"
+        self.here = here
         self.count = sum(p.numel() for _, _, p in mine)
         self.bytes = sum(p.numel() * p.element_size() for _, _, p in mine)
         self.known: dict[tuple[Form, str], StateBytes] = {}
@@ -126,7 +126,7 @@ class GivenOptimizer:
             host_bytes=(taken.state_bytes + (self.bytes if copies else 0)) if on_host else 0,
             link_bytes=2 * self.bytes if copies else 0,
             seconds=self._seconds(form, taken, copies),
-            measured=self.here,
+            measured=self.here and not copies,
         )
 
     def no_host(self) -> Unsupported | None:
@@ -155,11 +155,11 @@ class GivenOptimizer:
         return self.known[form, key]
 
     def _seconds(self, form: Form, taken: StateBytes, copies: bool) -> float:
-        if not self.here:
+        if not self.here or copies:
             link = 2 * self.bytes if copies else 0
             count = len(self.mine)
             return modelled_host_seconds(taken, self.target, link, count) if copies else modelled_seconds(taken, self.target, count)
         if form not in self.times:
             _, group, p = max(self.mine, key=lambda item: item[2].numel())
-            self.times[form] = measured_seconds(form, self.optimizer, group, p, self.count)
+            self.times[form] = measured_seconds(form, self.optimizer, group, p, self.count, self.target.device)
         return self.times[form]
