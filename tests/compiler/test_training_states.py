@@ -314,7 +314,8 @@ def test_states_count_without_data() -> None:
         model, batch = gpt2()
     plan = effcompile.plan(model, batch, mode="training", target="h100-sxm", optimizer=torch.optim.AdamW)
     numel = sum(p.numel() for p in model.parameters())
-    assert plan.decision("optimizer").cost.bytes_kept == 8 * numel
+    blocks = sum(2 * -(-4 * p.numel() // 512) * 512 + 512 for p in model.parameters())  # two moments and a counter, as CUDA allocates them
+    assert plan.decision("optimizer").cost.bytes_kept == blocks
     assert plan.predicted.peak_bytes >= 16 * numel
 
 

@@ -181,7 +181,7 @@ class Figures:
         args = [_value(arg) for arg in node.args]
         if self.target.device != "cpu":
             own = (workspace_on_gpu(node.target, args, node.kwargs) or 0) if found is None else found.workspace
-            return gpu.rounded(max(traced, own))
+            return max(traced, own)
         if not self.here:
             ours = workspace_bytes(node.target, args, node.kwargs, self.scratch)
             return max(traced, ours or 0, sum(map(self.scratch, of_node(node))))
@@ -295,9 +295,10 @@ def _cut(step: Step, held: Storages, figures: Figures) -> Blocks:
     for node, made in held.made.items():
         if made and node.op == "call_function":
             nbytes.update(zip(made, figures.made_bytes(node, [held.nbytes[s] for s in made]), strict=True))
+    workspace = {node: figures.workspace(node, size) for node, size in held.workspace.items()}
     if figures.target.device != "cpu":
         nbytes = {storage: gpu.rounded(size) for storage, size in nbytes.items()}
-    workspace = {node: figures.workspace(node, size) for node, size in held.workspace.items()}
+        workspace = {node: gpu.rounded(size) for node, size in workspace.items()}
     exact = replace(held, nbytes=nbytes, workspace=workspace)
     return cut_into_blocks(step, exact, figures.seconds).beside_libraries(figures.libraries(step))
 
