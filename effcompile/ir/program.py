@@ -179,6 +179,11 @@ class Program(Traced):
         ordered = {k: given_kwargs[k] for k in self.kwargs if k in given_kwargs}
         return [leaf for leaf in pytree.tree_leaves((given_args, ordered)) if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a weight or an input of it lies on a GPU."""
+        return any(t.is_cuda for t in (*self.module.parameters(), *self.module.buffers(), *self.flat_inputs()))
+
     def weight_bytes(self) -> int:
         """Bytes of parameters and buffers, each storage once."""
         tensors = [*self.module.parameters(), *self.module.buffers()]

@@ -48,6 +48,8 @@ class OnnxRuntime:
     def refuses(self, program: Program, goal: Goal) -> str | None:
         if goal.mode == "training":
             return "ONNX Runtime lowers inference only"
+        if program.on_gpu:
+            return "its sessions run on the processor here, and the model lies on a GPU"
         if name := program.at_boundary("bfloat16"):
             return f"{name} is bfloat16, and ONNX Runtime is given NumPy's arrays, which have no such dtype"
         if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:

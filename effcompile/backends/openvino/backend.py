@@ -62,6 +62,8 @@ class OpenVino:
     def refuses(self, program: Program, goal: Goal) -> str | None:
         if goal.mode != "inference":
             return "OpenVINO runs forward calls only"
+        if program.on_gpu:
+            return "its models run on the processor here, and the model lies on a GPU"
         if name := program.at_boundary("bfloat16"):
             return f"{name} is bfloat16, and OpenVINO is given NumPy's arrays, which have no such dtype"
         return _why_not(program)
