@@ -40,6 +40,8 @@ def declines(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, backward: bool = 
         return f"{q.dtype} has no tensor-core kernel"
     if not all(q.shape) or not k.shape[3] or not v.shape[3]:
         return f"an empty q {tuple(q.shape)} or width of v {v.shape[3]}"
+    if not terms.scale > 0:
+        return f"a scale of {terms.scale}, which is not positive"
     for name, block in (("block_q", terms.block_q), ("block_k", terms.block_k)):
         if terms.tiles and math.gcd(block, 2**20) < _NARROWEST:
             return f"{name} {block} is no multiple of {_NARROWEST}"
@@ -159,14 +161,14 @@ def trial(
     q, grad = (torch.randn(2, heads[0], length, d, device=device, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(2, heads[1], length, d, device=device, dtype=dtype) for _ in range(2))
     terms = Terms(scale=d**-0.5, hi=0)
-    lse = torch.zeros(2, heads[0], length, device=device)
+    rows = torch.zeros(2, heads[0], length, device=device)
 
     def run() -> object:
         with using(**{**others, kernel: config}):
             if kernel == "forward":
                 return forward(q, k, v, terms)
             call = _Call.of(q, k, v, terms, ())
-            given = {"grad": grad, "grad_strides": grad.stride()[:3], "lse": lse, "delta": torch.zeros_like(lse)}
+            given = {"grad": grad, "grad_strides": grad.stride()[:3], "bottom": rows, "delta": rows}
             return _dq(call, given, wanted=False) if kernel == "dq" else _dkdv(call, given)
 
     return run
@@ -226,29 +228,30 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) as `effcompile::attention_backward`; the last two of size (0) where not wanted or not there."""
     grad_out, terms = by_rows(grad_out), call.terms
-    delta = _delta(call, out.contiguous(), grad_out)
-    given = {"grad": grad_out, "grad_strides": grad_out.stride()[:3], "lse": lse.contiguous(), "delta": delta}
+    given = _prepared(call, out, grad_out, lse)
     dq, dbias = _dq(call, given, wanted=wanted.bias_gradient)
     dk, dv = _dkdv(call, given)
     if terms.uniform_empty and terms.sink is None:
-        _add_uniform(call, grad_out, lse, delta, dq, dk, dv)
+        _add_uniform(call, grad_out, lse, given["delta"], dq, dk, dv)
     dsink = call.q.new_empty(0)
     if terms.sink is not None and wanted.sink_gradient:
         rows = sink_rows(terms.sink)
-        share = -(rows.float() - lse).exp() * delta
+        share = -(rows.float() - lse).exp() * given["delta"]
         dsink = share.sum_to_size(rows.shape).reshape(terms.sink.shape).to(terms.sink.dtype)
     return dq, dk, dv, dbias, dsink
 
 
-def _delta(call: _Call, out: Tensor, grad: Tensor) -> Tensor:
+def _prepared(call: _Call, out: Tensor, grad: Tensor, lse: Tensor) -> Arguments:
+    """What both kernels of the backward take besides the forward's arguments: each row's terms are made once, by a kernel of their own."""
     b, h, sq, _ = call.full
-    delta = call.q.new_empty((b, h, sq), dtype=torch.float32)
+    delta, bottom = (call.q.new_empty((b, h, sq), dtype=torch.float32) for _ in range(2))
     config = call.config("dq")
     with _on(out):
         attention_delta[(triton.cdiv(sq, config.block_m) * h * b,)](
-            out, grad, delta, grad.stride()[:3], h, sq, call.widths["DV"], call.widths["BLOCK_DV"], config.block_m
-        )
-    return delta
+            out.contiguous(), grad, lse.contiguous(), delta, bottom, grad.stride()[:3], h, sq, call.widths["DV"], call.widths["BLOCK_DV"],
+            config.block_m,
+        )  # fmt: skip
+    return {"grad": grad, "grad_strides": grad.stride()[:3], "bottom": bottom, "delta": delta}
 
 
 def _dq(call: _Call, given: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,10 @@ and Staats, arXiv 2112.05682; FlashAttention-2, Dao, arXiv 2307.08691); the back
 kernels: one walks a row of tiles for dQ, one a column for dK and dV, over all query heads that share the key head. None is atomic.
 
 Legend: q [B, H, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv] with strides (b, h, s) and last stride 1; out [B, H, Sq, Dv] and lse,
-delta [B, H, Sq] contiguous. `bias`, `mask`: strides (b, h, i, j), 0 where broadcast; `sink`: (b, h, i). `q_ids`, `k_ids`, `valid`:
-strides per batch in `row_strides`. Tile lists as in effcompile.ops.tiles; `list_strides`: rows of the lists per (b, h), 0 where broadcast.
-None is "no such term". LIST_M × LIST_N are the lists' tiles, BLOCK_M × BLOCK_N the kernels', which divide them.
+bottom, delta [B, H, Sq] contiguous; `bottom` is lse in base 2, and +inf where a row sees nothing, so that its probabilities are 0.
+`bias`, `mask`: strides (b, h, i, j), 0 where broadcast; `sink`: (b, h, i). `q_ids`, `k_ids`, `valid`: strides per batch in `row_strides`.
+Tile lists as in effcompile.ops.tiles; `list_strides`: rows of the lists per (b, h), 0 where broadcast. None is "no such term".
+LIST_M × LIST_N are the lists' tiles, BLOCK_M × BLOCK_N the kernels', which divide them.
 """
 
 import triton
@@ -26,10 +27,13 @@ from effcompile.backends.triton.kernels.attention_parts import (
 
 
 @triton.jit
-def _where(pid, length, heads, BLOCK: tl.constexpr):
-    """(start, h, b) of a program: tiles of one head side by side, so that they share what they read; the last, longest ones first."""
+def _where(pid, length, heads, BLOCK: tl.constexpr, DOWN: tl.constexpr):
+    """(start, h, b) of a program: tiles of one head side by side, so that they share what they read.
+
+    What a causal mask leaves the most work goes first: the last tile of queries (DOWN), or the first of keys.
+    """
     tiles = tl.cdiv(length, BLOCK)
-    start = (tiles - 1 - pid % tiles) * BLOCK
+    start = (tiles - 1 - pid % tiles) * BLOCK if DOWN else (pid % tiles) * BLOCK
     return start, (pid // tiles) % heads, pid // (tiles * heads)
 
 
@@ -65,7 +69,7 @@ def attention_forward(q, k, v, out, lse, bias, sink, mask, q_ids, k_ids, valid, 
                       D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
                       BLOCK_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """out and lse; grid (⌈Sq / BLOCK_M⌉ · H · B,). `group`: query heads per key head."""
-    start_m, h, b = _where(tl.program_id(0), q_len, heads, BLOCK_M)
+    start_m, h, b = _where(tl.program_id(0), q_len, heads, BLOCK_M, True)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), (h // group).to(tl.int64)
     q_tile = load_rows(q + b64 * q_strides[0] + h64 * q_strides[1], start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, True)
     k += b64 * k_strides[0] + g64 * k_strides[1]
@@ -80,16 +84,21 @@ def attention_forward(q, k, v, out, lse, bias, sink, mask, q_ids, k_ids, valid, 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row = b * list_strides[0] + h * list_strides[1] + start_m // LIST_M
     columns = tl.cdiv(k_len, LIST_N)
+    LATE: tl.constexpr = softcap is None and bias is None  # a positive factor passes through the maximum: one multiply-add per score
+    factor = scale * LOG2E
     for MASKED in tl.static_range(2):
         count = tl.load((partial_count if MASKED else full_count) + row) * (LIST_N // BLOCK_N)
         for t in range(count):
             start_n = visit(partial_index if MASKED else full_index, row, t, columns, LIST_N, BLOCK_N)
             k_tile = load_rows(k, start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, MASKED)
             logits, _, _ = _scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_strides, b, h, start_m, start_n,
-                                   scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M, BLOCK_N, MASKED, False, PRECISION)  # fmt: skip
-            higher = tl.maximum(top, tl.max(logits, 1))
-            finite = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: -inf − -inf would be nan
-            weights = tl.math.exp2(logits - finite[:, None])
+                                   None if LATE else scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M, BLOCK_N, MASKED, False,
+                                   PRECISION)  # fmt: skip
+            higher = tl.maximum(top, tl.max(logits, 1) * factor if LATE else tl.max(logits, 1))
+            finite = higher
+            if MASKED or not LATE:  # nothing seen so far: -inf − -inf would be nan
+                finite = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.math.exp2((logits * factor if LATE else logits) - finite[:, None])
             shrink = tl.math.exp2(top - finite)
             total = total * shrink + tl.sum(weights, 1)
             v_tile = load_rows(v, start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, MASKED)
@@ -114,9 +123,10 @@ def attention_forward(q, k, v, out, lse, bias, sink, mask, q_ids, k_ids, valid, 
 
 
 @triton.jit
-def attention_delta(out, grad, delta, grad_strides, heads, q_len, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr):
-    """delta = Σ_d out · grad in fp32, the softmax's own term of the backward; grid as in the forward."""
-    start_m, h, b = _where(tl.program_id(0), q_len, heads, BLOCK_M)
+def attention_delta(out, grad, lse, delta, bottom, grad_strides, heads, q_len, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+                    BLOCK_M: tl.constexpr):  # fmt: skip
+    """delta = Σ_d out · grad in fp32, the softmax's own term of the backward, and bottom; grid as in the forward."""
+    start_m, h, b = _where(tl.program_id(0), q_len, heads, BLOCK_M, True)
     b64, h64 = b.to(tl.int64), h.to(tl.int64)
     plane = b64 * heads + h64
     o_tile = load_rows(out + plane * q_len * DV, start_m, DV, q_len, DV, BLOCK_M, BLOCK_DV, True).to(tl.float32)
@@ -124,14 +134,21 @@ def attention_delta(out, grad, delta, grad_strides, heads, q_len, DV: tl.constex
     g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, True).to(tl.float32)
     i = start_m + tl.arange(0, BLOCK_M)
     tl.store(delta + plane * q_len + i, tl.sum(o_tile * g_tile, 1), mask=i < q_len)
+    base2 = tl.load(lse + plane * q_len + i, mask=i < q_len, other=0.0) * LOG2E
+    tl.store(bottom + plane * q_len + i, tl.where(base2 == float("-inf"), float("inf"), base2), mask=i < q_len)
 
 
 @triton.jit
-def _softmax_rows(lse, delta, plane, start_m, q_len, BLOCK_M: tl.constexpr):
-    """(lse in base 2, delta) of a tile's rows; +inf where a row sees nothing, so that its probabilities are 0."""
+def _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M: tl.constexpr, MASKED: tl.constexpr):
+    """(bottom, delta) of a tile's rows."""
     i = start_m + tl.arange(0, BLOCK_M)
-    bottom = tl.load(lse + plane * q_len + i, mask=i < q_len, other=float("-inf")) * LOG2E
-    return tl.where(bottom == float("-inf"), float("inf"), bottom), tl.load(delta + plane * q_len + i, mask=i < q_len, other=0.0)
+    if MASKED:
+        found = tl.load(bottom + plane * q_len + i, mask=i < q_len, other=float("inf"))
+        own = tl.load(delta + plane * q_len + i, mask=i < q_len, other=0.0)
+    else:
+        found = tl.load(bottom + plane * q_len + i)
+        own = tl.load(delta + plane * q_len + i)
+    return found, own
 
 
 @triton.jit
@@ -162,20 +179,20 @@ def _add_bias_gradient(dbias, dbias_strides, slopes, seen, b, h, start_m, start_
 
 
 @triton.jit
-def attention_dq(q, k, v, grad, lse, delta, dq, dbias, bias, mask, q_ids, k_ids, valid, partial_count, partial_index, full_count,
+def attention_dq(q, k, v, grad, bottom, delta, dq, dbias, bias, mask, q_ids, k_ids, valid, partial_count, partial_index, full_count,
                  full_index, q_strides, k_strides, v_strides, grad_strides, bias_strides, dbias_strides, mask_strides, row_strides,
                  list_strides, scale, softcap, lo, hi, chunk, heads, group, q_len, k_len,
                  D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, PRECISION: tl.constexpr,
                  SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr, ATOMIC: tl.constexpr):  # fmt: skip
     """dq, contiguous, and dbias if wanted (zeros before); grid as in the forward."""
-    start_m, h, b = _where(tl.program_id(0), q_len, heads, BLOCK_M)
+    start_m, h, b = _where(tl.program_id(0), q_len, heads, BLOCK_M, True)
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), (h // group).to(tl.int64)
     plane = b64 * heads + h64
     q_tile = load_rows(q + b64 * q_strides[0] + h64 * q_strides[1], start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, True)
     g_base = grad + b64 * grad_strides[0] + h64 * grad_strides[1]
     g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, True)
-    bottom, own = _softmax_rows(lse, delta, plane, start_m, q_len, BLOCK_M)
+    lowest, own = _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M, True)
     k += b64 * k_strides[0] + g64 * k_strides[1]
     v += b64 * v_strides[0] + g64 * v_strides[1]
     if q_ids is not None:
@@ -195,7 +212,7 @@ def attention_dq(q, k, v, grad, lse, delta, dq, dbias, bias, mask, q_ids, k_ids,
             logits, capped, seen = _scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_strides, b, h, start_m,
                                            start_n, scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M, BLOCK_N, MASKED, False,
                                            PRECISION)  # fmt: skip
-            weights = tl.math.exp2(logits - bottom[:, None])
+            weights = tl.math.exp2(logits - lowest[:, None])
             slopes = weights * (tl.dot(g_tile, tl.trans(v_tile), input_precision=PRECISION) - own[:, None])
             if dbias is not None:
                 _add_bias_gradient(dbias, dbias_strides, slopes, seen, b, h, start_m, start_n, BLOCK_M, BLOCK_N, MASKED, SUM_ROWS,
@@ -207,13 +224,13 @@ def attention_dq(q, k, v, grad, lse, delta, dq, dbias, bias, mask, q_ids, k_ids,
 
 
 @triton.jit
-def attention_dkdv(q, k, v, grad, lse, delta, dk, dv, bias, mask, q_ids, k_ids, valid, partial_count, partial_index, full_count,
+def attention_dkdv(q, k, v, grad, bottom, delta, dk, dv, bias, mask, q_ids, k_ids, valid, partial_count, partial_index, full_count,
                    full_index, q_strides, k_strides, v_strides, grad_strides, bias_strides, mask_strides, row_strides, list_strides,
                    scale, softcap, lo, hi, chunk, heads, group, q_len, k_len,
                    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, LIST_M: tl.constexpr, LIST_N: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """dk and dv, contiguous, over the transposed lists; grid (⌈Sk / BLOCK_N⌉ · Hkv · B,). `heads`: those of q."""
-    start_n, g, b = _where(tl.program_id(0), k_len, heads // group, BLOCK_N)
+    start_n, g, b = _where(tl.program_id(0), k_len, heads // group, BLOCK_N, False)
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     k_tile = load_rows(k + b64 * k_strides[0] + g64 * k_strides[1], start_n, k_strides[2], k_len, D, BLOCK_N, BLOCK_D, True)
     v_tile = load_rows(v + b64 * v_strides[0] + g64 * v_strides[1], start_n, v_strides[2], k_len, DV, BLOCK_N, BLOCK_DV, True)
@@ -237,11 +254,11 @@ def attention_dkdv(q, k, v, grad, lse, delta, dk, dv, bias, mask, q_ids, k_ids, 
                 start_m = visit(partial_index if MASKED else full_index, row, t, columns, LIST_M, BLOCK_M)
                 q_tile = load_rows(q_base, start_m, q_strides[2], q_len, D, BLOCK_M, BLOCK_D, MASKED)
                 g_tile = load_rows(g_base, start_m, grad_strides[2], q_len, DV, BLOCK_M, BLOCK_DV, MASKED)
-                bottom, own = _softmax_rows(lse, delta, plane, start_m, q_len, BLOCK_M)
+                lowest, own = _softmax_rows(bottom, delta, plane, start_m, q_len, BLOCK_M, MASKED)
                 logits, capped, _ = _scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_strides, b, h64, start_m,
                                             start_n, scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M, BLOCK_N, MASKED, True,
                                             PRECISION)  # fmt: skip
-                weights = tl.math.exp2(logits - bottom[None, :])
+                weights = tl.math.exp2(logits - lowest[None, :])
                 dv_acc = tl.dot(weights.to(g_tile.dtype), g_tile, dv_acc, input_precision=PRECISION)
                 slopes = weights * (tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION) - own[None, :])
                 if softcap is not None:

@@ -77,8 +77,13 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def logits_of(products, bias_pointers, seen, scale, softcap, MASKED: tl.constexpr, PRECISE: tl.constexpr):
-    """(base-2 logits, tanh of the softcap) of q·k: softcap · tanh(q·k · scale / softcap) + bias, -inf where not seen."""
-    if softcap is not None:
+    """(base-2 logits, tanh of the softcap) of q·k: softcap · tanh(q·k · scale / softcap) + bias, -inf where not seen.
+
+    Without a scale the products as they are, for who scales them himself.
+    """
+    if scale is None:
+        capped, logits = products, products
+    elif softcap is not None:
         capped = tanh(products * (scale / softcap), PRECISE)
         logits = capped * (softcap * LOG2E)
     else:

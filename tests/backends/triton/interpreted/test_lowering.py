@@ -24,8 +24,8 @@ def llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=64, attn_implementation="sdpa")
     return LlamaForCausalLM(config).eval(), {
-        "input_ids": torch.randint(0, 40, (1, 24)),
-        "attention_mask": torch.ones(1, 24, dtype=torch.long),
+        "input_ids": torch.randint(0, 40, (1, 8)),
+        "attention_mask": torch.ones(1, 8, dtype=torch.long),
     }
 
 
