@@ -1,0 +1,172 @@
+"""Each family of kernels is compared with PyTorch's arithmetic before its first use, once per device, driver, torch, triton and source.
+
+In processes of their own: a kernel that reads where it must not ends its process and its CUDA context, not the user's. Verdicts are kept in the
+cache's file `proof-<digest>.json`; a file that is damaged is made again.
+
+    python -m effcompile.backends.triton.proof cuda attention:bfloat16 rows:float32     # a line of JSON for each
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from effcompile.core.errors import EffcompileError
+from effcompile.core.files import cache_folder, read_bounded, write_atomically
+
+__all__ = ["DTYPES", "Verdict", "prove", "proven"]
+
+#: What kernels are asked for, by the name of the dtype.
+DTYPES = ("bfloat16", "float16", "float32")
+_SECONDS = 240
+_MOST_BYTES = 1 << 20
+#: Bytes that a process's context and kernels take of the device.
+_CONTEXT = 1 << 30
+_HERE = Path(__file__).parent
+log = logging.getLogger("effcompile")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """On one family in one dtype: its worst case's error, what that may be, and why the family is not used, if it is not."""
+
+    family: str
+    dtype: str
+    case: str = ""
+    error: float = 0.0
+    limit: float = 0.0
+    reason: str | None = None
+
+
+def proven(families: Sequence[str], device: str, dtypes: Sequence[str] = DTYPES[::2]) -> dict[str, str | None]:
+    """Family → None, or why its kernels are not to be used on this device; those that nobody has compared yet are compared now."""
+    found = prove([(family, dtype) for family in families for dtype in dtypes], device)
+    return {family: next((v.reason for v in found if v.family == family and v.reason), None) for family in families}
+
+
+def prove(wanted: Sequence[tuple[str, str]], device: str) -> list[Verdict]:
+    """The verdicts on (family, dtype), kept ones where there are some."""
+    path = cache_folder() / f"proof-{_digest(device)}.json"
+    kept = _read(path)
+    missing = [pair for pair in wanted if pair not in kept]
+    if missing:
+        log.info("compare %d families of kernels with PyTorch's on this device", len({family for family, _ in missing}))
+        kept |= {(v.family, v.dtype): v for v in _in_processes(missing, device)}
+        _write(path, kept)
+    return [kept[pair] for pair in wanted]
+
+
+def _in_processes(pairs: Sequence[tuple[str, str]], device: str) -> list[Verdict]:
+    """Each pair's verdict, of some processes side by side; a pair that ended its process, or was still to come then, goes into one of its own."""
+    count = _processes(device, len(pairs))
+    found = [v for share in _run([pairs[i::count] for i in range(count)], device) for v in share]
+    left = [pair for pair in pairs if pair not in {(v.family, v.dtype) for v in found}]
+    for pair in left:
+        (alone,) = _run([[pair]], device)
+        found += alone or [Verdict(family=pair[0], dtype=pair[1], reason="the process that compared it ended without a result")]
+    return found
+
+
+def _run(shares: Sequence[Sequence[tuple[str, str]]], device: str) -> list[list[Verdict]]:
+    started = []
+    for share in shares:
+        command = [sys.executable, "-m", __name__, device, *map(":".join, share)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "EFFCOMPILE_TUNE": "off"}
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+    until = time.monotonic() + _SECONDS
+    return [_verdicts(process, until) for process in started]
+
+
+def _verdicts(process: subprocess.Popen[str], until: float) -> list[Verdict]:
+    try:
+        text, _ = process.communicate(timeout=max(1.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text, _ = process.communicate()
+    found = []
+    for line in text.splitlines():
+        if line.startswith("{"):
+            try:
+                found.append(Verdict(**json.loads(line)))
+            except (ValueError, TypeError):  # a line that its end cut short
+                continue
+    return found
+
+
+def _processes(device: str, pairs: int) -> int:
+    """As many as there are cores for, and memory on the device."""
+    room = pairs if device == "cpu" else torch.cuda.mem_get_info()[0] // _CONTEXT // 2
+    return max(1, min(pairs, (os.cpu_count() or 1) // 2, room))
+
+
+def _digest(device: str) -> str:
+    """Of all that a verdict hangs on: the device, the versions and the sources."""
+    texts = [path.read_bytes() for path in sorted(_HERE.rglob("*")) if path.suffix in (".py", ".toml")]
+    about = [torch.__version__, version("triton"), str(os.environ.get("TRITON_INTERPRET")), device]
+    if device != "cpu":
+        about += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability()), str(torch.version.cuda or torch.version.hip)]
+    return hashlib.sha256(b"\0".join([*texts, *(part.encode() for part in about)])).hexdigest()[:16]
+
+
+def _read(path: Path) -> dict[tuple[str, str], Verdict]:
+    try:
+        verdicts = [Verdict(**each) for each in json.loads(read_bounded(path, _MOST_BYTES, "kept verdicts"))]
+    except (EffcompileError, ValueError, TypeError):  # none yet, or damaged: made again
+        return {}
+    return {(v.family, v.dtype): v for v in verdicts}
+
+
+def _write(path: Path, kept: Mapping[tuple[str, str], Verdict]) -> None:
+    try:
+        write_atomically(path, json.dumps([asdict(v) for v in kept.values()], indent=1).encode())
+    except EffcompileError as error:  # a read-only home: compared again by the next process
+        log.info("the verdicts on kernels are not kept: %s", error)
+
+
+def _compared(family: str, name: str, device: str) -> Verdict:
+    """All cases of one family in one dtype, in this process."""
+    from effcompile.backends.triton.proof_cases import CASES, Maker
+
+    dtype = getattr(torch, name)
+    make = Maker(device, dtype, torch.Generator().manual_seed(0))
+    worst, error, limit = "", -1.0, 0.0
+    for one in CASES[family](make):
+        if not one.error <= one.limit(dtype):
+            reason = f"{one.name} in {name}: relative error {one.error:.1e} against PyTorch's, more than {one.limit(dtype):.1e}"
+            return Verdict(family=family, dtype=name, case=one.name, error=-1.0, limit=one.limit(dtype), reason=reason)
+        if one.error > error:
+            worst, error, limit = one.name, one.error, one.limit(dtype)
+    return Verdict(family=family, dtype=name, case=worst, error=error, limit=limit)
+
+
+def main(device: str, *pairs: str) -> None:
+    """Print a verdict for each FAMILY:DTYPE."""
+    from effcompile.backends.triton import interpreting
+
+    if interpreting():
+        import_module("effcompile.backends.triton.interpreter").patch_interpreter()
+    for pair in pairs:
+        family, _, name = pair.partition(":")
+        try:
+            import_module(f"effcompile.backends.triton.{family}").register(device)
+            verdict = _compared(family, name, device)
+        except Exception as error:
+            said = str(error).strip().splitlines()
+            verdict = Verdict(family=family, dtype=name, reason=f"in {name}: {type(error).__name__}{': ' + said[0][:200] if said else ''}")
+        print(json.dumps(asdict(verdict)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
