@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,7 +13,7 @@ import torch
 from effcompile.backends.triton.configs import architecture, found_with, interpreting
 from effcompile.core.reasons import Because, Reason
 
-__all__ = ["device", "interpreting", "origin", "register", "unavailable", "use"]
+__all__ = ["device", "interpreting", "origin", "refuted", "register", "unavailable", "use"]
 
 #: The oldest triton the kernels are tested with (torch 2.11 brings 3.6).
 _OLDEST = (3, 6)
@@ -59,14 +59,28 @@ def device() -> str:
 
 
 def register(device: str = "cuda") -> str | None:
-    """Make the kernels those of our operators for a type of device, in this process. Returns why not, where they cannot run."""
+    """Make the kernels those of our operators for a type of device, in this process. Returns why not, where they cannot run.
+
+    A family whose results are not PyTorch's on this device stays PyTorch's: see `refuted`.
+    """
     reason = unavailable()
     if reason is None:
         if interpreting():  # the stock one computes bf16 on bit patterns
             importlib.import_module("effcompile.backends.triton.interpreter").patch_interpreter()
+        wrong = refuted(device)
         for name in _OPERATORS:
-            importlib.import_module(f"effcompile.backends.triton.{name}").register(device)
+            if name not in wrong:
+                importlib.import_module(f"effcompile.backends.triton.{name}").register(device)
     return reason
+
+
+@cache
+def refuted(device: str) -> Mapping[str, str]:
+    """Families of kernels that are not right on this device → how that was seen. The interpreter's are compared by `effcompile doctor`."""
+    if interpreting():
+        return {}
+    found = importlib.import_module("effcompile.backends.triton.proof").proven(tuple(_OPERATORS), device)
+    return {name: reason for name, reason in found.items() if reason is not None}
 
 
 def use(devices: Collection[str]) -> tuple[Reason, ...]:
@@ -76,7 +90,12 @@ def use(devices: Collection[str]) -> tuple[Reason, ...]:
     reason = register(device())
     if reason is not None:
         return (Because("Triton's kernels are declined, torch's own stand in: {name}", (reason,)),)
-    return (Because("Triton's kernels run {name}: {name}", (", ".join(_OPERATORS.values()), origin())),)
+    wrong = refuted(device())
+    run = ", ".join(words for name, words in _OPERATORS.items() if name not in wrong)
+    left = (
+        Because("Triton's kernels of {name} are declined, torch's own stand in: {name}", (_OPERATORS[n], why)) for n, why in wrong.items()
+    )
+    return (Because("Triton's kernels run {name}: {name}", (run or "nothing", origin())), *left)
 
 
 def origin() -> str:

@@ -1,7 +1,7 @@
 """Each family of kernels is compared with PyTorch's arithmetic before its first use, once per device, driver, torch, triton and source.
 
-In processes of their own: a kernel that reads where it must not ends its process and its CUDA context, not the user's. Verdicts are kept in the
-cache's file `proof-<digest>.json`; a file that is damaged is made again.
+In processes of their own: a kernel that reads where it must not ends its process and its CUDA context, not the user's. Verdicts are kept
+in the cache's file `proof-<digest>.json`; a file that is damaged is made again.
 
     python -m effcompile.backends.triton.proof cuda attention:bfloat16 rows:float32     # a line of JSON for each
 """
@@ -69,7 +69,7 @@ def prove(wanted: Sequence[tuple[str, str]], device: str) -> list[Verdict]:
 
 
 def _in_processes(pairs: Sequence[tuple[str, str]], device: str) -> list[Verdict]:
-    """Each pair's verdict, of some processes side by side; a pair that ended its process, or was still to come then, goes into one of its own."""
+    """Each pair's verdict, of some processes side by side; a pair without one, for its process ended, gets a process of its own."""
     count = _processes(device, len(pairs))
     found = [v for share in _run([pairs[i::count] for i in range(count)], device) for v in share]
     left = [pair for pair in pairs if pair not in {(v.family, v.dtype) for v in found}]
