@@ -1,4 +1,4 @@
-"""Kernels are compared with PyTorch's before their first use: what is wrong, ends its process or hangs is not used, and verdicts are kept."""
+"""Kernels are compared with PyTorch's before their first use: what is wrong or hangs is not used, and verdicts are kept."""
 
 from __future__ import annotations
 
