@@ -132,8 +132,8 @@ def _rows(make: Maker) -> Iterator[Compared]:
         yield from _both(f"gate of {width}", rows.swiglu, x, other)
     x, cos, sin = make(2, 3, 10, 64), make(1, 10, 64), make(1, 10, 64)
     for backwards in (False, True):
-        wide = [t.double().cpu() for t in (x, cos, sin)]
-        yield Compared(f"rotation, {backwards=}", rows.rotary(x, cos, sin, backwards), rows.rotary_by_torch(*wide, backwards))
+        wanted = rows.rotary_by_torch(x.double().cpu(), cos.double().cpu(), sin.double().cpu(), backwards)
+        yield Compared(f"rotation, {backwards=}", rows.rotary(x, cos, sin, backwards), wanted)
 
 
 def _block_sparse(make: Maker) -> Iterator[Compared]:
@@ -199,8 +199,8 @@ def _states(make: Maker) -> Iterator[Compared]:
         operator(*near, *numbers)
         operator(*wide, *numbers)
         yield Compared(f"{name}, parameters", near[0], wide[0])
-        held = [signed[t[2].cpu().int()] * t[3].cpu().repeat_interleave(states8.BLOCK) for t in (near, wide)]
-        yield Compared(f"{name}, state", *held, codes=True)
+        found, wanted = (signed[t[2].cpu().int()] * t[3].cpu().repeat_interleave(states8.BLOCK) for t in (near, wide))
+        yield Compared(f"{name}, state", found, wanted, codes=True)
 
 
 #: Family, as `effcompile.backends.triton` names its modules → its cases.
