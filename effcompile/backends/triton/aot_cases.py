@@ -58,9 +58,9 @@ def block_sparse_launches(*, block: int) -> None:
     kernels.grad_values(x, x, ptr, index)
 
 
-def group_quant_launches(*, weight: str) -> None:
+def group_quant_launches(*, weight: str, rows: int = 64) -> None:
     """A quantised linear: `weight` int4, int8 or fp8 with bf16 rows and groups of 128, or "int8x8", "fp8x8"; and what makes such codes."""
-    rows, n, k = 64, 4096, 4096
+    n, k = 4096, 4096
     both, one = weight.endswith("x8"), torch.float8_e4m3fn if weight.startswith("fp8") else torch.int8
     codes = _made(n, k // 2, dtype=torch.uint8) if weight == "int4" else _made(n, k, dtype=one)
     x, x_scales = (_made(rows, k, dtype=one), _made(rows, 1, dtype=torch.float32)) if both else (_made(rows, k), None)
@@ -83,12 +83,14 @@ def states8_launches() -> None:
     states8.lion(p, p, codes, scale, table, 1e-3, 0.9, 0.99, 0.1)
 
 
-def rows_launches() -> None:
-    """A norm with its residual sum and one alone, a gate on the halves of one product, a rotation: bf16, the sizes of Llama 8B."""
-    x, both, angles = _made(4096, 4096), _made(4096, 28672), _made(1, 4096, 128)
-    rows.norm(x, x, _made(4096), 1e-5)
-    rows.norm_alone(x, _made(4096), 1e-5)
+def rows_launches(*, width: int = 4096) -> None:
+    """A norm with its residual sum, one alone and its backward, a gate on the halves of one product, a rotation: bf16, as in Llama 8B."""
+    x, both, angles = _made(4096, width), _made(4096, 28672), _made(1, 4096, 128)
+    rows.norm(x, x, _made(width), 1e-5)
+    rows.norm_alone(x, _made(width), 1e-5)
+    rows.norm_backward(x, x, x, _made(width), _made(4096, 1, dtype=torch.float32))
     rows.swiglu(both[:, :14336], both[:, 14336:])
+    rows.swiglu_backward(both, both, both)
     rows.rotary(_made(1, 4096, 32, 128).transpose(1, 2), angles, angles, False)
 
 

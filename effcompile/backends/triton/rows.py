@@ -17,8 +17,11 @@ from effcompile.ops import rows as op
 
 __all__ = ["norm", "norm_alone", "norm_backward", "register", "rotary", "swiglu", "swiglu_backward"]
 
-#: The widest row that one program holds, in elements; rows of a norm's backward per program; elements per program of SwiGLU.
-_WIDEST, _PER, _SPAN = 1 << 15, 16, 1024
+#: The widest row that one program holds, in elements, in a norm and in its backward, which holds five; rows of a norm's backward per
+#: program; elements per program of SwiGLU.
+_WIDEST, _WIDEST_BACKWARD, _PER, _SPAN = 1 << 15, 1 << 14, 16, 1024
+#: Elements of a row per warp: of the backward's registers nothing is spilled (8 KB per thread at 16384 with four warps, 68 B with 16).
+_PER_WARP = 1 << 10
 
 
 def register(device: str) -> None:
@@ -35,8 +38,9 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
         return op.rms_norm_by_torch(x, residual, weight, eps)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y, s, r = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    block = triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
-        rms_norm_kernel[(r.numel(),)](x, residual, weight.contiguous(), y, s, r, x.shape[-1], eps, triton.next_power_of_2(x.shape[-1]))
+        rms_norm_kernel[(r.numel(),)](x, residual, weight.contiguous(), y, s, r, x.shape[-1], eps, block, num_warps=_warps(block))
     return y, s, r
 
 
@@ -46,25 +50,35 @@ def norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _takes(x) or x.shape[-1] > _WIDEST:
         return op.rms_norm_alone_by_torch(x, weight, eps)
     x, y = x.contiguous(), x.new_empty(x.shape)
+    block = triton.next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
         rms_norm_kernel[(x.numel() // x.shape[-1],)](
-            x, None, weight.contiguous(), y, None, None, x.shape[-1], eps, triton.next_power_of_2(x.shape[-1])
+            x, None, weight.contiguous(), y, None, None, x.shape[-1], eps, block, num_warps=_warps(block)
         )  # fmt: skip
     return y
 
 
 def norm_backward(grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     """(ds, dweight), see `effcompile::rms_norm_backward`."""
-    if not _takes(s) or s.shape[-1] > _WIDEST:
+    if not _takes(s) or s.shape[-1] > _WIDEST_BACKWARD:
         return op.rms_norm_backward_by_torch(grad, grad_s, s, weight, r)
     grad, s, r, grad_s = grad.contiguous(), s.contiguous(), r.contiguous(), None if grad_s is None else grad_s.contiguous()
     rows, width = r.numel(), s.shape[-1]
-    ds, parts = s.new_empty(s.shape), s.new_empty((triton.cdiv(rows, _PER), width), dtype=torch.float32)
+    ds, parts, block = (
+        s.new_empty(s.shape),
+        s.new_empty((triton.cdiv(rows, _PER), width), dtype=torch.float32),
+        triton.next_power_of_2(width),
+    )
     with torch.cuda.device_of(s):
         rms_norm_backward_kernel[(parts.shape[0],)](
-            grad, grad_s, s, weight.contiguous(), r, ds, parts, rows, width, _PER, triton.next_power_of_2(width)
+            grad, grad_s, s, weight.contiguous(), r, ds, parts, rows, width, _PER, block, num_warps=_warps(block)
         )  # fmt: skip
     return ds, parts.sum(0).to(weight.dtype)
+
+
+def _warps(block: int) -> int:
+    """Warps of a program that holds a row."""
+    return max(4, min(16, block // _PER_WARP))
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
