@@ -33,12 +33,20 @@ PRODUCTS: dict[str, list[tuple[str, dict[str, object]]]] = {
 }  # fmt: skip
 ATTENTION = {"dtype": "bf16", "d": 64, "kernel": "dq", "config": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}}
 PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
-    "loss_head_gradients_kernel": [("loss_head", {})], "adam8_kernel": [("states8", {})], "lion8_kernel": [("states8", {})],
-    "compress_kernel": [("compress", {})], "decompress_kernel": [("compress", {})],
-    "quantize_kernel": [("group_quant", {"weight": "int8"})], "dequantize_kernel": [("group_quant", {"weight": "int8"})], "rms_norm_kernel": [("rows", {}), ("rows", {"width": 1 << 15})],
-    "rms_norm_backward_kernel": [("rows", {}), ("rows", {"width": 8192})], "swiglu_kernel": [("rows", {})],
-    "swiglu_backward_kernel": [("rows", {})], "rotary_kernel": [("rows", {})], "attention_delta": [("attention", ATTENTION)],
-}  # fmt: skip
+    "loss_head_gradients_kernel": [("loss_head", {})],
+    "adam8_kernel": [("states8", {})],
+    "lion8_kernel": [("states8", {})],
+    "compress_kernel": [("compress", {})],
+    "decompress_kernel": [("compress", {})],
+    "quantize_kernel": [("group_quant", {"weight": "int8"})],
+    "dequantize_kernel": [("group_quant", {"weight": "int8"})],
+    "rms_norm_kernel": [("rows", {}), ("rows", {"width": 1 << 15})],
+    "rms_norm_backward_kernel": [("rows", {}), ("rows", {"width": 8192})],
+    "swiglu_kernel": [("rows", {})],
+    "swiglu_backward_kernel": [("rows", {})],
+    "rotary_kernel": [("rows", {})],
+    "attention_delta": [("attention", ATTENTION)],
+}
 
 
 def jobs_of(cases: dict[str, list[tuple[str, dict[str, object]]]], arch: str = "sm_90") -> list[Job]:
