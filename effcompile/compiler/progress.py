@@ -10,6 +10,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from effcompile.compiler.room import planning
 from effcompile.core import gpu
+from effcompile.core.building import building
 from effcompile.core.stages import stage
 
 P = ParamSpec("P")
@@ -66,7 +67,7 @@ def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             progress = kwargs.get("progress", QUIET)
             kwargs["progress"] = _Staged(progress)  # type: ignore[arg-type]
-            with stage(name), planning(), gpu.current(gpu.place_of(*args[:3])):  # type: ignore[arg-type]  # model, args, kwargs
+            with stage(name), planning(), building(), gpu.current(gpu.place_of(*args[:3])):  # type: ignore[arg-type]  # model, args, kwargs
                 return function(*args, **kwargs)
 
         return run

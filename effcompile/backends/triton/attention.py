@@ -20,6 +20,7 @@ from effcompile.backends.triton.configs import KERNELS, Config, architecture, ca
 from effcompile.backends.triton.kept import keep
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
 from effcompile.backends.triton.layout import WIDEST, by_rows
+from effcompile.core.building import under_way
 from effcompile.core.types import Arguments
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention, attention_backward
@@ -150,7 +151,10 @@ def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: i
     if found is None:
         return options[0]
     name = f"{kernel} {dtype_name(dtype)} {head_class(d, dv)}"
-    return found.choose(name, options, lambda config: trial(kernel, config, device, dtype, head_class(d, dv)))
+    with torch.cuda.device(device):
+        return found.choose(
+            name, options, lambda config: trial(kernel, config, device, dtype, head_class(d, dv)), measure=under_way()
+        )  # fmt: skip
 
 
 def trial(
@@ -158,8 +162,9 @@ def trial(
 ) -> Callable[[], object]:
     """One call of a kernel, causal with grouped heads, to time a configuration by. The others take their first choice meanwhile."""
     others = {name: _options(name, device, dtype, d, d)[0] for name in KERNELS}
-    q, grad = (torch.randn(2, heads[0], length, d, device=device, dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(2, heads[1], length, d, device=device, dtype=dtype) for _ in range(2))
+    own = torch.Generator(device).manual_seed(0)  # a user's draws are as they would have been
+    q, grad = (torch.randn(2, heads[0], length, d, device=device, dtype=dtype, generator=own) for _ in range(2))
+    k, v = (torch.randn(2, heads[1], length, d, device=device, dtype=dtype, generator=own) for _ in range(2))
     terms = Terms(scale=d**-0.5, hi=0)
     rows = torch.zeros(2, heads[0], length, device=device)
 

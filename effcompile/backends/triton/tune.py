@@ -1,4 +1,6 @@
-"""The fastest of the configurations that compile, measured at first use and kept per GPU and triton in the cache folder.
+"""The fastest of the configurations that compile, measured while a model is built and kept per GPU and triton in the cache folder.
+
+A step of the user's is never held up: where nothing was measured yet, the table's first choice is taken in it.
 
 The file is `tiles-<device>-triton<version>.json`. EFFCOMPILE_TUNE=off takes the table's first choice instead. A file that is damaged, or
 that names a tile that is not among the table's any more, is measured again: it can cost time, never a result.
@@ -42,13 +44,18 @@ class Tuner:
         self.path, self.timer = path, timer
         self._found: dict[str, Config] = {}
 
-    def choose(self, name: str, options: Sequence[Config], trial: Trial) -> Config:
-        """The fastest of `options` (one or more), from memory, the file, or by measuring. `name`: of kernel, dtype and head size."""
+    def choose(self, name: str, options: Sequence[Config], trial: Trial, *, measure: bool = True) -> Config:
+        """The fastest of `options` (one or more), from memory, the file, or by measuring; the first, where nothing may be measured.
+
+        `name`: of kernel, dtype and head size.
+        """
         if len(options) == 1 or os.environ.get("EFFCOMPILE_TUNE", "").lower() in ("off", "0", "no"):
             return options[0]
         if name not in self._found:
             known = _read(self.path).get(name)
             kept = next((option for option in options if asdict(option) == known), None)
+            if kept is None and not measure:
+                return options[0]
             self._found[name] = kept or self._measured(name, options, trial)
         return self._found[name]
 

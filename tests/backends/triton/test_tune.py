@@ -103,3 +103,13 @@ def test_candidates_fit_the_gpu_that_there_is(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention, "_options", lambda *_: ())
     q = torch.randn(1, 1, 8, 16)
     assert "fits this GPU" in (attention.declines(q, q, q, attention.Terms(scale=1.0)) or "")
+
+
+def test_a_users_step_is_not_held_up(tmp_path: Path) -> None:
+    """Where nothing was measured, and nothing may be, the first is taken, for this call alone."""
+    clock = Clock(m128=3.0, m64=1.0, m32=2.0)
+    tuner = Tuner(tmp_path / "tiles.json", clock)
+    assert tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m, measure=False) == OPTIONS[0]
+    assert clock.asked == 0
+    assert tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m).block_m == 64
+    assert tuner.choose("forward bf16 64", OPTIONS, lambda config: lambda: config.block_m, measure=False).block_m == 64
