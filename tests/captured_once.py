@@ -21,6 +21,8 @@ from effcompile.ir.step import Step
 #: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last, with all that was captured.
 _MOST = 16
 _sources: dict[object, tuple[Source, Source]] = {}
+#: Graphs that were captured, by their identity, as text.
+_texts: dict[int, tuple[fx.Graph, str]] = {}
 
 
 def _value(tensor: torch.Tensor) -> object:
@@ -68,6 +70,7 @@ def shared_source(**given: Any) -> Source:
     if key is None:
         return source
     first, last = _sources.pop(key, (source, source))
+    _unchanged(last)
     found = replace(source, made=_of(source.model, last).made)
     while len(_sources) >= _MOST:
         del _sources[next(iter(_sources))]
@@ -75,17 +78,20 @@ def shared_source(**given: Any) -> Source:
     return found
 
 
-def _texts() -> dict[int, tuple[fx.Graph, str]]:
-    parts = (part for _, source in _sources.values() for made in source.made.values() if type(made) is tuple for part in made)
-    return {id(part.graph): (part.graph, str(part.graph)) for part in parts if isinstance(part, Step)}
+def _unchanged(source: Source) -> None:
+    """What was captured reads as it did when it was given on first."""
+    for part in (part for made in source.made.values() if type(made) is tuple for part in made):
+        if isinstance(part, Step):
+            _, first = _texts.setdefault(id(part.graph), (part.graph, str(part.graph)))
+            assert str(part.graph) == first, "a plan changed a captured step"
 
 
 @contextmanager
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plans within share what is captured; what was captured before is as it was afterwards."""
-    before = _texts()
-    monkeypatch.setattr(work, "Source", shared_source)
-    yield
-    after = _texts()
-    changed = [key for key in before.keys() & after.keys() if before[key][1] != after[key][1]]
-    assert not changed, "a plan changed a captured step"
+def captured_once() -> Iterator[None]:
+    """Plans within share what is captured; what was captured is as it was afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "Source", shared_source)
+        yield
+    for _, source in _sources.values():
+        _unchanged(source)
+    _texts.clear()

@@ -20,17 +20,16 @@ def _calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def _shared_captures() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
 @pytest.fixture
-def quick_training(_calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder of these tests, which keep their operators' figures there between them."""
+def quick_training(_calibrated: Path, _shared_captures: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache folder of these tests, which keep their operators' figures there; equal models with equal batches are captured once."""
     measured = operators._seconds
     monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
     return _calibrated
-
-
-@pytest.fixture
-def shared_captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Equal models with equal batches are captured once."""
-    with captured_once(monkeypatch):
-        yield

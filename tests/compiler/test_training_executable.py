@@ -15,7 +15,7 @@ from effcompile.compiler.training.executable import planned
 from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.goal import Goal
 
-pytestmark = pytest.mark.usefixtures("quick_training", "shared_captures")
+pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise"]  # its kernels round as they please; here everything must be eager's, bit by bit
 
 

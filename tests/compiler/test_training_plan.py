@@ -21,7 +21,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.plan import Decision, Plan
 from effcompile.machine.machines import load_target
 
-pytestmark = pytest.mark.usefixtures("quick_training", "shared_captures")
+pytestmark = pytest.mark.usefixtures("quick_training")
 EXACTLY = ["no-pointwise"]
 
 

@@ -17,7 +17,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.report.reasons import words
 
-pytestmark = pytest.mark.usefixtures("quick_training", "shared_captures")
+pytestmark = pytest.mark.usefixtures("quick_training")
 #: What only changes the order of sums left out, so that there is one way to compute what autocast computes.
 AS_WRITTEN = ["no-pointwise", "no-loss_head", "no-attention"]
 ALWAYS = [*AS_WRITTEN, "precision.always=true"]

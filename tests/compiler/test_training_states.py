@@ -20,7 +20,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
 from effcompile.report.reasons import words
 
-pytestmark = pytest.mark.usefixtures("quick_training", "shared_captures")
+pytestmark = pytest.mark.usefixtures("quick_training")
 EXACT = ["no-pointwise", "checkpoint.groups=false"]  # pointwise: its kernels round as they please
 BACKWARD = [*EXACT, "states.in_backward=true"]
 
