@@ -256,12 +256,17 @@ def packing_operators() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
-    """torch.export without its warnings and the half-made graph that it prints when it fails: our errors say what matters."""
+    """torch.export without its warnings and the half-made graph that it prints when it fails: our errors say what matters.
+
+    Nor is Python code written for the graphs on the way (a tenth of the time): it is, of one that is called.
+    """
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), _use_lazy_graph_module(True):
             yield
     finally:
         logger.setLevel(level)

@@ -1,11 +1,9 @@
 """Each capture in a process of its own: HF registers pytree classes globally, so that a warm process proves less."""
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 
 import pytest
+from fresh_process import Forks, forks
 
 pytest.importorskip("transformers")
 
@@ -47,13 +45,10 @@ print("ANSWER" + json.dumps({
 """
 
 
-def answer(kind: str, *more: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind, *more], capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-    assert lines, done.stderr[-2000:]
-    return json.loads(lines[0].removeprefix("ANSWER"))
+@pytest.fixture(scope="module")
+def captures() -> Iterator[Forks]:
+    with forks(SCRIPT) as found:
+        yield found
 
 
 @pytest.mark.parametrize(
@@ -64,8 +59,10 @@ def answer(kind: str, *more: str) -> dict:
         ("llama", True, "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn", ["logits"]),
     ],
 )
-def test_a_tiny_model_from_a_batch_1_example(kind: str, cached: bool, first: str, attention: str, outputs: list[str]) -> None:
-    found = answer(kind)
+def test_a_tiny_model_from_a_batch_1_example(
+    captures: Forks, kind: str, cached: bool, first: str, attention: str, outputs: list[str]
+) -> None:
+    found = captures.answer(kind)
     assert found["inputs"] == [["attention_mask", ["batch", "seq"]], ["input_ids", ["batch", "seq"]]]
     assert [name for name, _ in found["outputs"]] == outputs
     assert found["outputs"][0][1][:2] == ["batch", "seq"]
@@ -83,9 +80,11 @@ def test_a_tiny_model_from_a_batch_1_example(kind: str, cached: bool, first: str
 
 
 @pytest.mark.parametrize(("most", "grouped"), [(2**30, False), (2**16 - 1, True)])
-def test_experts_whose_weights_would_be_copied_for_every_token_take_their_tokens_in_groups(most: int, grouped: bool) -> None:
+def test_experts_whose_weights_would_be_copied_for_every_token_take_their_tokens_in_groups(
+    captures: Forks, most: int, grouped: bool
+) -> None:
     """8 tokens × 2 experts × 16 × 64 × 4 bytes = 64 KiB."""
-    found = answer("gpt_oss", str(most))
+    found = captures.answer("gpt_oss", str(most))
     assert any("grouped_mm" in target for target in found["targets"]) is grouped
     assert any("batched_mm" in mend for mend in found["mends"]) is not grouped  # in groups is what this model does anyway
     assert all(passed for _, _, passed, _ in found["checks"]) and found["restored"]

@@ -1,9 +1,6 @@
-import json
-import os
 import random
-import subprocess
-import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from fresh_process import CAPTURE, Forks, forks
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -507,7 +505,6 @@ def test_a_gradient_that_is_registered_of_an_operator_is_captured() -> None:
 
 SCRIPT = """
 import json, sys, torch, transformers
-sys.path.insert(0, sys.argv[2])
 from test_training import calls, mistakes, run_step, aten
 from effcompile.capture import capture_training
 from effcompile.ir.program import module_path
@@ -571,14 +568,16 @@ BLOCKS = {
 }
 
 
+@pytest.fixture(scope="module")
+def captures() -> Iterator[Forks]:
+    with forks(SCRIPT, (*CAPTURE, "test_training"), Path(__file__).parent) as found:
+        yield found
+
+
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_tiny_huggingface_model(kind: str) -> None:
+def test_a_tiny_huggingface_model(captures: Forks, kind: str) -> None:
     """Each in a process of its own: HF registers pytree classes globally, so that a warm process proves less."""
-    command = [sys.executable, "-c", SCRIPT, kind, os.path.dirname(__file__)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER")]
-    assert lines, done.stderr[-3000:]
-    found = json.loads(lines[0].removeprefix("ANSWER"))
+    found = captures.answer(kind)
     assert found["mistakes"] == []
     assert found["random"] > 0
     assert found["type"] and found["fields"] == ["loss"] and "logits" in found["dropped"]
