@@ -35,7 +35,8 @@ from effcompile.ir.program import Program
 from effcompile.passes import OPTIONAL, Pass, load_passes
 from effcompile.sites.parts import attentions
 
-#: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong.
+#: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong. On a GPU, where what
+#: an operator takes alone says little of a graph of them, each is.
 SHORTLIST = 1.08
 
 
@@ -174,7 +175,7 @@ def _settle_all(
     failures: list[EffcompileError] = []
     for backend, plan in plans:
         best = min((o.plan.certificate.objective for o in outcomes), default=math.inf)
-        worth_building = SHORTLIST * backend.slack * best
+        worth_building = SHORTLIST * backend.slack * best if search.machine.target.device == "cpu" else math.inf
         if plan.certificate.objective > worth_building:
             why = NotBuilt(times=plan.certificate.objective / best)
             candidates = [replace(c, note=why) if c.backend == backend.name else c for c in candidates]

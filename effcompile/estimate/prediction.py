@@ -199,7 +199,7 @@ class Trial:
             shifted = _Shifted(self.program, {key[0]: self.nodes[key[0]]}, changes[key])
             after = floating(shifted.run(*leaves_of(self.program, inputs), enable_io_processing=False))
             for total, new, old in zip(moved, after, before, strict=True):
-                total += torch.stack([(new - old).double().square().sum(), old.double().square().sum()])
+                total += torch.stack([(new - old).double().square().sum(), old.double().square().sum()]).cpu()
         return max((float(changed / whole) if whole > 0 else float(changed > 0) for changed, whole in moved), default=0.0)
 
 

@@ -240,7 +240,7 @@ def _rounds(task: _Task, probes: int) -> int:
 def _signs(record: Record, weights: list[float], generator: torch.Generator) -> list[torch.Tensor]:
     """Random signs of each output's shape, times its weight."""
     draws = (torch.randint(0, 2, o.shape, generator=generator, dtype=torch.int8) for o in record.outputs)
-    return [(d.to(o.dtype) * 2 - 1) * w for d, o, w in zip(draws, record.outputs, weights, strict=True)]
+    return [(d.to(o) * 2 - 1) * w for d, o, w in zip(draws, record.outputs, weights, strict=True)]
 
 
 def _backward(record: Record, v: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:

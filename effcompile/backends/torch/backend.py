@@ -17,6 +17,7 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load_flat, lower_eager, lower_inductor
 from effcompile.backends.torch.measure import measure
+from effcompile.backends.torch.on_gpu import on_gpu
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason
 from effcompile.ir.plan import Plan
@@ -46,7 +47,7 @@ class TorchEager:
 
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
-        return lower_eager(edit(program, calibration))
+        return on_gpu(lower_eager(edit(program, calibration)), plan)
 
     def open(self, directory: Path, plan: Plan) -> Run:
         return _open(directory)
@@ -79,7 +80,7 @@ class TorchInductor:
 
     def lower(self, program: Program, plan: Plan, calibration: Sequence[Sequence[torch.Tensor]]) -> TorchLowered:
         """See `backends.base.Backend.lower`; acts on `program.tags`."""
-        return lower_inductor(edit(program, calibration))
+        return on_gpu(lower_inductor(edit(program, calibration)), plan)
 
     def open(self, directory: Path, plan: Plan) -> Run:
         return _open(directory)

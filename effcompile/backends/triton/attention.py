@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
+from effcompile.backends.torch.kept import keep
 from effcompile.backends.triton import tune
 from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, shared_memory, using
-from effcompile.backends.triton.kept import keep
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
 from effcompile.backends.triton.layout import WIDEST, by_rows
 from effcompile.core.building import under_way

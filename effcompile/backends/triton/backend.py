@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -15,8 +14,8 @@ from effcompile.backends.torch import TorchEager, TorchLowered
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import lower_eager
 from effcompile.backends.torch.measure import Body, copies, in_turn, measure, seconds_of
-from effcompile.backends.triton import graphs, linears, rows_bodies
-from effcompile.core import torch_compat
+from effcompile.backends.torch.on_gpu import on_gpu
+from effcompile.backends.triton import linears, rows_bodies
 from effcompile.core.errors import LoweringError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason
@@ -66,29 +65,12 @@ class Triton:
         if reason is not None:
             raise LoweringError(f"The Triton kernels cannot run {program.name}: {reason}. Plan again with another backend.")
         lowered = lower_eager(edit(linears.emit(program), calibration))
-        most = {} if plan.goal.memory is None else {"most": 1}  # each further one has memory of its own
-        run = graphs.declines(lowered.program.graph) or graphs.replayed(lowered.run, program.flat_inputs(), **most)
-        settings = {"kernels": _told(lowered.program), "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
-        return OnDevice(**{**_fields(lowered), "run": lowered.run if isinstance(run, str) else run, "settings": settings})
+        return on_gpu(lowered, plan, kernels=_told(lowered.program))
 
     def open(self, directory: Path, plan: Plan) -> Run:
         """See `backends.base.Backend.open`."""
         kernels.register(kernels.device())
         return TorchEager().open(directory, plan)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OnDevice(TorchLowered):
-    """What is lowered for a GPU; its memory is that of torch's CUDA allocator, with what its graphs hold between calls."""
-
-    def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
-        if not all(t.is_cuda for t in inputs):
-            return super().peak_bytes(inputs)
-        self(*inputs)
-        with torch_compat.watched_memory("cuda") as peak:
-            self(*inputs)
-        held = self.run.nbytes if isinstance(self.run, graphs.Replayed) else 0
-        return self.weight_bytes + held + peak()
 
 
 def _bodies(call: KernelCall, device: str) -> list[Body | None] | None:
@@ -115,7 +97,3 @@ def _told(program: Program) -> str:
     counts = {name: ours.count(name) for name in sorted(set(ours))}
     found = ", ".join(f"{name} ×{count}" for name, count in counts.items()) or "none of ours in this plan"
     return f"{found}; {kernels.origin()}"
-
-
-def _fields(lowered: TorchLowered) -> dict[str, Any]:
-    return {name: getattr(lowered, name) for name in lowered.__dataclass_fields__}

@@ -46,7 +46,7 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> di
     extra = _extra(model, goal.batch)
     runs: dict[str, Any] = {ORIGINAL: partial(_original, model)}
     runs |= {name: Stepper(step, type(model).forward, model.config) for name, step in steps.items()}
-    ids = torch.ones((goal.batch, prompt), dtype=torch.int64)
+    ids = _ids(model, goal, prompt)
     key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     with evaluating(model), torch.no_grad():
         prefills = {name: partial(_prefill, model, run, {key: ids, **extra}) for name, run in runs.items()}
@@ -65,7 +65,19 @@ def _prefill(model: HFModel, run: Callable[..., Any], given: Mapping[str, Any]) 
     cache = new_cache(model)
     keep = {"logits_to_keep": 1} if _keeps(model) else {}
     run(**given, **keep, past_key_values=cache)
+    _awaited(model.device)
     return cache
+
+
+def _awaited(device: torch.device) -> None:
+    """What was asked of a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ids(model: HFModel, goal: Goal, tokens: int) -> torch.Tensor:
+    """A text of so many tokens, where the model is."""
+    return torch.ones((goal.batch, tokens), dtype=torch.int64, device=model.device)
 
 
 def _keeps(model: HFModel) -> bool:
@@ -75,6 +87,7 @@ def _keeps(model: HFModel) -> bool:
 def _decode(run: Callable[..., Any], given: Mapping[str, Any], cache: Any) -> None:
     """One token; the cache is as long as before afterwards, where it can be cut."""
     run(**given, past_key_values=cache)
+    _awaited(next(iter(given.values())).device)
     if cache.is_croppable and not any(cache.is_sliding):
         cache.crop(-1)
 
@@ -97,7 +110,7 @@ def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, g
     context = goal.tokens[0]
     key = stepper.step.boundary.tokens
     extra = _extra(model, goal.batch)
-    ids = torch.ones((goal.batch, context), dtype=torch.int64)
+    ids = _ids(model, goal, context)
     keep = {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
 
     def whole() -> None:
@@ -108,7 +121,7 @@ def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, g
 
     if isinstance(parts["step"], TorchLowered):
         whole()
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat.watched_memory(model.device.type) as peak:
             whole()
         return weights + peak()
     return _of_runtime(stepper, parts["step"], model, goal, extra) or weights
@@ -120,8 +133,8 @@ def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, 
     chunk = min(stepper.step.room.chunk, context)
     key, keep = stepper.step.boundary.tokens, {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
     if context > chunk:
-        stepper(**{key: torch.ones((goal.batch, context - chunk), dtype=torch.int64)}, **extra, **keep, past_key_values=cache)
-    flat = stepper.flat(torch.ones((goal.batch, chunk), dtype=torch.int64), cache, extra)
+        stepper(**{key: _ids(model, goal, context - chunk)}, **extra, **keep, past_key_values=cache)
+    flat = stepper.flat(_ids(model, goal, chunk), cache, extra)
     found = lowered.peak_bytes(flat)
     return None if found is None else found + sum(tensor.nbytes for tensor in flat)
 

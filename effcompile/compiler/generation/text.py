@@ -41,7 +41,8 @@ def _tokens_of(args: Sequence[Any], kwargs: Any, at: int) -> torch.Tensor:
 
 def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
     """Sampled from the model, one token after the other, beginning with random ones."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(0)
         ids = torch.randint(min(3, vocabulary - 1), vocabulary, (_ROWS, 1), device=model.device)
         cache = None

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import fx
 
-from effcompile.backends.triton import graphs
-from effcompile.backends.triton.kept import keep, keeping
+from effcompile.backends.torch import graphs
+from effcompile.backends.torch.kept import keep, keeping
 
 aten = torch.ops.aten
 
@@ -38,6 +38,16 @@ def test_declined_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "random" in (graphs.declines(graph(aten.bernoulli.default)) or "")
     monkeypatch.setenv("EFFCOMPILE_CUDA_GRAPHS", "off")
     assert "off" in (graphs.declines(plain) or "")
+
+
+@pytest.mark.parametrize(("index", "declined"), [(torch.arange(2), False), (torch.tensor([True, False]), True)])
+def test_reading_at_places_is_no_wait_and_under_a_mask_it_is(index: torch.Tensor, declined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = fx.Graph()
+    x, i = made.placeholder("x"), made.placeholder("i")
+    i.meta["val"] = index
+    made.output(made.call_function(aten.index.Tensor, (x, [None, i])))
+    assert (graphs.declines(made) is not None) is declined
 
 
 class Tape:
@@ -132,6 +142,14 @@ def test_only_the_last_shapes_are_kept(played: Model) -> None:
     assert isinstance(run, graphs.Replayed)
     for size in (2, 2, 3, 3, 1):
         assert torch.equal(run(torch.ones(size))[0], torch.full((size,), 2.0))
+    calls = played.calls
+    run(torch.ones(2)), run(torch.ones(1))
+    assert played.calls == calls, "a shape that came twice took the place of one that is used"
+    for _ in range(40):
+        assert torch.equal(run(torch.ones(3))[0], torch.full((3,), 2.0))
+    calls = played.calls
+    run(torch.ones(3)), run(torch.ones(1))
+    assert played.calls == calls, "what is called all the time has no graph"
     assert len(run._graphs) == 2
     alone = graphs.replayed(played, [torch.ones(1)], most=1)
     assert isinstance(alone, graphs.Replayed)
@@ -141,6 +159,13 @@ def test_only_the_last_shapes_are_kept(played: Model) -> None:
     calls = played.calls
     assert alone(torch.ones(1))[0].eq(2).all() and played.calls == calls, "the only graph gave way"
     assert alone.nbytes == held
+
+
+def test_what_is_recorded_in_inference_mode_is_replayed_outside_of_it(played: Model) -> None:
+    with torch.inference_mode():
+        run = graphs.replayed(played, [torch.ones(2)])
+        assert isinstance(run, graphs.Replayed)
+    assert run(torch.full((2,), 3.0))[0].eq(6).all()
 
 
 def test_threads_take_turns(played: Model) -> None:

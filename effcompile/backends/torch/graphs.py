@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from effcompile.backends.triton.kept import keeping
+from effcompile.backends.torch.kept import keeping
 
 __all__ = ["Replayed", "declines", "replayed"]
 
@@ -23,7 +23,9 @@ Form = tuple[tuple[object, ...], ...]
 _WARM = 3
 #: Graphs that are kept; a shape is recorded when it comes for the second time.
 _MOST = 8
-#: Shapes that are remembered as seen once. Who never repeats one gains nothing by graphs.
+#: Calls of another shape after which it takes the place of the graph that was idle for longest: to record costs some five calls.
+_OFTEN = 32
+#: Shapes that are remembered.
 _REMEMBERED = 1024
 
 
@@ -33,13 +35,21 @@ def declines(graph: fx.Graph) -> str | None:
         return "EFFCOMPILE_CUDA_GRAPHS is off"
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        if (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags) and not _indexed_by_places(node):
             return f"{node.target} waits for the GPU: its result is read on the host"
         if torch.Tag.nondeterministic_seeded in tags:
             return f"{node.target} draws random numbers"
     if not torch.cuda.is_available():
         return "there is no CUDA here"
     return None
+
+
+def _indexed_by_places(node: fx.Node) -> bool:
+    """Whether it reads at given places: the operator that does so is tagged for the masks that it takes too, whose sums it waits for."""
+    if node.target is not torch.ops.aten.index.Tensor:
+        return False
+    indices = [index.meta.get("val") for index in node.args[1] if isinstance(index, fx.Node)]  # type: ignore[union-attr]
+    return all(isinstance(index, torch.Tensor) and index.dtype not in (torch.bool, torch.uint8) for index in indices)
 
 
 def replayed(run: Run, example: Sequence[torch.Tensor], most: int = _MOST) -> Replayed | str:
@@ -67,7 +77,7 @@ class Replayed:
         self._run, self._most = run, most
         self._turn = threading.Lock()
         self._graphs: OrderedDict[Form, _Graph] = OrderedDict([(_form(example), _Graph(run, example))])
-        self._seen: set[Form] = set()  # once
+        self._seen: Counter[Form] = Counter()  # calls of shapes that have no graph
         self._refused: set[Form] = set()
 
     @property
@@ -88,14 +98,16 @@ class Replayed:
         graph = self._graphs.get(form)
         if graph is not None:
             self._graphs.move_to_end(form)
-        elif form in self._seen and form not in self._refused and self._most > 1:
-            graph = self._recorded(form, inputs)
-        elif len(self._seen) < _REMEMBERED:
-            self._seen.add(form)
-        return graph
+            return graph
+        if self._most == 1 or form in self._refused or (form not in self._seen and len(self._seen) >= _REMEMBERED):
+            return None
+        self._seen[form] += 1
+        full = len(self._graphs) >= self._most
+        return self._recorded(form, inputs) if self._seen[form] >= (_OFTEN if full else 2) else None
 
     def _recorded(self, form: Form, inputs: Sequence[torch.Tensor]) -> _Graph | None:
-        while len(self._graphs) >= self._most:
+        del self._seen[form]
+        if len(self._graphs) >= self._most:
             self._graphs.popitem(last=False)
         try:
             self._graphs[form] = _Graph(self._run, inputs)
@@ -108,12 +120,12 @@ class _Graph:
     """One recorded call: its inputs, its outputs and what it reads beside them."""
 
     def __init__(self, run: Run, example: Sequence[torch.Tensor]) -> None:
-        self._inputs = [t.clone() for t in example]
         self._done: Any = None
         before = _held()
-        with torch.cuda.device(_index(example)), torch.no_grad(), keeping() as self._read:
+        with torch.cuda.device(_index(example)), torch.inference_mode(False), torch.no_grad(), keeping() as self._read:
+            self._inputs = [t.clone() for t in example]  # in inference mode they could be written in that mode alone
             self._graph, self._outputs = _captured(run, self._inputs)
-        self.nbytes = max(0, _held() - before) + sum(t.nbytes for t in self._inputs)
+        self.nbytes = max(0, _held() - before)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.cuda.device(_index(self._inputs)):

@@ -1,0 +1,46 @@
+"""What torch's engines make of a program whose tensors lie on a GPU: calls replayed as CUDA graphs, memory as its allocator counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from effcompile.backends.torch import graphs
+from effcompile.backends.torch.lowered import TorchLowered
+from effcompile.core import torch_compat
+from effcompile.ir.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnGPU(TorchLowered):
+    """Its memory is that of torch's CUDA allocator, with what its graphs hold between calls."""
+
+    def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
+        self(*inputs)
+        with torch_compat.watched_memory("cuda") as peak:
+            self(*inputs)
+        held = self.run.nbytes if isinstance(self.run, graphs.Replayed) else 0
+        return self.weight_bytes + held + peak()
+
+
+def on_gpu(lowered: TorchLowered, plan: Plan, **told: Any) -> TorchLowered:
+    """The same with its calls recorded, where a program's inputs lie on a GPU; `told`: further settings. Otherwise as it is."""
+    inputs = lowered.program.flat_inputs()
+    if not inputs or not all(t.is_cuda for t in inputs):
+        return lowered
+    run = _recorded(lowered, plan, inputs)
+    settings = {**lowered.settings, **told, "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
+    settings.pop("threads", None)
+    fields = {name: getattr(lowered, name) for name in lowered.__dataclass_fields__}
+    return OnGPU(**{**fields, "run": lowered.run if isinstance(run, str) else run, "settings": settings})
+
+
+def _recorded(lowered: TorchLowered, plan: Plan, inputs: Sequence[torch.Tensor]) -> graphs.Replayed | str:
+    """The calls as graphs, or why not."""
+    if plan.goal.mode == "generation":
+        return "the cache grows with every token, so that no shape comes again"
+    most = {} if plan.goal.memory is None else {"most": 1}  # each further one has memory of its own
+    return graphs.declines(lowered.program.graph) or graphs.replayed(lowered.run, inputs, **most)
