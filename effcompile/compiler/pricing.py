@@ -10,7 +10,7 @@ from effcompile.backends import load_backend
 from effcompile.backends.base import Backend
 from effcompile.compiler.machine import Machine, is_here, usable_backends
 from effcompile.compiler.progress import Progress
-from effcompile.compiler.search import Regimes, Search, explain_infeasible
+from effcompile.compiler.search import Regimes, Search, explain_infeasible, stored_notes
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
 from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
@@ -55,7 +55,7 @@ def search_for(program: Program, goal: Goal, machine: Machine, passes: tuple[Pas
     """What may be decided, priced on this machine, with the errors of what is not exact measured."""
     options = {} if goal.exact else measured_options(passes)
     measured, text = _sensitivity(program, goal, passes, options, progress)
-    notes = (*machine.notes, *program.mends, *(Because("fixed: {name}", (line,)) for line in program.fixed))
+    notes = (*machine.notes, *stored_notes(program), *program.mends, *(Because("fixed: {name}", (line,)) for line in program.fixed))
     return Search(
         program=program, regimes=Regimes.of_call(program),
         goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,

@@ -18,15 +18,16 @@ from effcompile.core.causes import Limits, MachineTooSmall
 from effcompile.core.cost import Cost, Provenance, total
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Reason, Unsupported
+from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.estimate.timeline import timeline
-from effcompile.ir.formats import WeightFormat
+from effcompile.ir.formats import BF16, FP32, WeightFormat
 from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.ir.program import Program
 from effcompile.machine.target import Target
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
+from effcompile.sites.parts import linears
 
 #: The solver proves that nothing is cheaper by more than this share.
 GAP = 0.01
@@ -175,7 +176,7 @@ class Search:
         if name not in self._proposals:
             context = Context(
                 goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
-                formats=self.formats, lacks=backend.lacks,
+                formats=self.formats, stored=stored_format(self.program), lacks=backend.lacks,
             )  # fmt: skip
             found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
             made = [choices for choices, _ in found]
@@ -272,6 +273,19 @@ def too_large(error: InfeasibleError, target: Target) -> InfeasibleError:
     nearest = {limit: value for limit, value in error.nearest.items() if limit != "memory"}
     machine = MachineTooSmall(target=target.name, memory_bytes=target.memory_bytes, needed=error.needed or None)
     return InfeasibleError(machine, *error.why, binding=error.binding, nearest=nearest)
+
+
+def stored_format(program: Program) -> WeightFormat:
+    """What the model's own linears are held in: BF16 stands for 16 bits of either kind."""
+    weights = [program.tensor(site.weight) for site in linears(program)]
+    return BF16 if weights and all(w is not None and w.element_size() == 2 for w in weights) else FP32
+
+
+def stored_notes(program: Program) -> tuple[Reason, ...]:
+    """What "fp32" stands for in a plan of a model in 16 bits."""
+    if stored_format(program) == FP32:
+        return ()
+    return (Because("the model's weights have 16 bits: where the plan says fp32, they stay as they are"),)
 
 
 def explain_infeasible(errors: Mapping[str, InfeasibleError]) -> InfeasibleError:

@@ -63,6 +63,7 @@ class Context:
         sensitivity: (site, option) → squared relative error at the model's output that the option alone
             causes, measured on the calibration inputs. Absent for a site that no error-making option asked for.
         formats: what a dense linear may be held in under this goal, fp32 first.
+        stored: the format that stands behind "fp32" here: what the model's own linears are held in.
         lacks: says why the backend has no such kernel on any machine; None where it may have.
     """
 
@@ -71,6 +72,7 @@ class Context:
     backend: str
     sensitivity: Mapping[tuple[str, str], float] = field(default_factory=dict)
     formats: tuple[WeightFormat, ...] = (FP32,)
+    stored: WeightFormat = FP32
     lacks: Callable[[KernelCall], Reason | None] = lambda call: None
 
 

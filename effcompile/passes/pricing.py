@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from effcompile.core.cost import Cost
 from effcompile.core.reasons import NoKernel, NotAllowed, NotFaster, Reason, Unsupported
-from effcompile.ir.formats import WeightFormat
+from effcompile.ir.formats import FP32, WeightFormat
 from effcompile.ir.plan import Declined
 from effcompile.machine.target import Dims, KernelCall, linear_call
 from effcompile.passes.base import Context
@@ -23,7 +23,8 @@ def price(context: Context, kernel: str, *dims: int, backend: str | None = None)
 
 def price_linear(context: Context, held: WeightFormat, dims: Dims) -> Cost | None:
     """Seconds of a dense linear (M, K, N) with its weight in this format; None where the backend has no such kernel."""
-    return price_call(context, linear_call(held, dims))
+    found = price_call(context, linear_call(context.stored if held == FP32 else held, dims))
+    return found if found is not None or held != FP32 else price_call(context, linear_call(FP32, dims))
 
 
 def price_call(context: Context, call: KernelCall, backend: str | None = None) -> Cost | None:

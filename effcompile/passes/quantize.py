@@ -17,7 +17,7 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, linear_call
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_call, no_error_allowed, no_gain, no_kernel, price_call
+from effcompile.passes.pricing import no_call, no_error_allowed, no_gain, no_kernel, price_call, price_linear
 from effcompile.sites.parts import EmbeddingSite, LinearSite, embeddings, linears
 
 BASELINE = FP32.name
@@ -83,7 +83,7 @@ class Quantize(Pass):
         self, context: Context, tables: _Tables, site: LinearSite | EmbeddingSite, kind: str, formats: tuple[WeightFormat, ...]
     ) -> Iterator[Choice | Declined]:
         call = _call(site, FP32)
-        seconds = price_call(context, call)
+        seconds = price_linear(context, FP32, site.dims) if isinstance(site, LinearSite) else price_call(context, call)
         if seconds is None:
             yield Declined(site=site.site, kind=kind, option=BASELINE, by=self.name, reason=no_kernel(context, call.kernel))
             return

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from form_names import held
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+import effcompile
 from effcompile.backends import load_backend
 from effcompile.capture import capture
+from effcompile.compiler.search import stored_format
+from effcompile.core.goal import Goal
 from effcompile.estimate import fake_quant
-from effcompile.ir.formats import Form
+from effcompile.ir.formats import FP32, Form
+from effcompile.machine.machines import load_target
+from effcompile.passes.base import Context
+from effcompile.passes.pricing import price_linear
 from effcompile.sites.parts import embeddings, linears
 
 N, K = 96, 256
@@ -51,3 +58,22 @@ def test_a_table(backend: str) -> None:
         emulated = fake_quant.table_rows(rows, fmt, fake_quant.range_of(model.weight))
     measured, predicted = (float((y - rows).norm() / rows.norm()) for y in (lowered(ids)[0], emulated))
     assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def test_a_model_in_16_bits_is_priced_in_them_and_nothing_of_it_is_said_to_be_lost() -> None:
+    """Its linears are the baseline: priced as products of 16 bits, found in the artifact as they were given."""
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, intermediate_size=48, vocab_size=64
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(torch.bfloat16)
+    planned = effcompile.optimize(model, inputs={"input_ids": torch.ones(2, 8, dtype=torch.int64)}, backend="torch-eager")
+    found = [d for d in planned.plan.decisions if d.kind in ("linear", "merge", "embedding")]
+    assert found and all(d.applied == d.option for d in found), [(d.site, d.option, d.applied) for d in found]
+    assert any("16 bits" in str(note) for note in planned.plan.notes)
+    program = capture(model, (), {"input_ids": torch.ones(2, 8, dtype=torch.int64)})
+    target = load_target("h100-sxm")
+    half, whole = (
+        price_linear(Context(goal=Goal(), target=target, backend="torch", stored=stored), FP32, (512, 1024, 4096))
+        for stored in (stored_format(program), FP32)
+    )
+    assert half is not None and whole is not None and half.seconds < whole.seconds

@@ -99,6 +99,9 @@ def _sparse(dims: Dims) -> Body | None:
 def _float(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
     if held == FP32 and (engine == "stock" or x.is_cuda or len(x) < PACK_ROWS or not torch_compat.has_onednn()):
         return lambda: F.linear(x, weight, bias)
+    if x.is_cuda:
+        half = weight.bfloat16()
+        return lambda: F.linear(x.bfloat16(), half).float() + bias
     dtype = torch.float32 if held == FP32 else torch.bfloat16
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), len(x))
     product = torch.ops.mkldnn._linear_pointwise.default

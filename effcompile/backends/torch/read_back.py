@@ -47,7 +47,12 @@ _ROWS_LAST = (aten.slice.Tensor, aten.select.int, aten.index_select.default)
 
 def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
     """site → form of everything in `module`, the graph that runs; `program` is what it was made of."""
-    found = {node.meta[SITE]: Form(weights=signature[0]) for node, signature in signatures(module) if SITE in node.meta}
+    held = {node.meta[SITE]: signature[0] for node, signature in signatures(module) if SITE in node.meta}
+    as_given = _in_16_bits(program)
+    found = {
+        site: Form(weights=FP32 if as_given and weights in (BF16, FP16) and program.format_at(site) == FP32 else weights)
+        for site, weights in held.items()
+    }
     found.update(_attentions(module))
     found.update(_gelus(module))
     found.update({site.site: Form(word="separate") for site in row_sites(program)})
@@ -56,6 +61,11 @@ def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
     )
     found.update(_structure(program, found))
     return found
+
+
+def _in_16_bits(program: Program) -> bool:
+    """Whether the model's own matrices are: what nobody asked for is then as it was given, which goes by the baseline's name."""
+    return all(p.element_size() == 2 for p in program.module.parameters() if p.dim() == 2 and p.is_floating_point())
 
 
 def signatures(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Signature]]:

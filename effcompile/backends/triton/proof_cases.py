@@ -70,19 +70,18 @@ def _both(name: str, run: Callable[..., Tensor], *given: Tensor | None) -> Itera
 
 
 def _attention(make: Maker) -> Iterator[Compared]:
-    queries, keys, widths = (200, 331, (64, 128)) if make.device != "cpu" else (40, 51, (32,))  # the interpreter is slow
+    queries, keys, widths = (200, 331, (64, 128)) if make.device != "cpu" else (40, 51, (16, 32))  # the interpreter is slow
     past = keys - queries
-    forms: dict[str, dict[str, object]] = {
-        "causal": {"hi": past}, "window": {"lo": past - queries // 3, "hi": past}, "softcap": {"softcap": 3.0, "hi": past}, "bias": {},
-        "documents": {"hi": past},
-    }  # fmt: skip
     ids = torch.arange(keys).expand(2, -1) // (keys // 3)
-    for width in widths:
+    everything = {"lo": past - queries // 2, "hi": past, "softcap": 3.0}
+    for width, name, form in (
+        (widths[0], "causal", {"hi": past}),
+        (widths[1], "causal", {"hi": past}),
+        (widths[1], "all terms", everything),
+    ):
         q, k, v, bias = make(2, 4, queries, width), make(2, 2, keys, width), make(2, 2, keys, width), make(1, 4, queries, keys)
-        for name, form in forms.items():
-            documents = (ids[:, past:], ids) if name == "documents" else None
-            run = partial(_attended, form, documents)
-            yield from _both(f"{name}, heads of {width}", run, q, k, v, bias if name == "bias" else None)
+        documents, bias = ((ids[:, past:], ids), bias) if form is everything else (None, None)
+        yield from _both(f"{name}, heads of {width}", partial(_attended, form, documents), q, k, v, bias)
 
 
 def _attended(

@@ -25,7 +25,7 @@ from effcompile.compiler.pricing import formats, measured_options
 from effcompile.compiler.progress import Progress, entry
 from effcompile.compiler.refine import Constraints, refine
 from effcompile.compiler.request import Asked, Task
-from effcompile.compiler.search import FREE, Regimes, Search, explain_infeasible
+from effcompile.compiler.search import FREE, Regimes, Search, explain_infeasible, stored_notes
 from effcompile.compiler.settle import corrected
 from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, UsageError, VerificationError
@@ -69,9 +69,11 @@ class Shop:
     def search(self) -> Search:
         """What may be decided, priced."""
         options = {} if self.goal.exact else measured_options(self.passes)
+        program = self.step.program
         return Search(
-            program=self.step.program, regimes=self.regimes, goal=self.goal, machine=self.machine, passes=self.passes,
-            sensitivity=self.sensitivity, calibration_inputs=self.said, notes=(*self.machine.notes, *self.step.program.mends),
+            program=program, regimes=self.regimes, goal=self.goal, machine=self.machine, passes=self.passes,
+            sensitivity=self.sensitivity, calibration_inputs=self.said,
+            notes=(*self.machine.notes, *stored_notes(program), *program.mends),
             formats=formats(options), explained=lambda error: largest_context(error, self.step, self.goal),
         )  # fmt: skip
 
