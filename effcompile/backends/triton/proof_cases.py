@@ -80,8 +80,8 @@ def _attention(make: Maker) -> Iterator[Compared]:
         (widths[1], "all terms", everything),
     ):
         q, k, v, bias = make(2, 4, queries, width), make(2, 2, keys, width), make(2, 2, keys, width), make(1, 4, queries, keys)
-        documents, bias = ((ids[:, past:], ids), bias) if form is everything else (None, None)
-        yield from _both(f"{name}, heads of {width}", partial(_attended, form, documents), q, k, v, bias)
+        documents = (ids[:, past:], ids) if form is everything else None
+        yield from _both(f"{name}, heads of {width}", partial(_attended, form, documents), q, k, v, bias if documents else None)
 
 
 def _attended(
