@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -31,6 +35,78 @@ def enclosing(gain: float) -> tuple[Callable[[torch.Tensor], torch.Tensor], Call
     return multiply, change
 
 
+class Times:
+    """Called as it is, or by its method."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def by(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Slotted:
+    __slots__ = ("gain", "gains")
+
+    def __init__(self) -> None:
+        self.gain, self.gains = 1.0, [1.0]
+
+
+class Looked:
+    """Finds its attributes by names that no code has."""
+
+    def __init__(self) -> None:
+        self.held = {"gain": 1.0}
+
+    def __getattr__(self, name: str) -> float:
+        if name not in vars(self).get("held", ()):
+            raise AttributeError(name)
+        return float(vars(self)["held"][name])
+
+
+class Described:
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __get__(self, instance: object, owner: type) -> float:
+        return self.value
+
+
+class Shared:
+    described = Described()
+
+
+DEFAULTS = {"gain": 1.0}
+ENVIRONMENT = "EFFCOMPILE_GAIN_OF_A_TEST"
+
+
+def by_default(x: torch.Tensor, held: dict[str, float] = DEFAULTS) -> torch.Tensor:
+    return x * held["gain"] * by_default.gain * float(os.environ.get(ENVIRONMENT, "1"))  # type: ignore[attr-defined]
+
+
+by_default.gain = 1.0  # type: ignore[attr-defined]
+
+
+class Held(nn.Module):
+    """Reads values of objects of all sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times, self.method, self.part = Times(), Times().by, partial(nn.functional.leaky_relu, negative_slope=0.5)
+        self.slotted, self.looked, self.ring, self.array = Slotted(), Looked(), deque([1.0, 2.0]), numpy.ones(2)
+        self.among, self.bytes, self.shared = {"a": Times()}, bytearray(b"\x01"), Shared()
+        self.long = [1.0] * 2000
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.part(self.method(self.times(x))) * self.slotted.gain * self.slotted.gains[0] * self.looked.gain
+        return by_default(
+            x * self.ring[0] * float(self.array[1]) * self.among["a"].factor * self.bytes[0] * self.long[1500] * self.shared.described
+        )
+
+
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -39,9 +115,10 @@ class Inner(nn.Module):
         self.offset = torch.zeros(16)
         self.options = SimpleNamespace(kind="relu", unused=1)
         self.widths = [1.0, 1.0]
+        self.held = Held()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(x) * self.scaling["default"] + self.offset
+        y = self.held(self.up(x)) * self.scaling["default"] + self.offset
         y = torch.relu(y) if self.options.kind == "relu" else torch.tanh(y)
         return y * self.widths[0] * self.widths[1]
 
@@ -188,6 +265,27 @@ def parametrized(model: Model) -> Undo:
     return undo
 
 
+def environment(model: Model) -> Undo:
+    os.environ[ENVIRONMENT] = "2"
+    return lambda: os.environ.pop(ENVIRONMENT)
+
+
+def turned(model: Model) -> Undo:
+    model.inner.held.ring.rotate(1)
+    return lambda: model.inner.held.ring.rotate(1)
+
+
+def default_of_a_function(model: Model) -> Undo:
+    by_default.__defaults__ = ({"gain": 2.0},)
+    return lambda: setattr(by_default, "__defaults__", (DEFAULTS,))
+
+
+def code_of_a_function(model: Model) -> Undo:
+    before = by_default.__code__
+    by_default.__code__ = (lambda x, held: x * 2).__code__
+    return lambda: setattr(by_default, "__code__", before)
+
+
 def _times(factor: float) -> Callable[..., Any]:
     return lambda module, given, result: result * factor
 
@@ -230,6 +328,24 @@ REVERSIBLE: dict[str, Mutation] = {
     "another buffer": attribute("mask", lambda: torch.full((16,), 2.0)),
     "the default dtype": default_dtype,
     "the mode of a submodule": mode_of_dropout,
+    "an attribute of a callable object": attribute("inner.held.times.factor", 2.0),
+    "an attribute of a bound method's object": attribute("inner.held.method.__self__.factor", 2.0),
+    "a keyword of a partial": item(lambda m: m.inner.held.part.keywords, "negative_slope", 0.1),
+    "a slot": attribute("inner.held.slotted.gain", 2.0),
+    "an item of a slot's list": item(lambda m: m.inner.held.slotted.gains, 0, 2.0),
+    "what __getattr__ finds": item(lambda m: m.inner.held.looked.held, "gain", 2.0),
+    "a deque that is turned": turned,
+    "an element of a NumPy array": item(lambda m: m.inner.held.array, 1, 2.0),
+    "an object in a dict": attribute("inner.held.among", lambda: {"a": SimpleNamespace(factor=2.0)}),
+    "an attribute of an object in a dict": lambda m: attribute("factor", 2.0)(m.inner.held.among["a"]),  # type: ignore[arg-type]
+    "a byte": item(lambda m: m.inner.held.bytes, 0, 2),
+    "an item of a long list": item(lambda m: m.inner.held.long, 1500, 2.0),
+    "an attribute of a descriptor": lambda m: attribute("value", 2.0)(vars(Shared)["described"]),
+    "the default of an argument, in place": item(lambda m: DEFAULTS, "gain", 2.0),
+    "the default of an argument": default_of_a_function,
+    "an attribute of a function": lambda m: attribute("gain", 2.0)(by_default),  # type: ignore[arg-type]
+    "the code of a function": code_of_a_function,
+    "a variable of the environment": environment,
 }
 
 

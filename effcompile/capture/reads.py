@@ -10,6 +10,7 @@ import dis
 import functools
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,9 +21,35 @@ import torch
 from torch import nn
 
 from effcompile.capture.config_reads import ConfigReads
+from effcompile.capture.holders import attributes_of, defaults_of, file_of, is_function
 
 #: Code that names these may read attributes whose names are made at run time.
 _BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
+#: Of an object whose class has one of these, all attributes are watched.
+FINDERS = ("__getattr__", "__getattribute__")
+#: What loads a name: of an attribute, a global, a variable of an enclosing function.
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
+#: Methods with two underscores on either side that no forward calls by what it writes.
+_NOT_OF_A_CALL = frozenset(
+    f"__{name}__"
+    for name in (
+        "init",
+        "new",
+        "post_init",
+        "init_subclass",
+        "class_getitem",
+        "repr",
+        "str",
+        "setattr",
+        "delattr",
+        "del",
+        "reduce",
+        "reduce_ex",
+    )
+)
+#: Of a container, so many items are looked into.
+LONGEST = 10_000
+_LEAVES = bool | int | float | complex | str | bytes | None | torch.Tensor | torch.dtype | torch.device
 #: What stands between `getattr` and its second argument where that is a constant.
 _OPERANDS = ("LOAD_FAST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "PUSH_NULL")
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -42,6 +69,9 @@ class Reads:
         variables: the globals that it loads, by the name of their Python module: (namespace, names).
         cells: variables of enclosing functions: (function's name, variable's name) → cell.
         kinds: the classes whose methods it may call, of modules and of other objects.
+        functions: those of the user's own code, whose defaults and attributes are values, too.
+        environment: strings in code that reads the environment.
+        used: names that are read for more than to count them up. stored: attributes that the user's own code sets.
         configurations: what of the model's configurations was read.
     """
 
@@ -50,12 +80,18 @@ class Reads:
     variables: dict[str, tuple[Mapping[str, Any], set[str]]] = field(default_factory=dict)
     cells: dict[tuple[str, str], CellType] = field(default_factory=dict)
     kinds: dict[type, None] = field(default_factory=dict)
+    functions: list[FunctionType] = field(default_factory=list)
+    environment: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
     configurations: ConfigReads = field(default_factory=ConfigReads)
 
 
-def reads_of(model: nn.Module, configurations: ConfigReads | None = None) -> Reads:
-    """What the forward of a model and all that it names read."""
+def reads_of(model: nn.Module, *beside: object, configurations: ConfigReads | None = None) -> Reads:
+    """What the forward of a model, what is called beside it (a loss), and all that they name read."""
     walk = _Walk(model)
+    for value in beside:
+        walk.reach(value)
     walk.run()
     return replace(walk.reads, configurations=configurations or ConfigReads())
 
@@ -68,6 +104,12 @@ def is_installed(filename: str) -> bool:
 def is_of_torch(kind: type) -> bool:
     """Whether a class is one of torch's own, whose code is known to read attributes by written names only."""
     return (kind.__module__ or "").partition(".")[0] == "torch"
+
+
+def is_own(kind: type) -> bool:
+    """Whether a class is of the user's own code, so that its objects' attributes are for the user to set."""
+    file = file_of(kind)
+    return not (is_plain_code(kind) or is_of_torch(kind) or is_installed(file) or file.startswith(_OURS))
 
 
 def is_plain_code(kind: type) -> bool:
@@ -85,6 +127,7 @@ class _Walk:
         self._seen: set[int] = set()
         self._todo: list[FunctionType] = []
         self._looked_up: set[tuple[type, str]] = set()
+        self._reached: dict[int, object] = {}
         for module in model.modules():
             self._add_object(module)
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -99,20 +142,39 @@ class _Walk:
                 self._methods()
 
     def _add_object(self, value: object) -> None:
-        """Follow what an object's class makes of a call, and the functions that it holds."""
+        """Follow what an object's class makes of a call, and what it holds."""
         self._add_class(type(value))
-        for held in vars(value).values() if hasattr(value, "__dict__") else ():
-            self._follow(held)
+        for held in attributes_of(value).values():
+            self.reach(held)
+
+    def reach(self, value: object) -> None:
+        """Follow what a held value leads to: functions, and objects of the user's own classes, in containers of them too."""
+        if isinstance(value, _LEAVES) or id(value) in self._reached:
+            return
+        self._reached[id(value)] = value
+        self._follow(value)
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                self._add_object(module)
+        elif isinstance(value, Mapping | list | tuple | set | frozenset | deque):
+            for item in list(value.values() if isinstance(value, Mapping) else value)[:LONGEST]:
+                self.reach(item)
+        elif not is_function(value) and is_own(type(value)):
+            self._add_object(value)
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
             if base not in self.reads.kinds and base is not object and base is not nn.Module and not is_plain_code(base):
                 self.reads.kinds[base] = None
+                for held in vars(base).values() if is_own(base) else ():
+                    if not is_function(held):  # descriptors, and values of the class
+                        self.reach(held)
 
     def _methods(self) -> None:
         """Follow the methods and properties that are named anywhere."""
         for kind in list(self.reads.kinds):
-            for name in self.reads.names & vars(kind).keys():
+            implied = {name for name in vars(kind) if name.startswith("__") and name not in _NOT_OF_A_CALL} if is_own(kind) else set()
+            for name in (self.reads.names | implied) & vars(kind).keys():
                 if (kind, name) not in self._looked_up:
                     self._looked_up.add((kind, name))
                     self._follow(vars(kind)[name])
@@ -127,8 +189,10 @@ class _Walk:
             self._follow(value.__func__)
             if isinstance(value, MethodType) and not isinstance(value.__self__, (nn.Module, type)):
                 self._add_class(type(value.__self__))
+                self.reach(value.__self__)
         elif isinstance(value, functools.partial):
-            self._follow(value.func)
+            for part in (value.func, value.args, value.keywords):
+                self.reach(part)
         elif isinstance(value, property):
             self._follow(value.fget)
         elif isinstance(value, functools.cached_property):
@@ -138,13 +202,23 @@ class _Walk:
         code = function.__code__
         found = _names_in(code)
         self.reads.names |= found.attributes
+        self.reads.used |= found.used
+        if not is_installed(code.co_filename) and not code.co_filename.startswith(_OURS):
+            self.reads.functions.append(function)
+            self.reads.stored |= found.stored
+            for _, value in defaults_of(function):
+                self.reach(value)
+            if found.attributes & {"environ", "getenv"}:
+                values = map(function.__globals__.get, found.variables)
+                self.reads.environment |= found.attributes | {value for value in values if isinstance(value, str)}
         if not code.co_filename.startswith(_TORCH):
-            self.reads.by_name |= found.by_name
+            self.reads.by_name |= found.by_name and code.co_name not in FINDERS
             self._variables(function, found.variables, found.attributes)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             if (value := _content(cell)) is not None:
                 self._follow(value)
                 if not is_installed(code.co_filename):
+                    self.reach(value)
                     self.reads.cells[function.__qualname__, name] = cell
 
     def _variables(self, function: FunctionType, names: Iterable[str], attributes: frozenset[str]) -> None:
@@ -199,6 +273,8 @@ class _Named:
 
     attributes: frozenset[str]
     variables: frozenset[str]
+    used: frozenset[str]
+    stored: frozenset[str]
     by_name: bool
 
 
@@ -206,13 +282,29 @@ class _Named:
 def _names_in(code: CodeType) -> _Named:
     attributes: set[str] = set()
     variables: set[str] = set()
+    used: set[str] = set()
+    stored: set[str] = set()
     by_name = False
     for part in _codes(code):
         operations = list(dis.get_instructions(part))
         variables |= {str(op.argval) for op in operations if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+        used |= {str(op.argval) for at, op in enumerate(operations) if op.opname in _LOADS and not _is_count(operations, at)}
+        stored |= {str(op.argval) for op in operations if op.opname == "STORE_ATTR"}
         attributes |= set(part.co_names) | set(_strings(part.co_consts))
         by_name |= any(op.argval == "getattr" and not _is_constant(operations[at + 1 :]) for at, op in enumerate(operations))
-    return _Named(attributes=frozenset(attributes), variables=frozenset(variables), by_name=by_name or bool(attributes & _BY_NAME))
+    by_name |= bool(attributes & _BY_NAME)
+    return _Named(
+        attributes=frozenset(attributes), variables=frozenset(variables), used=frozenset(used), stored=frozenset(stored), by_name=by_name
+    )
+
+
+def _is_count(operations: list[dis.Instruction], at: int) -> bool:
+    """Whether a name is loaded for no more than to store it anew: `self.k += …`, `self.held["k"] += …`, `self.k = self.k + 1`."""
+    copies = ("COPY", "DUP_TOP")
+    if operations[at - 1].opname.startswith(copies) or (at + 2 < len(operations) and operations[at + 2].opname.startswith(copies)):
+        return True
+    stored = [op for op in operations[at + 1 : at + 5] if op.opname.startswith("STORE_")][:1]
+    return [op.argval for op in stored] == [operations[at].argval]
 
 
 def _is_constant(after: list[dis.Instruction]) -> bool:

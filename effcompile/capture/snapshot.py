@@ -9,18 +9,21 @@ all objects by identity.
 from __future__ import annotations
 
 import enum
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from effcompile.capture import reads as code
+from effcompile.capture.holders import Memory, contents, defaults_of, file_of, in_environment, is_function, parts_of, slots_of
 from effcompile.capture.tensors import Watched, state_of
 from effcompile.core import torch_compat
 from effcompile.ir.guards import Kind, described, same
@@ -29,7 +32,7 @@ from effcompile.ir.guards import Kind, described, same
 _OWN = frozenset(vars(nn.Module())) | {"_effcompile_fallback"}
 _TABLES = ("_modules", "_parameters", "_buffers")
 _FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
-_LONGEST, _DEEPEST = 1000, 4  # of containers that are looked into
+_DEEPEST = 12  # objects within objects that are looked into
 _training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
 
 Source = Any  # a mapping, a sequence or a cell: what a getter reads
@@ -47,7 +50,12 @@ class Fact:
     def equals(self, other: Fact) -> bool:
         if self.state != other.state:
             return False
-        return self.value is other.value or (_is_plain(self.value) and same(self.value, other.value))
+        return self.value is other.value or (is_plain(self.value) and same(self.value, other.value))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is an attribute where a forward might keep what it computed."""
+        return self.kind in ("attribute", "tensor") and (self.value is None or isinstance(self.value, torch.Tensor))
 
     @property
     def text(self) -> str:
@@ -60,7 +68,8 @@ class Fact:
 _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | enum.Enum
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Whether a value is told apart by what it is, not by which object it is."""
     return isinstance(value, _PLAIN)
 
 
@@ -72,9 +81,13 @@ class Snapshot:
         reads: what its code names.
         training: a step that reads the parameters at each call; otherwise they are constants of the graph.
         without: places that are left out.
+        beside: what is called beside the model, by name.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module], reads: code.Reads, *, training: bool, without: Collection[str] = ()) -> None:
+    def __init__(
+        self, roots: Mapping[str, nn.Module], reads: code.Reads, *, training: bool, without: Collection[str] = (),
+        beside: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.facts: dict[str, Fact] = {}
         self._reads, self._train, self._without = reads, training, without
         self._getters: list[Getter] = []
@@ -83,6 +96,7 @@ class Snapshot:
         self._sized: list[Any] = []
         self._empty: list[Any] = []
         self._tensors: dict[int, torch.Tensor] = {}
+        self._memory: list[Memory] = []
         self._modules: list[nn.Module] = []
         self._frozen: list[torch.Tensor] = []
         self._evaluating: list[dict[str, Any]] = []
@@ -94,9 +108,13 @@ class Snapshot:
                 self._module(root, name)
             else:
                 self._watch_attributes(root, name)
+        for name, value in beside.items():
+            self._value(value, name, "global", 0)
         self._classes()
+        self._functions()
         self._variables()
         self._settings()
+        self._contents_were = list(map(contents, self._memory))
         self._sizes = list(map(len, self._sized))
         self._types = list(map(type, self._modules))
         self._watched = Watched(list(self._tensors.values()))
@@ -117,6 +135,7 @@ class Snapshot:
                 and not any(map(_requires_grad, self._frozen))
                 and (self._roots[0].training or not any(map(_training, self._evaluating)))
                 and self._watched.unchanged()
+                and list(map(contents, self._memory)) == self._contents_were
             )
         except (KeyError, ValueError, AttributeError, RuntimeError):  # something is gone
             return False
@@ -203,17 +222,28 @@ class Snapshot:
     def _value(self, value: object, place: str, kind: Kind, depth: int) -> None:
         """Any other object: itself, and of what it holds that which code names."""
         self.facts[place] = Fact(kind, value)
-        known = callable(value) or code.is_plain_code(type(value)) or code.is_of_torch(type(value))
-        if known or not hasattr(value, "__dict__") or depth >= _DEEPEST or id(value) in self._seen:
+        known = code.is_plain_code(type(value)) or code.is_of_torch(type(value)) or (callable(value) and not code.is_own(type(value)))
+        if known or is_function(value) or depth >= _DEEPEST or id(value) in self._seen or place in self._without:
             return
         self._seen.add(id(value))
-        held = vars(value)
-        read = (key for key in held if key in self._reads.names and self._reads.configurations.may_read(value, key))
-        keys = tuple(key for key in read if f"{place}.{key}" not in self._without)
-        self._watch(_getter(keys), held)
-        self._sized.append(held)
-        for key in keys:
-            self._value(held[key], f"{place}.{key}", kind, depth + 1)
+        if hasattr(value, "__dict__"):
+            held = vars(value)
+            keys = self._named_of(value, held, place)
+            self._watch(_getter(keys), held)
+            self._sized.append(held)
+            for key in keys:
+                self._value(held[key], f"{place}.{key}", kind, depth + 1)
+        if keys := self._named_of(value, slots_of(value), place):
+            self._watch(lambda holder: tuple(getattr(holder, key) for key in keys), value)
+            for key in keys:
+                self._value(getattr(value, key), f"{place}.{key}", kind, depth + 1)
+
+    def _named_of(self, value: object, keys: Iterable[str], place: str) -> tuple[str, ...]:
+        """Attributes of an object that code names; all of them where its class finds them by names made at run time."""
+        kind = type(value)
+        every = code.is_own(kind) and any(name in vars(base) for base in kind.__mro__[:-1] for name in code.FINDERS)
+        read = (key for key in keys if every or (key in self._reads.names and self._reads.configurations.may_read(value, key)))
+        return tuple(key for key in read if f"{place}.{key}" not in self._without)
 
     @_value.register
     def _(self, value: _PLAIN, place: str, kind: Kind, depth: int) -> None:
@@ -233,14 +263,33 @@ class Snapshot:
         self._contents(value, [(f"{place}[{key!r}]", item) for key, item in value.items()], place, kind, depth)
 
     @_value.register
-    def _(self, value: list | tuple | set | frozenset, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # as above
+    def _(self, value: Memory, place: str, kind: Kind, depth: int) -> None:
+        self.facts[place] = Fact(kind, value, (contents(value),))
+        self._memory.append(value)
+
+    @_value.register
+    def _(self, value: functools.partial, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # dispatches on it
+        self.facts[place] = Fact(kind, value)
+        for name, part in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+            self._value(part, f"{place}.{name}", kind, depth + 1)
+
+    @_value.register
+    def _(self, value: MethodType, place: str, kind: Kind, depth: int) -> None:
+        self.facts[place] = Fact(kind, value)
+        if not isinstance(value.__self__, nn.Module | type):
+            self._value(value.__self__, f"{place}.__self__", kind, depth + 1)
+
+    @_value.register
+    def _(self, value: list | tuple | set | frozenset | deque, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # as above
         self._contents(value, [(f"{place}[{i}]", item) for i, item in enumerate(value)], place, kind, depth)
 
     def _contents(self, value: object, items: Sequence[tuple[str, object]], place: str, kind: Kind, depth: int) -> None:
         """A container may be another object with equal contents; of a very large one only the length is looked at."""
+        if place in self._without:
+            return
         self.facts[f"len({place})"] = Fact(kind, len(items))
         self._sized.append(value)
-        if len(items) > _LONGEST or depth >= _DEEPEST or id(value) in self._seen:
+        if len(items) > code.LONGEST or depth >= _DEEPEST or id(value) in self._seen:
             return
         self._seen.add(id(value))
         self._watch(_mapped if isinstance(value, Mapping) else tuple, value)
@@ -257,7 +306,27 @@ class Snapshot:
         """Of classes whatever code names: methods, and attributes that an instance may hide."""
         for kind in self._reads.kinds:
             held = vars(kind)
-            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=code.is_installed(_file_of(kind)))
+            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=code.is_installed(file_of(kind)))
+            if code.is_own(kind):
+                self._sized.append(held)
+
+    def _functions(self) -> None:
+        """Of the user's own functions: the code, what an argument is where it is left out, attributes; and the environment."""
+        for function in self._reads.functions:
+            name = function.__qualname__
+            self._watch(parts_of, function)
+            self.facts[f"{name}.__code__"] = Fact("global", function.__code__)
+            for argument, value in defaults_of(function):
+                self._value(value, f"{argument} of {name}", "global", 1)
+            keys = tuple(key for key in vars(function) if key in self._reads.names and f"{name}.{key}" not in self._without)
+            self._watch(_getter(keys), vars(function))
+            for key in keys:
+                self._value(vars(function)[key], f"{name}.{key}", "global", 1)
+        names = sorted(self._reads.environment)
+        self._watch(in_environment, names)
+        for name, text in zip(names, in_environment(names), strict=True):
+            if text is not None:
+                self.facts[f"os.environ[{name!r}]"] = Fact("global", text)
 
     def _variables(self) -> None:
         for name, (space, names) in self._reads.variables.items():
@@ -327,7 +396,3 @@ def _settings(_: object) -> tuple[object, ...]:
 
 def _settings_and_autocast(_: object) -> tuple[object, ...]:
     return torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-
-
-def _file_of(kind: type) -> str:
-    return str(getattr(sys.modules.get(kind.__module__), "__file__", ""))

@@ -5,17 +5,18 @@ Only where an object is another one, the model is walked again and the facts are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from effcompile.capture import reads as code
 from effcompile.capture.config_reads import ConfigReads
-from effcompile.capture.snapshot import Fact, Snapshot
+from effcompile.capture.snapshot import Fact, Snapshot, is_plain
 from effcompile.capture.tensors import Sums
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import CaptureError, GuardError
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.guards import Guard, Kind
 
@@ -24,6 +25,9 @@ _SUMMED = (
     "a write to some elements of a weight through .data, which torch does not count, is noticed within {} calls, as each looks at another "
     "part; executable.check_weights() looks at all"
 )
+
+#: A note in the plan of a forward that keeps something for whoever looks at it.
+_LEFT = "not followed, for the forward itself changes them at each call, and a planned call leaves them as they are: {name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,19 @@ class ModelGuards:
         training: whether its parameters may change.
         mended: names of attributes that the graph does not depend on, as capture mended what they say.
         configurations: what of its configurations capture saw it read.
+        beside: what is called beside the model, by name: its loss.
     """
 
     def __init__(
-        self, model: nn.Module, *others: nn.Module, training: bool, mended: Collection[str] = (), configurations: ConfigReads | None = None
-    ) -> None:
+        self, model: nn.Module, *others: nn.Module, training: bool, mended: Collection[str] = (),
+        configurations: ConfigReads | None = None, beside: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self._training, self._without = training, frozenset[str]()
         self._roots = dict(zip(("model", "executable"), (model, *others), strict=False))
         self._stale: GuardError | None = None
         self._name = type(model).__name__
-        self._reads = code.reads_of(model, configurations)
+        self._beside = beside
+        self._reads = code.reads_of(model, *beside.values(), configurations=configurations)
         self._snapshot = self._taken()
         if free := frozenset(place for place in self._snapshot.facts if place.rpartition(".")[2] in mended):
             self._without = free
@@ -99,11 +106,14 @@ class ModelGuards:
         fresh = self._taken()
         changes = list(self._changes(fresh))
         if changes:
-            self._without |= {change.place for change in changes} | {change.place.removeprefix("len(").rstrip(")") for change in changes}
+            self._refuse_state([change for change in changes if self._is_state(change)])
+            places = {change.place for change in changes}
+            self._without |= places | {place.removeprefix("len(").rstrip(")") for place in places} | {p.rpartition("[")[0] for p in places}
             fresh = self._taken()
         self._snapshot = fresh
-        names = sorted(change.place for change in changes)
-        notes = [Because("not followed, for the forward itself changes them at each call: {name}", (", ".join(names),))] * bool(names)
+        kept = {place for place, fact in fresh.facts.items() if fact.is_kept and place.rpartition(".")[2] in self._reads.stored}
+        names = sorted({change.place for change in changes} | kept)
+        notes = [Because(_LEFT, (", ".join(names),))] * bool(names)
         if not self._training:
             self._sums = Sums(fresh.tensors)
             notes += [Because(_SUMMED, (self._sums.calls,))] * (self._sums.calls > 1)
@@ -113,7 +123,7 @@ class ModelGuards:
         """See `ir.guards.StateGuards`. What has changed before is not forgotten."""
         if tuple(self._roots.values()) == models:
             return self
-        other = ModelGuards(*models, training=self._training, configurations=self._reads.configurations)
+        other = ModelGuards(*models, training=self._training, configurations=self._reads.configurations, beside=self._beside)
         other._without = self._without
         other._snapshot = other._taken()
         try:
@@ -126,8 +136,23 @@ class ModelGuards:
         """See `ir.guards.StateGuards`."""
         return (Guard(kind=fact.kind, place=place, expected=fact.text) for place, fact in self._snapshot.facts.items())
 
+    def _is_state(self, change: Change) -> bool:
+        """Whether a value that the forward changed is also read by it, for more than to count it up."""
+        plain = all(fact is not None and is_plain(fact.value) for fact in (change.was, change.now))
+        name = change.place.partition(" in ")[0].partition("[")[0].rpartition(".")[2]
+        return plain and not change.place.startswith("len(") and name in self._reads.used
+
+    def _refuse_state(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            assert change.was is not None and change.now is not None
+            raise CaptureError(
+                f"The forward of {self._name} changes {change.place} at each call, from {change.was.text} to {change.now.text}, and "
+                "reads it: no call is like the last one, and a graph has one value of it. Keep it in a buffer (register_buffer), or "
+                "give it as an input."
+            )
+
     def _taken(self) -> Snapshot:
-        return Snapshot(self._roots, self._reads, training=self._training, without=self._without)
+        return Snapshot(self._roots, self._reads, training=self._training, without=self._without, beside=self._beside)
 
     def _changes(self, fresh: Snapshot) -> Iterator[Change]:
         before, now = self._snapshot.facts, fresh.facts

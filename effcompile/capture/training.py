@@ -128,7 +128,8 @@ def capture_training(
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
         step = _step(subject, _joint(subject))
     read = subject.exported.configurations
-    return replace(step, state=ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read))
+    beside = {} if loss is None else {"loss": loss}
+    return replace(step, state=ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read, beside=beside))
 
 
 class _StepModule(nn.Module):
@@ -306,6 +307,9 @@ def _mended(subject: _Subject) -> Iterator[None]:
     """The model as it is traced: no key/value cache, and what HuggingFace or torch cannot be traced without."""
     model = subject.model
     with contextlib.ExitStack() as stack:
+        stack.enter_context(known.attributes_kept(model))
+        if any(isinstance(module, nn.LSTM) for module in model.modules()):  # oneDNN's layer is traced as inference has it
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         cache = known._apply(stack, known._without_cache(model))
         subject.mends += cache if "use_cache" in inspect.signature(model.forward).parameters else ()
         if known._has_torch_transformer(model):

@@ -7,6 +7,7 @@ an instant inside the operator beyond what it returned: what kernels allocate fo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from time import perf_counter
@@ -86,7 +87,7 @@ def _fits(node: fx.Node) -> bool:
 
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: pytree.tree_map(made_up, n.meta["val"]))
+    args, kwargs = _operands(node)
     args = _with_seeds_on_host(node.target, _with_full_bags(node.target, args))
     args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
@@ -104,6 +105,24 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
         del result
         seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each)
         return Measured(seconds=seconds, workspace=max(0, workspace), results=results)
+
+
+def _operands(node: fx.Node) -> tuple[Args, dict[str, Value]]:
+    found: tuple[Args, dict[str, Value]] = fx.map_arg((node.args, dict(node.kwargs)), _operand)
+    return found
+
+
+def _operand(node: fx.Node) -> Value:
+    """Made-up values. Bytes beside another operator's results are in a form of its own (an RNN's workspace): that operator makes them."""
+    value = node.meta["val"]
+    source = node.args[0] if node.target is operator.getitem else None
+    if not (
+        isinstance(source, fx.Node) and source.op == "call_function" and isinstance(value, torch.Tensor) and value.dtype == torch.uint8
+    ):
+        return pytree.tree_map(made_up, value)
+    args, kwargs = _operands(source)
+    with torch.no_grad():
+        return source.target(*args, **kwargs)[node.args[1]]  # type: ignore[operator]
 
 
 def _seconds(call: Callable[[], object], budget: float) -> float:

@@ -10,7 +10,7 @@ from mutations import HARMLESS, LASTING, REVERSIBLE, WEIGHTS, Model
 from torch import nn
 
 from effcompile.capture.state import ModelGuards
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import CaptureError, GuardError
 
 IDS = torch.arange(8).reshape(2, 4)
 #: What a planned step follows by itself, or runs around itself.
@@ -130,3 +130,61 @@ def test_what_is_watched_is_listed() -> None:
         assert place in places
     assert places["model.temperature"].expected == "1.0" and places["model.temperature"].kind == "attribute"
     assert "model.calls" not in places and "model.note" not in places
+
+
+class Counting(nn.Module):
+    """Counts its calls; `read` says what the count is for."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read, self.calls, self.stats, self.last = read, 0, {"calls": 0}, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.stats["calls"] += 1
+        if self.read == "last":
+            self.last = x.sum()
+        return x
+
+
+class Annealed(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / self.calls
+
+
+class Alternating(Counting):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        return x * 2 if self.stats["calls"] % 2 else x
+
+
+@pytest.mark.parametrize("kind", [Annealed, Alternating])
+def test_a_count_that_the_forward_reads_is_refused(kind: type[Counting]) -> None:
+    model = kind("count")
+    guards = ModelGuards(model, training=True)
+    model(torch.ones(2))
+    with pytest.raises(CaptureError, match=r"changes model\.(calls|stats\['calls'\]) at each call, from 0 to 1, and reads it"):
+        guards.settle()
+
+
+def test_what_is_only_counted_or_kept_is_said_to_be_left() -> None:
+    model = Counting("last")
+    guards = ModelGuards(model, training=True)
+    model(torch.ones(2))
+    (note,) = guards.settle()
+    assert all(place in str(note) for place in ("model.calls", "model.stats['calls']", "model.last"))
+    for _ in range(2):
+        model(torch.ones(2))
+        guards.check()
+
+
+def test_the_loss_beside_a_model_is_watched() -> None:
+    weight, smoothed = [1.0], nn.CrossEntropyLoss(label_smoothing=0.1)
+    for loss in (lambda outputs, inputs: outputs.sum() * weight[0], lambda outputs, inputs: smoothed(outputs, inputs), smoothed):
+        guards = ModelGuards(nn.Linear(2, 2), training=True, beside={"loss": loss})
+        guards.check()
+        weight[0], smoothed.label_smoothing = 2.0, 0.2
+        with pytest.raises(GuardError, match=r"weight in .*\[0\] was 1.0 and is 2.0|label_smoothing was 0.1 and is 0.2"):
+            guards.check()
+        weight[0], smoothed.label_smoothing = 1.0, 0.1
+        guards.check()

@@ -209,3 +209,33 @@ def test_clip_with_its_contrastive_loss(share: float | None) -> None:
     memory = None if share is None else int(share * effcompile.plan(model, inputs, mode="training").predicted.peak_bytes)
     planned = effcompile.optimize(model, inputs=inputs, mode="training", memory=memory)
     assert all(check.passed for check in planned.plan.checks)
+
+
+class Remembering(nn.Module):
+    """A recurrent layer, and what it returned last, for whoever looks at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.all = nn.LSTM(8, 8, batch_first=True), None, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.layer(x)[0]
+        self.last = result.detach()
+        self.all.append(self.last)
+        return result.square().mean()
+
+
+def test_a_recurrent_layer_is_right_and_its_module_keeps_its_attributes() -> None:
+    torch.manual_seed(0)
+    model, x = Remembering().train(), torch.randn(3, 4, 8)
+    twin = copy.deepcopy(model)
+    planned = effcompile.optimize(model, inputs=x, mode="training", passes=["checkpoint"])
+    assert vars(model)["last"] is None
+    assert all(type(kept) is Tensor for kept in model.all)
+    assert any("model.last" in words(note) for note in planned.plan.notes)
+    found, wanted = planned(x), twin(x)
+    found.backward()
+    wanted.backward()
+    assert torch.allclose(found, wanted)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-7)

@@ -1,6 +1,7 @@
 """Operators run alone: time, workspace, what counts as the same one; and the roofline's flops and bytes."""
 
 import dataclasses
+import operator
 from typing import Any
 
 import pytest
@@ -92,6 +93,27 @@ def test_a_view_and_an_operator_in_place_make_nothing_and_need_nothing() -> None
     x = torch.randn(16, 4)
     measure([call(aten.t.default, x), call(aten.add_.Tensor, x.clone(), x)], known, seconds_each=0.0)
     assert [m.workspace for m in known.values()] == [0, 0]
+
+
+def test_a_recurrent_layers_workspace_is_made_by_the_layer() -> None:
+    """oneDNN reads it as its own, so that made-up bytes end the process."""
+    x, state, weight, bias = torch.randn(5, 4, 16), torch.randn(1, 4, 16), torch.randn(64, 16), torch.randn(64)
+    forward = call(
+        aten.mkldnn_rnn_layer.default, x, weight, weight, bias, bias, state, state, False, [], 2, 16, 1, True, False, False, True
+    )
+    graph, results = forward.graph, forward.meta["val"]
+    parts = [graph.call_function(operator.getitem, (forward, i)) for i in range(4)]
+    for part, value in zip(parts, results, strict=True):
+        part.meta["val"] = torch.empty(0, dtype=torch.uint8) if part is parts[3] else value  # as torch's own fake kernel says
+    given = forward.args[:7]
+    backward = graph.call_function(
+        aten.mkldnn_rnn_layer_backward.default,
+        (*given, *parts[:3], parts[0], parts[1], parts[2], False, 2, 16, 1, True, True, False, [], False, parts[3]),
+    )
+    backward.meta["val"] = results[:3]
+    known: dict[str, Measured] = {}
+    measure([backward, call(aten.exp.default, x)], known, seconds_each=0.0)
+    assert len(known) == 1 + (results[3] is not None)  # torch hands on an undefined tensor where oneDNN needs none
 
 
 def test_an_operator_that_cannot_run_alone_is_left_out() -> None:

@@ -76,6 +76,8 @@ def many(arguments: argparse.Namespace, fuzzer: Fuzzer, tally: Counter[str]) -> 
     @settings(max_examples=arguments.models, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(drawn=fuzzer.drawn)
     def run(drawn: tuple[Any, Any]) -> None:
+        if arguments.seconds is not None and time.process_time() - start > arguments.seconds:
+            return
         try:
             fuzzer.check(*drawn, tally)
         except Exception:
@@ -113,6 +115,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("kind", choices=sorted(FUZZERS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=int, default=20)
+    parser.add_argument("--seconds", type=float, help="of the processor, after which no further model is begun")
     parser.add_argument("--failures", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--again", type=Path, help="a file of a failure: its model is run again")
     return parser.parse_args()

@@ -154,7 +154,7 @@ class Trial:
     @property
     def exact(self) -> bool:
         """Whether the same random numbers are drawn: micro-batches draw others."""
-        divided = any(d.kind == "microbatch" for d in self.planned.plan.decisions)
+        divided = any(d.kind == "micro-batches" for d in self.planned.plan.decisions)
         return not (divided and (RANDOM & set(self.drawn.kinds)))
 
     def run(self) -> None:

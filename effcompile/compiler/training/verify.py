@@ -259,7 +259,7 @@ def _autocast_dtypes() -> list[torch.dtype]:
 @contextlib.contextmanager
 def restored(model: nn.Module, inputs: Leaves = _NO_LEAVES) -> Iterator[None]:
     """Gradients, buffers, tensor attributes and random generators are put back; within, there are no gradients yet."""
-    attributes = [(vars(module), _tensors_among(vars(module))) for module in model.modules()]
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     leaves = [*model.parameters(), *inputs.values()]
     gradients = [leaf.grad for leaf in leaves]
     buffers = {name: b.clone() for name, b in model.named_buffers()}
@@ -276,13 +276,9 @@ def restored(model: nn.Module, inputs: Leaves = _NO_LEAVES) -> Iterator[None]:
             for name, b in model.named_buffers():
                 b.copy_(buffers[name])
         for now, before in attributes:
-            for name in _tensors_among(now).keys() - before.keys():
+            for name in [name for name, value in now.items() if isinstance(value, torch.Tensor)]:
                 del now[name]  # a forward that keeps what it computed would keep its whole graph alive
-            now.update(before)
-
-
-def _tensors_among(attributes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in attributes.items() if isinstance(value, torch.Tensor)}
+            now.update({name: value for name, value in before.items() if name not in now or isinstance(value, torch.Tensor)})
 
 
 def loss_of(outputs: Any, inputs: Any, loss: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
