@@ -12,14 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from effcompile.backends.torch.kept import keep
 from effcompile.backends.triton import tune
-from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, shared_memory, using
+from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, here, shared_memory, using
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
-from effcompile.backends.triton.layout import WIDEST, by_rows
+from effcompile.backends.triton.layout import WIDEST, by_rows, cdiv, next_power_of_2
 from effcompile.core.building import under_way
 from effcompile.core.types import Arguments
 from effcompile.ops import attention_kernel
@@ -68,21 +67,27 @@ class _Lists:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A checked call, prepared: q, k, v with last stride 1, the terms, and the lists given (4, 8 or no tensors)."""
+    """A checked call, prepared: q, k, v with last stride 1, the terms, and the lists given (4, 8 or no tensors).
+
+    full: (B, H, Sq, Sk). widths: of heads, as kernels take them.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     terms: Terms
     tiles: tuple[Tensor, ...]
+    full: tuple[int, int, int, int]
+    widths: dict[str, int]
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor]) -> _Call:
-        return cls(by_rows(q), by_rows(k), by_rows(v), terms, tuple(tiles))
-
-    @property
-    def full(self) -> tuple[int, int, int, int]:
-        return (*self.q.shape[:3], self.k.shape[2])
+        b, h, sq, d = q.shape
+        dv = v.shape[3]
+        widths = {
+            "D": d, "DV": dv, "BLOCK_D": max(_NARROWEST, next_power_of_2(d)), "BLOCK_DV": max(_NARROWEST, next_power_of_2(dv)),
+        }  # fmt: skip
+        return cls(by_rows(q), by_rows(k), by_rows(v), terms, tuple(tiles), (b, h, sq, k.shape[2]), widths)
 
     def config(self, kernel: str) -> Config:
         """The kernel's tiles, cut to divide the given lists'."""
@@ -125,22 +130,13 @@ class _Call:
             "PRECISION": config.precision,
         }  # fmt: skip
 
-    @property
-    def widths(self) -> dict[str, int]:
-        d, dv = self.q.shape[3], self.v.shape[3]
-        return {
-            "D": d,
-            "DV": dv,
-            "BLOCK_D": max(_NARROWEST, triton.next_power_of_2(d)),
-            "BLOCK_DV": max(_NARROWEST, triton.next_power_of_2(dv)),
-        }
-
 
 def _options(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> tuple[Config, ...]:
     """What the kernel can be launched with on a device."""
-    on_gpu = device.type == "cuda"
-    arch, shared = (architecture(device), shared_memory(device)) if on_gpu else (None, None)
-    return () if on_gpu and arch is None else candidates(kernel, arch, dtype, d, dv, shared)
+    if device.type != "cuda":
+        return candidates(kernel, None, dtype, d, dv)
+    arch = architecture(device)
+    return () if arch is None else candidates(kernel, arch, dtype, d, dv, shared_memory(device), here(device))
 
 
 def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> Config:
@@ -158,15 +154,18 @@ def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: i
 
 
 def trial(
-    kernel: str, config: Config, device: torch.device, dtype: torch.dtype, d: int, *, length: int = 2048, heads: tuple[int, int] = (16, 4)
+    kernel: str, config: Config, device: torch.device, dtype: torch.dtype, d: int, *, length: int = 8192, heads: tuple[int, int] = (16, 4)
 ) -> Callable[[], object]:
-    """One call of a kernel, causal with grouped heads, to time a configuration by. The others take their first choice meanwhile."""
+    """One call of a kernel, causal with grouped heads, to time a configuration by: long enough that launching it is not what is timed.
+
+    The other kernels take their first choice meanwhile.
+    """
     others = {name: _options(name, device, dtype, d, d)[0] for name in KERNELS}
     own = torch.Generator(device).manual_seed(0)  # a user's draws are as they would have been
-    q, grad = (torch.randn(2, heads[0], length, d, device=device, dtype=dtype, generator=own) for _ in range(2))
-    k, v = (torch.randn(2, heads[1], length, d, device=device, dtype=dtype, generator=own) for _ in range(2))
+    q, grad = (torch.randn(1, heads[0], length, d, device=device, dtype=dtype, generator=own) for _ in range(2))
+    k, v = (torch.randn(1, heads[1], length, d, device=device, dtype=dtype, generator=own) for _ in range(2))
     terms = Terms(scale=d**-0.5, hi=0)
-    rows = torch.zeros(2, heads[0], length, device=device)
+    rows = torch.zeros(1, heads[0], length, device=device)
 
     def run() -> object:
         with using(**{**others, kernel: config}):
@@ -219,7 +218,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tenso
     sink = None if terms.sink is None else sink_rows(terms.sink).expand(b, h, sq)
     arguments = call.arguments(config, call.lists(config))
     with _on(q):
-        attention_forward[(triton.cdiv(sq, config.block_m) * h * b,)](
+        attention_forward[(cdiv(sq, config.block_m) * h * b,)](
             out=out, lse=lse, sink=sink, sink_strides=_strides(sink, 3), **arguments, **config.launch
         )
     if terms.uniform_empty and sink is None and k.shape[2]:
@@ -252,7 +251,7 @@ def _prepared(call: _Call, out: Tensor, grad: Tensor, lse: Tensor) -> Arguments:
     delta, bottom = (call.q.new_empty((b, h, sq), dtype=torch.float32) for _ in range(2))
     config = call.config("dq")
     with _on(out):
-        attention_delta[(triton.cdiv(sq, config.block_m) * h * b,)](
+        attention_delta[(cdiv(sq, config.block_m) * h * b,)](
             out.contiguous(), grad, lse.contiguous(), delta, bottom, grad.stride()[:3], h, sq, call.widths["DV"], call.widths["BLOCK_DV"],
             config.block_m,
         )  # fmt: skip
@@ -272,7 +271,7 @@ def _dq(call: _Call, given: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]
         if not whole:
             sums = {"SUM_ROWS": shared[2], "SUM_COLUMNS": shared[3], "ATOMIC": True}
     with _on(dq):
-        attention_dq[(triton.cdiv(sq, config.block_m) * h * b,)](
+        attention_dq[(cdiv(sq, config.block_m) * h * b,)](
             dq=dq, dbias=buffer, dbias_strides=_strides(None if buffer is None else buffer.expand(call.full), 4), **given,
             **call.arguments(config, call.lists(config)), **sums, **config.launch
         )  # fmt: skip
@@ -283,7 +282,7 @@ def _dq(call: _Call, given: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]
 def _dkdv(call: _Call, given: Arguments) -> tuple[Tensor, Tensor]:
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (call.k, call.v))
     config = call.config("dkdv")
-    programs = triton.cdiv(call.k.shape[2], config.block_n) * call.k.shape[1] * call.k.shape[0]
+    programs = cdiv(call.k.shape[2], config.block_n) * call.k.shape[1] * call.k.shape[0]
     if programs:
         with _on(dk):
             attention_dkdv[(programs,)](

@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from effcompile.backends.triton.configs import interpreting, shared_memory
 from effcompile.backends.triton.kernels.block_sparse import block_sparse_product, block_sparse_sampled
-from effcompile.backends.triton.layout import matrix
+from effcompile.backends.triton.layout import cdiv, matrix
 from effcompile.ops.block_sparse import FINDERS
 
 __all__ = ["Kernels", "kernels", "register"]
@@ -73,8 +72,9 @@ def _product(x: Tensor, values: Tensor, ptr: Tensor, index: Tensor, perm: Tensor
     flat = y.view(-1, y.shape[-1])
     tile = _tile(x, b)
     with torch.cuda.device_of(x):
-        block_sparse_product[(triton.cdiv(rows.shape[0], tile["BLOCK_M"]), ptr.shape[0] - 1)](
-            rows, values.contiguous(), ptr, index, perm, bias, flat, rows.shape[0], rows.stride(0), flat.stride(0), **tile
+        columns = ptr.shape[0] - 1
+        block_sparse_product[(cdiv(rows.shape[0], tile["BLOCK_M"]) * columns,)](
+            rows, values.contiguous(), ptr, index, perm, bias, flat, rows.shape[0], columns, rows.stride(0), flat.stride(0), **tile
         )  # fmt: skip
     return y
 

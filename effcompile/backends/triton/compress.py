@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from effcompile.backends.triton.kernels.compress import compress_kernel, decompress_kernel
+from effcompile.backends.triton.layout import cdiv
 from effcompile.ops import compress as op
 from effcompile.ops.compress import GROUP, parts
 
@@ -43,4 +43,4 @@ def decompress(packed: Tensor, size: list[int], stride: list[int], dtype: torch.
 
 
 def _grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.numel(), GROUP * _ROWS),)
+    return (cdiv(x.numel(), GROUP * _ROWS),)

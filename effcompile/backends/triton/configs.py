@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 
 __all__ = [
     "KERNELS", "TABLE", "TILE", "Config", "architecture", "architecture_of", "candidates", "dtype_name", "found_with",
-    "head_class", "interpreting", "shared_memory", "using",
+    "head_class", "here", "interpreting", "shared_memory", "using",
 ]  # fmt: skip
 
 TABLE = Path(__file__).with_name("configs.toml")
 #: The attention kernels that have tiles of their own.
 KERNELS = ("forward", "dq", "dkdv")
-#: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory.
+#: What a tile is in the table; `others` of a row are such numbers and their bytes of shared memory, `measured` is where its own tile was
+#: found the fastest of them all.
 TILE = ("block_m", "block_n", "warps", "stages")
 _NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -109,27 +111,37 @@ def found_with(arch: str) -> str:
     return ", ".join(sorted(versions))
 
 
-def candidates(kernel: str, arch: str | None, dtype: torch.dtype, d: int, dv: int, shared: int | None = None) -> tuple[Config, ...]:
-    """Configurations of one of KERNELS that compile and fit, the likeliest first; none where no tile fits.
+@cache
+def here(device: torch.device | None = None) -> str:
+    """A GPU and the triton that compiles for it, as rows name what they were measured on."""
+    return f"{torch.cuda.get_device_name(device)}, triton {version('triton')}"
 
-    `arch` is of the table (None: the interpreter's); `shared`: bytes that a program may take, where a GPU has less than that architecture.
+
+def candidates(
+    kernel: str, arch: str | None, dtype: torch.dtype, d: int, dv: int, shared: int | None = None, here: str | None = None
+) -> tuple[Config, ...]:
+    """Configurations of one of KERNELS that compile and fit, the likeliest first; none where no tile fits, one where it was measured.
+
+    `arch` is of the table (None: the interpreter's); `shared`: bytes that a program may take, where a GPU has less than that architecture;
+    `here`: where they will run.
     """
     forced = (_forced.get() or {}).get(kernel)
     if forced is not None:
         return (forced,)
     if arch is None or interpreting():
         return (Config(block_m=32, block_n=32, warps=4, stages=1, precision="ieee" if dtype == torch.float32 else None),)
-    return _of_table(kernel, arch, dtype_name(dtype), head_class(d, dv), shared)
+    return _of_table(kernel, arch, dtype_name(dtype), head_class(d, dv), shared, here)
 
 
 @cache
-def _of_table(kernel: str, arch: str, dtype: str, size: int, shared: int | None) -> tuple[Config, ...]:
+def _of_table(kernel: str, arch: str, dtype: str, size: int, shared: int | None, here: str | None) -> tuple[Config, ...]:
     row = _table().get(arch, {}).get(dtype, {}).get(str(size), {}).get(kernel)
     if row is None:
         return ()
     first = [row[name] for name in TILE]
+    others = [] if here is not None and row.get("measured") == here else row.get("others", [])
     return tuple(
         Config(**dict(zip(TILE, numbers, strict=False)), precision=row.get("precision"))
-        for numbers in ([*first, row["shared"]], *row.get("others", []))
+        for numbers in ([*first, row["shared"]], *others)
         if shared is None or numbers[len(TILE)] <= shared
     )

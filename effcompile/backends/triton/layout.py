@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["WIDEST", "by_rows", "matrix"]
+__all__ = ["WIDEST", "by_rows", "cdiv", "matrix", "next_power_of_2"]
 
 #: The largest stride whose product with a place within a tile (below 256) is of 32 bits.
 WIDEST = (2**31 - 1) // 256
@@ -19,3 +19,13 @@ def by_rows(t: Tensor) -> Tensor:
 def matrix(t: Tensor) -> Tensor:
     """All leading axes as one, as `by_rows` leaves them."""
     return by_rows(t.reshape(-1, t.shape[-1]))
+
+
+def cdiv(whole: int, part: int) -> int:
+    """How many parts cover the whole. Triton's own takes some microseconds, since kernels may call it, too."""
+    return -(-whole // part)
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest that is no less than a positive size."""
+    return 1 << (size - 1).bit_length()

@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from effcompile.backends.triton.configs import interpreting
 from effcompile.backends.triton.kernels.loss_head import loss_head_gradients_kernel, loss_head_rows, loss_head_slopes
-from effcompile.backends.triton.layout import by_rows
+from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2
 from effcompile.ops import loss_head as op
 from effcompile.ops.loss_head import MEAN, chunk_rows, row_slices
 
@@ -45,12 +44,12 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *pla
     rows, words = x.shape[0], weight.shape[0]
     arguments, launch = _arguments(head)
     block_m, block_n = arguments["BLOCK_M"], arguments["BLOCK_N"]
-    tiles = triton.cdiv(words, block_n)
-    part = triton.cdiv(tiles, max(1, min(tiles, _PROGRAMS // triton.cdiv(rows, block_m)))) * block_n
-    parts = triton.cdiv(words, part)
+    tiles = cdiv(words, block_n)
+    part = cdiv(tiles, max(1, min(tiles, _PROGRAMS // cdiv(rows, block_m)))) * block_n
+    parts = cdiv(words, part)
     tops, totals, picks = (x.new_empty((parts, rows), dtype=torch.float32) for _ in range(3))
     with torch.cuda.device_of(x):
-        loss_head_rows[(triton.cdiv(rows, block_m), parts)](
+        loss_head_rows[(cdiv(rows, block_m), parts)](
             target=target.contiguous(), tops=tops, totals=totals, picks=picks, rows=rows, part=part, **arguments, **launch
         )
     lse = torch.logsumexp(tops + totals.log(), 0)
@@ -87,7 +86,7 @@ def gradients(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *p
     dx, dw, db = _sums(x, weight, bias, needs)
     words = weight.shape[0]
     slopes = x.new_empty((chunk_rows(x.shape[0], head.chunks), words))
-    exact, block, outer = x.dtype == torch.float32, min(_SPAN, triton.next_power_of_2(words)), head.outer if head.capped else None
+    exact, block, outer = x.dtype == torch.float32, min(_SPAN, next_power_of_2(words)), head.outer if head.capped else None
     for span in row_slices(x.shape[0], head.chunks):
         z = slopes[: span.stop - span.start]
         torch.mm(x[span], weight.t(), out=z) if bias is None else torch.addmm(bias, x[span], weight.t(), out=z)
@@ -134,7 +133,7 @@ def _slopes(
 ) -> None:
     """d loss / d z of these rows, into the first rows of `slopes`."""
     rows, words = x.shape[0], slopes.shape[1]
-    grid = (triton.cdiv(rows, arguments["BLOCK_M"]) * triton.cdiv(words, arguments["BLOCK_N"]),)
+    grid = (cdiv(rows, arguments["BLOCK_M"]) * cdiv(words, arguments["BLOCK_N"]),)
     with torch.cuda.device_of(x):
         loss_head_slopes[grid](
             target=target.contiguous(), lse=lse.contiguous(), factor=factor, slopes=slopes, rows=rows, **{**arguments, "x": x}, **launch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from effcompile.backends.triton.kernels.rows import (
@@ -13,6 +12,7 @@ from effcompile.backends.triton.kernels.rows import (
     swiglu_backward_kernel,
     swiglu_kernel,
 )
+from effcompile.backends.triton.layout import cdiv, next_power_of_2
 from effcompile.ops import rows as op
 
 __all__ = ["norm", "norm_alone", "norm_backward", "register", "rotary", "swiglu", "swiglu_backward"]
@@ -20,6 +20,8 @@ __all__ = ["norm", "norm_alone", "norm_backward", "register", "rotary", "swiglu"
 #: The widest row that one program holds, in elements, in a norm and in its backward, which holds five; rows of a norm's backward per
 #: program; elements per program of SwiGLU.
 _WIDEST, _WIDEST_BACKWARD, _PER, _SPAN = 1 << 15, 1 << 14, 16, 1024
+#: Elements that a rotation's program turns at once, in each half: 16 B a thread and load.
+_TURNED = 1 << 10
 #: Elements of a row per warp: of the backward's registers nothing is spilled (8 KB per thread at 16384 with four warps, 68 B with 16).
 _PER_WARP = 1 << 10
 
@@ -38,7 +40,7 @@ def norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tupl
         return op.rms_norm_by_torch(x, residual, weight, eps)
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     y, s, r = x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    block = triton.next_power_of_2(x.shape[-1])
+    block = next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
         rms_norm_kernel[(r.numel(),)](x, residual, weight.contiguous(), y, s, r, x.shape[-1], eps, block, num_warps=_warps(block))
     return y, s, r
@@ -50,7 +52,7 @@ def norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not _takes(x) or x.shape[-1] > _WIDEST:
         return op.rms_norm_alone_by_torch(x, weight, eps)
     x, y = x.contiguous(), x.new_empty(x.shape)
-    block = triton.next_power_of_2(x.shape[-1])
+    block = next_power_of_2(x.shape[-1])
     with torch.cuda.device_of(x):
         rms_norm_kernel[(x.numel() // x.shape[-1],)](
             x, None, weight.contiguous(), y, None, None, x.shape[-1], eps, block, num_warps=_warps(block)
@@ -66,8 +68,8 @@ def norm_backward(grad: Tensor, grad_s: Tensor | None, s: Tensor, weight: Tensor
     rows, width = r.numel(), s.shape[-1]
     ds, parts, block = (
         s.new_empty(s.shape),
-        s.new_empty((triton.cdiv(rows, _PER), width), dtype=torch.float32),
-        triton.next_power_of_2(width),
+        s.new_empty((cdiv(rows, _PER), width), dtype=torch.float32),
+        next_power_of_2(width),
     )
     with torch.cuda.device_of(s):
         rms_norm_backward_kernel[(parts.shape[0],)](
@@ -88,9 +90,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         return op.swiglu_by_torch(gate, up)
     gate, up = _in_rows(gate), _in_rows(up)
     y, width = gate.new_empty(gate.shape), gate.shape[-1]
-    span = min(_SPAN, triton.next_power_of_2(width))
+    span = min(_SPAN, next_power_of_2(width))
     with torch.cuda.device_of(gate):
-        swiglu_kernel[(y.numel() // width, triton.cdiv(width, span))](gate, up, y, width, _apart(gate), _apart(up), span)
+        swiglu_kernel[(y.numel() // width, cdiv(width, span))](gate, up, y, width, _apart(gate), _apart(up), span)
     return y
 
 
@@ -112,7 +114,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     grad, gate, up = (t.contiguous() for t in (grad, gate, up))
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     with torch.cuda.device_of(gate):
-        swiglu_backward_kernel[(triton.cdiv(gate.numel(), _SPAN),)](grad, gate, up, dgate, dup, gate.numel(), _SPAN)
+        swiglu_backward_kernel[(cdiv(gate.numel(), _SPAN),)](grad, gate, up, dgate, dup, gate.numel(), _SPAN)
     return dgate, dup
 
 
@@ -124,10 +126,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
     cos, sin = cos.contiguous(), sin.contiguous()
     y = torch.empty_like(x)
     b, h, s, d = x.shape
+    block = next_power_of_2(d // 2)
+    together = min(next_power_of_2(h), max(1, _TURNED // block))
     with torch.cuda.device_of(x):
         rotary_kernel[(b * s,)](
-            x, cos, sin, y, x.stride()[:3], y.stride()[:3], s * d if cos.shape[0] > 1 else 0, h, s, d // 2,
-            triton.next_power_of_2(d // 2), backwards,
+            x, cos, sin, y, x.stride()[:3], y.stride()[:3], s * d if cos.shape[0] > 1 else 0, h, s, d // 2, block, together, backwards
         )  # fmt: skip
     return y
 

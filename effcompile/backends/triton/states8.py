@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from effcompile.backends.triton.kernels.states8 import adam8_kernel, lion8_kernel
+from effcompile.backends.triton.layout import cdiv
 from effcompile.ops import states8 as op
 from effcompile.ops.states8 import BLOCK, FUSED
 
@@ -61,4 +61,4 @@ def lion(
 
 
 def _grid(p: Tensor) -> tuple[int]:
-    return (triton.cdiv(p.numel(), BLOCK * _ROWS),)
+    return (cdiv(p.numel(), BLOCK * _ROWS),)

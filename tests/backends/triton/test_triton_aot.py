@@ -28,8 +28,8 @@ PRODUCTS: dict[str, list[tuple[str, dict[str, object]]]] = {
     "loss_head_slopes": [("loss_head", {"softcap": True})],
     "block_sparse_product": [("block_sparse", {"block": 64})],
     "block_sparse_sampled": [("block_sparse", {"block": 64})],
-    "quantized_product": [("group_quant", {"weight": "int4"}), ("group_quant", {"weight": "int8x8"}),
-                          ("group_quant", {"weight": "int4", "rows": 16}), ("group_quant", {"weight": "fp8x8"})],
+    "quantized_product": [("group_quant", {"weight": "int4"}), ("group_quant", {"weight": "int8x8", "rows": 1024}),
+                          ("group_quant", {"weight": "int4", "rows": 16}), ("group_quant", {"weight": "fp8x8", "rows": 16})],
 }  # fmt: skip
 ATTENTION = {"dtype": "bf16", "d": 64, "kernel": "dq", "config": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}}
 PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
@@ -115,12 +115,17 @@ ROWS = [(arch, dtype, d, kernel) for arch in ARCHITECTURES for dtype, heads in H
 
 @pytest.mark.parametrize(("arch", "dtype", "d", "kernel"), ROWS)
 def test_every_architecture_dtype_and_head_size_has_tiles_that_were_seen_to_fit(arch: str, dtype: str, d: int, kernel: str) -> None:
-    """Each row says what the compiler found: a tile of powers of two, room for it, registers that there are, nothing spilled."""
+    """Each row says what the compiler found: a tile of powers of two, room for it, registers that there are, nothing spilled.
+
+    What was measured as the fastest on an H100 spills a little, and the twin of its dtype with it.
+    """
     row = tomllib.loads(TABLE.read_text(encoding="utf-8"))[arch][dtype][str(d)][kernel]
     for m, n, warps, stages, shared in ([*(row[name] for name in TILE), row["shared"]], *row.get("others", [])):
-        assert all(size >= 16 and size & (size - 1) == 0 for size in (m, n)) and warps in (4, 8) and 1 <= stages <= 4
+        assert all(size >= 16 and size & (size - 1) == 0 for size in (m, n)) and warps in (2, 4, 8) and 1 <= stages <= 4
         assert 0 < shared <= SHARED_LIMIT[arch]
-    assert 0 < row["registers"] <= (512 if arch.startswith("gfx") else 255) and row["spills"] == 0
+    assert 0 < row["registers"] <= (512 if arch.startswith("gfx") else 255) and row["spills"] <= (
+        512 if arch == "sm_90" and row["triton"] == "3.6.0" else 0
+    )
     assert row.get("precision") == ({"gfx942": "ieee"}.get(arch, "tf32x3") if dtype == "fp32" else None)
     assert row["triton"].split(".")[0].isdigit()
 
@@ -134,6 +139,13 @@ def test_a_launch_takes_the_row_of_its_own_dtype_and_size(arch: str, dtype: str,
     assert first.precision == row.get("precision") and len(others) == len(row.get("others", []))
     little = candidates(kernel, arch, made, d - 8, d - 8, shared=row["shared"] - 1)  # a GPU with less room than the architecture's
     assert first not in little
+
+
+def test_where_a_tile_was_measured_nothing_is_left_to_choose() -> None:
+    row = tomllib.loads(TABLE.read_text(encoding="utf-8"))["sm_90"]["bf16"]["128"]["dkdv"]
+    (only,) = candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here=row["measured"])
+    assert (only.block_m, only.block_n, only.warps, only.stages) == tuple(row[name] for name in TILE)
+    assert len(candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here="another GPU, triton 3.6.0")) == 1 + len(row["others"])
 
 
 def test_sizes_without_a_row_have_no_tiles() -> None:

@@ -7,6 +7,11 @@ Legend: W [N, K] in blocks of B × B: values [Z, B, B], rows of blocks crow [N/B
 import triton
 import triton.language as tl
 
+from effcompile.backends.triton.kernels.order import in_bands
+
+#: Tiles of rows whose programs stand together: 2048 rows of 16 bits and 8192 columns are 32 MiB, which L2 holds.
+BAND = tl.constexpr(16)
+
 
 @triton.jit
 def _rows(x, start_m, stride, column, rows, BLOCK_M: tl.constexpr, B: tl.constexpr):
@@ -17,13 +22,14 @@ def _rows(x, start_m, stride, column, rows, BLOCK_M: tl.constexpr, B: tl.constex
 
 
 @triton.jit
-def block_sparse_product(x, values, ptr, index, perm, bias, y, rows, x_stride, y_stride, BLOCK_M: tl.constexpr, B: tl.constexpr,
+def block_sparse_product(x, values, ptr, index, perm, bias, y, rows, columns, x_stride, y_stride, BLOCK_M: tl.constexpr, B: tl.constexpr,
                          PRECISION: tl.constexpr):  # fmt: skip
     """y = x Wᵀ + bias by rows of blocks (ptr crow, index col), or, where there is a perm, y = x W by columns (ptr ccol, index row).
 
-    Grid (⌈M / BLOCK_M⌉, blocks of y's width).
+    Grid (⌈M / BLOCK_M⌉ · blocks of y's width,).
     """
-    start_m, out = tl.program_id(0) * BLOCK_M, tl.program_id(1)
+    place, out = in_bands(tl.program_id(0), tl.cdiv(rows, BLOCK_M), columns, BAND)
+    start_m = place * BLOCK_M
     at = tl.arange(0, B)[:, None] * B + tl.arange(0, B)[None, :]
     acc = tl.zeros([BLOCK_M, B], tl.float32)
     for z in range(tl.load(ptr + out), tl.load(ptr + out + 1)):

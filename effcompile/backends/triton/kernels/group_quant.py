@@ -4,6 +4,10 @@ import triton
 import triton.language as tl
 
 from effcompile.backends.triton.kernels.attention_parts import LOG2E
+from effcompile.backends.triton.kernels.order import in_bands
+
+#: Tiles of rows whose programs stand together.
+BAND = tl.constexpr(8)
 
 
 @triton.jit
@@ -48,10 +52,10 @@ def quantized_product(x, codes, scales, x_scales, bias, residual, y, rows, n, k,
                       BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """y [rows, n] = activation(x Wᵀ + bias) + residual. BLOCK_K divides GROUP; an x of codes (x_scales given) has one group.
 
-    Grid (⌈rows / BLOCK_M⌉ · ⌈n / BLOCK_N⌉,), rows first, so that programs side by side share the weight.
+    Grid (⌈rows / BLOCK_M⌉ · ⌈n / BLOCK_N⌉,).
     """
-    tiles = tl.cdiv(rows, BLOCK_M)
-    start_m, start_n = tl.program_id(0) % tiles * BLOCK_M, tl.program_id(0) // tiles * BLOCK_N
+    place_m, place_n = in_bands(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N), BAND)
+    start_m, start_n = place_m * BLOCK_M, place_n * BLOCK_N
     i, j = start_m + tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N)
     i64, j64 = i.to(tl.int64), j.to(tl.int64)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32)

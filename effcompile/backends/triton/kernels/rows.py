@@ -70,20 +70,23 @@ def swiglu_backward_kernel(grad, gate, up, dgate, dup, size, BLOCK: tl.constexpr
 
 @triton.jit
 def rotary_kernel(x, cos, sin, y, strides, y_strides, turn_stride, heads, length, HALF: tl.constexpr, BLOCK: tl.constexpr,
-                  BACKWARDS: tl.constexpr):  # fmt: skip
-    """One (b, s) per program, all heads in turn: cos and sin are read once. x and y (B, H, S, D) with neighbours of D side by side."""
+                  HEADS: tl.constexpr, BACKWARDS: tl.constexpr):  # fmt: skip
+    """One (b, s) per program, HEADS heads at once: cos and sin are read once. x and y (B, H, S, D) with neighbours of D side by side."""
     b, at, d = tl.program_id(0).to(tl.int64) // length, tl.program_id(0).to(tl.int64) % length, tl.arange(0, BLOCK)
     inside = d < HALF
     turn = b * turn_stride + at * (2 * HALF) + d
     c1, c2 = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32), tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
     s1, s2 = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32), tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
-    for h in range(heads):
-        source = x + b * strides[0] + h * strides[1] + at * strides[2] + d
-        x1, x2 = tl.load(source, mask=inside, other=0.0).to(tl.float32), tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    c1, c2, s1, s2 = c1[None, :], c2[None, :], s1[None, :], s2[None, :]
+    for first in range(0, heads, HEADS):
+        h = (first + tl.arange(0, HEADS))[:, None]
+        there = (h < heads) & inside[None, :]
+        source = x + b * strides[0] + h.to(tl.int64) * strides[1] + at * strides[2] + d[None, :]
+        x1, x2 = tl.load(source, mask=there, other=0.0).to(tl.float32), tl.load(source + HALF, mask=there, other=0.0).to(tl.float32)
         if BACKWARDS:
             y1, y2 = x1 * c1 + x2 * s2, x2 * c2 - x1 * s1
         else:
             y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
-        out = y + b * y_strides[0] + h * y_strides[1] + at * y_strides[2] + d
-        tl.store(out, y1.to(y.dtype.element_ty), mask=inside)
-        tl.store(out + HALF, y2.to(y.dtype.element_ty), mask=inside)
+        out = y + b * y_strides[0] + h.to(tl.int64) * y_strides[1] + at * y_strides[2] + d[None, :]
+        tl.store(out, y1.to(y.dtype.element_ty), mask=there)
+        tl.store(out + HALF, y2.to(y.dtype.element_ty), mask=there)

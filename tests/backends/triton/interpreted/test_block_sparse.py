@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from effcompile.backends.triton import block_sparse
+from effcompile.backends.triton.kernels.order import in_bands
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -54,3 +57,16 @@ def test_product_and_gradients(dtype: torch.dtype, b: int) -> None:
 def test_other_blocks_and_dtypes_are_torchs() -> None:
     for x, b in ((torch.zeros(3, 24), 24), (torch.zeros(3, 32, dtype=torch.float64), 16), (torch.zeros(0, 32), 16)):
         assert "Triton kernels are for" in str(fallback_reason(x, b))
+
+
+@triton.jit
+def _visit(counts, rows, columns, BAND: tl.constexpr):  # noqa: N803
+    row, column = in_bands(tl.program_id(0), rows, columns, BAND)
+    tl.store(counts + row * columns + column, tl.load(counts + row * columns + column) + 1)
+
+
+@pytest.mark.parametrize(("rows", "columns", "band"), [(1, 1, 8), (5, 3, 2), (4, 7, 4), (3, 5, 8), (9, 2, 4)])
+def test_every_tile_has_one_program(rows: int, columns: int, band: int) -> None:
+    counts = torch.zeros(rows, columns, dtype=torch.int32)
+    _visit[(rows * columns,)](counts, rows, columns, band)
+    assert (counts == 1).all()
