@@ -40,6 +40,7 @@ app.command()(ranks.export)
 app.command()(running.calibrate)
 app.command()(upkeep.passes)
 app.command()(upkeep.cache)
+app.command()(upkeep.doctor)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""The commands about effcompile itself: `passes` and `cache`."""
+"""The commands about effcompile itself: `passes`, `cache` and `doctor`."""
 
 from __future__ import annotations
 
@@ -56,6 +56,28 @@ def cache(
         typer.echo(f"{format_bytes(size)} in {len(files)} files: {folder}")
     else:
         typer.echo(f"Removed {format_bytes(size)} in {len(files)} files: {folder}")
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Run every part on something small and compare it with what is known: what is right here, what is missing, what to do.
+
+    Exit status 1 where a part is wrong.
+    """
+    from dataclasses import asdict
+
+    from effcompile.compiler.doctor import examine
+
+    with console.steps(as_json) as steps:
+        found = []
+        for each in examine():
+            found.append(each)
+            steps.update("parts", len(found), len(found) + 1)
+    if as_json:
+        console.emit({"parts": [asdict(each) for each in found]})
+    else:
+        report.print_findings([(f.part, f.status, f.seen, f.remedy, f.seconds) for f in found])
+    if any(each.status == "wrong" for each in found):
+        raise typer.Exit(1)
 
 
 def _clean(folder: Path) -> None:

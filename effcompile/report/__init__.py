@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from effcompile.report.differences import diff
     from effcompile.report.explanations import explain, find_site
+    from effcompile.report.findings import print_findings
     from effcompile.report.frontier import print_frontier, print_side_by_side
     from effcompile.report.html import frontier_html, html_report
     from effcompile.report.infeasible import flag, print_infeasible
@@ -22,6 +23,7 @@ _HOME = {
     "diff": "differences",
     "explain": "explanations",
     "find_site": "explanations",
+    "print_findings": "findings",
     "print_frontier": "frontier",
     "print_side_by_side": "frontier",
     "frontier_html": "html",
@@ -53,6 +55,7 @@ __all__ = [
     "frontier_html",
     "html_report",
     "print_curve",
+    "print_findings",
     "print_frontier",
     "print_infeasible",
     "print_passes",

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import torch
 
 from effcompile.backends.triton.configs import architecture, found_with, interpreting
 from effcompile.core.reasons import Because, Reason
 
-__all__ = ["device", "interpreting", "origin", "refuted", "register", "unavailable", "use"]
+if TYPE_CHECKING:
+    from effcompile.backends.triton.proof import Verdict
+
+__all__ = ["device", "examined", "interpreting", "origin", "refuted", "register", "unavailable", "use"]
 
 #: The oldest triton the kernels are tested with (torch 2.11 brings 3.6).
 _OLDEST = (3, 6)
@@ -81,6 +85,13 @@ def refuted(device: str) -> Mapping[str, str]:
         return {}
     found = importlib.import_module("effcompile.backends.triton.proof").proven(tuple(_OPERATORS), device)
     return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def examined() -> Iterator[tuple[str, Sequence[Verdict]]]:
+    """Each family of kernels in words, and the verdicts on it in bf16 and fp32, where they can run: on a GPU or in the interpreter."""
+    proof = importlib.import_module("effcompile.backends.triton.proof")
+    for name, words in _OPERATORS.items():
+        yield words, proof.prove([(name, dtype) for dtype in proof.USUAL], device())
 
 
 def use(devices: Collection[str]) -> tuple[Reason, ...]:

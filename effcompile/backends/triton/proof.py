@@ -26,10 +26,12 @@ import torch
 from effcompile.core.errors import EffcompileError
 from effcompile.core.files import cache_folder, read_bounded, write_atomically
 
-__all__ = ["DTYPES", "Verdict", "prove", "proven"]
+__all__ = ["DTYPES", "USUAL", "Verdict", "prove", "proven"]
 
 #: What kernels are asked for, by the name of the dtype.
 DTYPES = ("bfloat16", "float16", "float32")
+#: What is compared before the first use: float16 runs the kernels of bfloat16.
+USUAL = ("bfloat16", "float32")
 _SECONDS = 240
 _MOST_BYTES = 1 << 20
 #: Bytes that a process's context and kernels take of the device.
@@ -50,7 +52,7 @@ class Verdict:
     reason: str | None = None
 
 
-def proven(families: Sequence[str], device: str, dtypes: Sequence[str] = DTYPES[::2]) -> dict[str, str | None]:
+def proven(families: Sequence[str], device: str, dtypes: Sequence[str] = USUAL) -> dict[str, str | None]:
     """Family → None, or why its kernels are not to be used on this device; those that nobody has compared yet are compared now."""
     found = prove([(family, dtype) for family in families for dtype in dtypes], device)
     return {family: next((v.reason for v in found if v.family == family and v.reason), None) for family in families}
