@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Run
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load_flat, lower_eager, lower_inductor
 from effcompile.backends.torch.measure import measure
-from effcompile.backends.torch.on_gpu import on_gpu
+from effcompile.backends.torch.on_gpu import Recorded, on_gpu
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason
 from effcompile.ir.plan import Plan
@@ -50,7 +49,7 @@ class TorchEager:
         return on_gpu(lower_eager(edit(program, calibration)), plan)
 
     def open(self, directory: Path, plan: Plan) -> Run:
-        return _open(directory)
+        return opened(directory, plan)
 
 
 class TorchInductor:
@@ -83,16 +82,14 @@ class TorchInductor:
         return on_gpu(lower_inductor(edit(program, calibration)), plan)
 
     def open(self, directory: Path, plan: Plan) -> Run:
-        return _open(directory)
+        return opened(directory, plan)
 
 
-def _open(directory: Path) -> Run:
-    call = load_flat(directory / ARTIFACT)
-
-    def run(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        return [leaf for leaf in pytree.tree_leaves(call(list(tensors.values()))) if isinstance(leaf, torch.Tensor)]
-
-    return run
+def opened(directory: Path, plan: Plan) -> Run:
+    """The saved artifact at work; on a GPU its calls are recorded as they were where it was made."""
+    run, graph = load_flat(directory / ARTIFACT)
+    calls = Recorded(run, graph, plan)
+    return lambda tensors: calls(*tensors.values())
 
 
 def _only_forward(goal: Goal) -> str | None:

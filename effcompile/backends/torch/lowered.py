@@ -86,18 +86,21 @@ def load(path: Path) -> Callable[..., Any]:
     return _loaded(path)[1]
 
 
-def load_flat(path: Path) -> Callable[[Sequence[torch.Tensor]], Any]:
-    """The same as a function of the flat tensors alone: what else the model was given stands in the artifact. Raises what `load` does."""
+def load_flat(path: Path) -> tuple[Callable[..., list[torch.Tensor]], fx.Graph]:
+    """The same as a function of the flat tensors alone, to tensors, and its graph: what else the model was given stands in the artifact.
+
+    Raises what `load` does.
+    """
     exported, run = _loaded(path)
     given = [spec.arg for spec in exported.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
 
-    def call(tensors: Sequence[torch.Tensor]) -> Any:
+    def call(*tensors: torch.Tensor) -> list[torch.Tensor]:
         left = iter(tensors)
         leaves = [arg.value if isinstance(arg, ConstantArgument) else next(left) for arg in given]
         args, kwargs = pytree.tree_unflatten(leaves, exported.call_spec.in_spec)
-        return run(*args, **kwargs)
+        return [leaf for leaf in pytree.tree_leaves(run(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
 
-    return call
+    return call, exported.graph
 
 
 def open_flat(path: Path) -> fx.GraphModule:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from effcompile.backends.torch import graphs
 from effcompile.backends.torch.lowered import TorchLowered
@@ -29,18 +31,39 @@ class OnGPU(TorchLowered):
 def on_gpu(lowered: TorchLowered, plan: Plan, **told: Any) -> TorchLowered:
     """The same with its calls recorded, where a program's inputs lie on a GPU; `told`: further settings. Otherwise as it is."""
     inputs = lowered.program.flat_inputs()
-    if not inputs or not all(t.is_cuda for t in inputs):
+    if not _there(inputs):
         return lowered
-    run = _recorded(lowered, plan, inputs)
+    run = recorded(lowered.run, lowered.program.graph, plan, inputs)
     settings = {**lowered.settings, **told, "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
     settings.pop("threads", None)
     fields = {name: getattr(lowered, name) for name in lowered.__dataclass_fields__}
     return OnGPU(**{**fields, "run": lowered.run if isinstance(run, str) else run, "settings": settings})
 
 
-def _recorded(lowered: TorchLowered, plan: Plan, inputs: Sequence[torch.Tensor]) -> graphs.Replayed | str:
-    """The calls as graphs, or why not."""
+class Recorded:
+    """An opened artifact: on a GPU it is recorded at its first call, whose inputs are the example."""
+
+    def __init__(self, run: Callable[..., list[torch.Tensor]], graph: fx.Graph, plan: Plan) -> None:
+        self._run, self._graph, self._plan = run, graph, plan
+        self._first = threading.Lock()
+        self._recorded: graphs.Replayed | str | None = None
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        if not _there(inputs):
+            return self._run(*inputs)
+        with self._first:
+            if self._recorded is None:
+                self._recorded = recorded(self._run, self._graph, self._plan, inputs)
+        return self._run(*inputs) if isinstance(self._recorded, str) else self._recorded(*inputs)
+
+
+def recorded(run: Callable[..., Any], graph: fx.Graph, plan: Plan, inputs: Sequence[torch.Tensor]) -> graphs.Replayed | str:
+    """The calls of a lowered graph as CUDA graphs, or why not."""
     if plan.goal.mode == "generation":
         return "the cache grows with every token, so that no shape comes again"
     most = {} if plan.goal.memory is None else {"most": 1}  # each further one has memory of its own
-    return graphs.declines(lowered.program.graph) or graphs.replayed(lowered.run, inputs, **most)
+    return graphs.declines(graph) or graphs.replayed(run, inputs, **most)
+
+
+def _there(tensors: Sequence[torch.Tensor]) -> bool:
+    return bool(tensors) and all(t.is_cuda for t in tensors)

@@ -6,14 +6,16 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from effcompile.backends.torch import graphs
+from effcompile.backends.torch import graphs, on_gpu
 from effcompile.backends.torch.kept import keep, keeping
+from effcompile.core.goal import Goal
 
 aten = torch.ops.aten
 
@@ -188,3 +190,17 @@ def test_what_a_recorded_kernel_reads_outlives_the_cache_that_owned_it() -> None
     lists.clear()
     assert alive() is kept[0]
     assert keep([torch.ones(1)]) and len(kept) == 1, "kept after the recording"
+
+
+def test_an_opened_artifact_is_recorded_at_its_first_call(played: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    plan = SimpleNamespace(goal=Goal())
+    here = on_gpu.Recorded(played, graph(aten.relu.default), plan)  # type: ignore[arg-type]
+    assert here(torch.ones(2))[0].eq(2).all() and played.calls == 1, "recorded on a CPU"
+    monkeypatch.setattr(on_gpu, "_there", lambda tensors: True)
+    there = on_gpu.Recorded(played, graph(aten.relu.default), plan)  # type: ignore[arg-type]
+    assert there(torch.ones(2))[0].eq(2).all()
+    calls = played.calls
+    assert there(torch.full((2,), 4.0))[0].eq(8).all() and played.calls == calls
+    drawn = on_gpu.Recorded(played, graph(aten.bernoulli.default), plan)  # type: ignore[arg-type]
+    assert drawn(torch.ones(2))[0].eq(2).all() and played.calls == calls + 1
