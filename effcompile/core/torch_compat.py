@@ -336,12 +336,24 @@ def library_bytes() -> tuple[int, int]:
     return max(0, taken[1] - taken[0]), max(0, taken[2] - taken[1])
 
 
-def forget_library_bytes() -> None:
-    """Free what the vendor's products keep on the current GPU, so that what is watched from here on counts it when they take it again."""
+def held_by_libraries() -> int:
+    """Bytes that the vendor's products keep on the current GPU from a step's end on: of this thread, and of that which runs a backward.
+
+    They are freed and taken again here, by a small step, so that a step that is watched from here on finds them there as every later one
+    does. 0 where there is no GPU in use, or torch does not tell.
+    """
     clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-        clear()
+    if clear is None or not torch.cuda.is_initialized():
+        return 0
+    weight, row = torch.ones(64, 64, device="cuda", requires_grad=True), torch.ones(64, device="cuda")
+    torch.cuda.synchronize()
+    clear()
+    before = torch.cuda.memory_allocated()
+    with torch.enable_grad():
+        torch.addmm(row, weight.detach(), weight).mm(weight).sum().backward()
+    weight.grad = None
+    torch.cuda.synchronize()
+    return max(0, torch.cuda.memory_allocated() - before)
 
 
 def peak_of_memory_events(profile: torch.profiler.profile) -> int:

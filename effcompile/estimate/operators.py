@@ -24,6 +24,8 @@ from effcompile.ops import block_sparse, grouped
 
 #: Bytes of operands and results from which on it is asked whether they fit beside the model.
 _LARGE = 256 << 20
+#: Rows between two neighbours that are looked up, where rows are made up: a prime.
+_STRIDE = 7919
 #: An operator is timed until its figure moves by no more than this share.
 _SETTLED = 0.02
 #: Backward kernels that read their random state on the host, and its operands' names.
@@ -88,7 +90,7 @@ def _fits(node: fx.Node) -> bool:
 
 def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = _operands(node)
-    args = _with_seeds_on_host(node.target, _with_full_bags(node.target, args))
+    args = _with_spread_rows(node.target, _with_seeds_on_host(node.target, _with_full_bags(node.target, args)))
     args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
@@ -167,6 +169,16 @@ def _with_seeds_on_host(target: object, args: Args) -> Args:
         return args
     names = [argument.name for argument in found._schema.arguments]
     return tuple(value.cpu() if name in _SEEDS else value for name, value in zip(names, args, strict=False))
+
+
+def _with_spread_rows(target: object, args: Args) -> Args:
+    """The operands of a lookup on a GPU, or of its backward, with rows all over the table: thousands of sums into one row queue up."""
+    rows = {torch.ops.aten.embedding.default: lambda: len(args[0]), torch.ops.aten.embedding_dense_backward.default: lambda: args[2]}
+    if target not in rows or not args[1].is_cuda:
+        return args
+    indices = args[1]
+    spread = (torch.arange(indices.numel(), device=indices.device) * _STRIDE % max(1, rows[target]())).to(indices.dtype)
+    return (args[0], spread.view(indices.shape), *args[2:])
 
 
 def _made_bytes(result: object, args: object) -> tuple[int, ...]:

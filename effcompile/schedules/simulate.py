@@ -9,6 +9,7 @@ no byte of the device, and counted apart.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from effcompile.ops.replay import CPU_STATE_BYTES, replay
 from effcompile.schedules.away import Move
 from effcompile.schedules.blocks import Blocks
 from effcompile.schedules.emit import Emitted
+from effcompile.schedules.reserved import Event
 
 Instance = tuple[Storage, int]  # a storage, and which copy of the operator made it
 
@@ -70,6 +72,14 @@ def simulate(cut: Blocks, emitted: Emitted) -> Trace:
     return _Simulator(cut, emitted).run()
 
 
+def allocations(cut: Blocks, emitted: Emitted) -> list[Event]:
+    """What one step asks the allocator for, in order: what operators make and take for themselves, and what is freed after its last reader.
+
+    What is left when the step is over, gradients and the loss, is freed at the end, as the next step does.
+    """
+    return _Simulator(cut, emitted).events()
+
+
 def overwritten(step: Step, emitted: Emitted) -> dict[fx.Node, fx.Node]:
     """Placeholders of the backward that are buffers which the forward updates → the step's placeholder; they need a copy."""
     updated = {node for node, name in step.buffers.items() if name in step.updated}
@@ -99,6 +109,27 @@ class _Simulator:
         lasting = shown - len(self.cut.step.updated)
         renewed = {i for node in results[lasting:shown] for i in self.of[node].values() if last[i] == self.split - 1}
         return self._walk(last, copied, sum(map(self._bytes, renewed)))
+
+    def events(self) -> list[Event]:
+        """See `allocations`."""
+        self._number(self.emitted.forward, {})
+        results: Any = self.emitted.forward.output_node().args[0]
+        shown = len(self.cut.step.forward_results)
+        self._number(self.emitted.backward, dict(zip(self.emitted.handed, results[shown:], strict=True)))
+        self._copy_overwritten()
+        freed: dict[int, list[Instance]] = {}
+        for instance, at in self._last_reads(results, shown).items():
+            freed.setdefault(at, []).append(instance)
+        names: dict[Instance, int] = {}
+        numbers, found = itertools.count(1), list[Event]()
+        for at, node in enumerate(self.calls):
+            made = [i for i in self.made[node] if self._bytes(i)]
+            names |= {instance: next(numbers) for instance in made}
+            found += [(names[i], self._bytes(i)) for i in made]
+            if workspace := self._workspace(node):
+                found += [(0, workspace), (0, 0)]
+            found += [(names.pop(i), 0) for i in freed.get(at, ()) if i in names]
+        return [*found, *((name, 0) for name in names.values())]
 
     def _copy_overwritten(self) -> int:
         """Instances of the old values of buffers, made when the backward begins; their bytes."""

@@ -289,3 +289,17 @@ def test_a_target_with_a_link_offloads_without_being_asked(made: Any) -> None:
     alone = plan_training(model, (), batch, goal=goal(memory), target="h100-sxm", passes=["no-offload", "no-pointwise", "no-loss_head"])
     assert not any(d.kind == "offload" for d in alone.decisions)
     assert plan.predicted.seconds <= alone.predicted.seconds * 1.011
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_room_on_the_host_that_no_choice_fills_is_no_limit(made: Any, recompute: bool) -> None:
+    """Where copies hide in the compute, to offload costs nothing, and no option without it may be left."""
+    model, batch = made["gpt2"]
+    figures = Figures(target=replace(load_target("h100-sxm"), link_bandwidth=1e18, launch_seconds=0.0), here=False)
+    step = capture_training(model, (), batch)
+    levers = Levers(recompute=recompute, values=(Offload(host="64GiB", share=0.0),))
+    (found,) = prepare(step, [Case(step=step)], Checkpoint(), figures, levers=levers).variants
+    assert found.cut.host.limit == 64 << 30
+    chain = Checkpoint().chain(found.cut, {kind: (min(of, key=lambda o: o.seconds),) for kind, of in found.blocks.items()}, None)
+    assert chain.host is None
+    assert training_cases.best(found, None).schedule.chosen

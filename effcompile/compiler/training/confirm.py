@@ -36,6 +36,7 @@ from effcompile.passes.training.optimizer_ways import StatesOption
 
 #: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and gaps in the heap (measured).
 _UNPLANNED = 1.25
+_DEVICE = "on the GPU: {bytes} allocated at the highest instant, {bytes} reserved by torch's allocator, {bytes} of {bytes} in use by all"
 #: Seconds that timing the step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
 #: Loss scales that are too small to be of use: an fp16 step that overflows still is given up.
@@ -87,6 +88,7 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
     peak = _peak(base + there, found, ours)  # an optimizer that has states already is not run
     measured = Totals(seconds=seconds + _update(ours), peak_bytes=peak, error=checks[0].error if checks else None)
+    notes += _on_device(work, peak, found, ours)
     plan = replace(plan, checks=tuple(checks), measured=measured, notes=(*plan.notes, *notes))
     if refusal is None and wanted is not None:
         before = Totals(seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base + there, wanted, theirs), error=0.0)
@@ -253,6 +255,14 @@ def _peak(base: int, found: verify.Result, whole: updates.Steps | None) -> int |
     """Bytes at the highest instant: of the whole step where it was run with its update."""
     peak = found.peak_bytes if whole is None else whole.peak_bytes
     return None if peak is None else base + peak
+
+
+def _on_device(work: Work, peak: int | None, found: verify.Result, whole: updates.Steps | None) -> list[Reason]:
+    """What the step took of a GPU: of torch's allocator, what that reserved, and what is in use there by all."""
+    if device_of(work.model) != "cuda" or peak is None:
+        return []
+    free, total = torch.cuda.mem_get_info()
+    return [Because(_DEVICE, (peak, found.reserved if whole is None else whole.reserved, total - free, total))]
 
 
 def _update(whole: updates.Steps | None) -> float:

@@ -28,9 +28,10 @@ from effcompile.passes.training.optimizer_ways import StatesOption
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Two whole steps: bytes allocated at the highest instant; of the second the seconds of forward and backward, and of the updates."""
+    """Two whole steps: bytes allocated at the highest instant, and on a GPU reserved; of the second the seconds of forward and backward, and of the updates."""
 
     peak_bytes: int
+    reserved: int
     step_seconds: float
     update_seconds: float
 
@@ -43,7 +44,7 @@ def run(
     runner: of a planned step, whose backward may update parameters itself. inputs: those that get gradients.
     """
     clock = _Clock()
-    torch_compat.forget_library_bytes()
+    libraries = verify.held_by_libraries(model)
     with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(device_of(model)) as peak:
         _bind(runner, optimizer, lambda consume: consume)
         _step(step, optimizer.step, optimizer, inputs)
@@ -52,7 +53,9 @@ def run(
         start = perf_counter()
         _step(step, clock.around(optimizer.step), optimizer, inputs)
         spent = perf_counter() - start
-    return Steps(peak_bytes=peak(), step_seconds=spent - clock.seconds, update_seconds=clock.seconds)
+    return Steps(
+        peak_bytes=libraries + peak(), reserved=verify.reserved(), step_seconds=spent - clock.seconds, update_seconds=clock.seconds
+    )
 
 
 def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer, inputs: verify.Leaves) -> None:

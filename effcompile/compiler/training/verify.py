@@ -41,13 +41,17 @@ _ROUNDED_AWAY, NARROW = 1e-6, (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One step: its loss, its gradients by name, the bytes allocated at its highest instant, seconds while watched; whose it is."""
+    """One step: its loss, its gradients by name, the bytes allocated at its highest instant, seconds while watched; whose it is.
+
+    reserved: on a GPU, what torch's allocator took from the device in all.
+    """
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor | None]  # of inputs too, as "input x"
     peak_bytes: int | None
     seconds: float = 0.0
     named: str = "eager's"
+    reserved: int = 0
 
 
 def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO_LEAVES, spool: Spool | None = None) -> Result:
@@ -61,7 +65,7 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO
     """
     with restored(model, inputs):
         torch.manual_seed(_SEED)
-        torch_compat.forget_library_bytes()
+        libraries = held_by_libraries(model)
         with torch_compat.watched_memory(device_of(model)) as peak:
             start = perf_counter()
             loss = step()
@@ -79,7 +83,20 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: Leaves = _NO
                 if tensor.grad is not None or name not in spool:
                     spool.put(name, tensor.grad)
                 tensor.grad = None
-        return Result(loss=loss, gradients=gradients, peak_bytes=peak(), seconds=spent)
+        return Result(loss=loss, gradients=gradients, peak_bytes=libraries + peak(), seconds=spent, reserved=reserved())
+
+
+def held_by_libraries(model: nn.Module) -> int:
+    """What products keep on the model's GPU between steps; 0 for a model elsewhere."""
+    if device_of(model) != "cuda":
+        return 0
+    torch.cuda.empty_cache()  # what is reserved from here on is the step's
+    return torch_compat.held_by_libraries()
+
+
+def reserved() -> int:
+    """Bytes that torch's allocator held from the current GPU at the most since the last watch began."""
+    return int(torch.cuda.max_memory_reserved()) if torch.cuda.is_initialized() else 0
 
 
 def differentiated(model: nn.Module, inputs: Leaves) -> Iterator[tuple[str, torch.Tensor]]:

@@ -54,14 +54,16 @@ class Checkpoint:
         return replace(found, options=tuple(replace(option, label=label(block, option)) for option in found.options))
 
     def chain(self, cut: Blocks, options: Mapping[str, tuple[BlockOption, ...]], budget: int | None) -> ChainProblem:
-        """The whole step as the planner's problem."""
+        """The whole step as the planner's problem. A limit of the host that no choice reaches is none: options were not kept for it."""
+        most = sum(max(option.host_bytes for option in options[block.stage.kind]) for block in cut.blocks)
+        limit = cut.host.limit
         return ChainProblem(
             base=cut.base_bytes,
             budget=budget,
             options={block.stage.kind: options[block.stage.kind] for block in cut.blocks},
             stages=tuple(block.stage for block in cut.blocks),
             groupable=_runs(cut) if self.groups else (),
-            host=cut.host.limit,
+            host=limit if limit is not None and most > limit else None,
         )
 
 

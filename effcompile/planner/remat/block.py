@@ -213,6 +213,7 @@ def thinned(options: list[BlockOption], points: int, *, scarce: bool = False) ->
         0,
         min(everyone, key=lambda i: (options[i].kept_bytes, options[i].seconds)),
         min(everyone, key=lambda i: (options[i].backward_peak, options[i].seconds)),
+        *([min(everyone, key=lambda i: (options[i].host_bytes, options[i].seconds))] if scarce else []),
     ]
     far = np.min([np.linalg.norm(rows - rows[i], axis=1) for i in chosen], axis=0)
     while len(set(chosen)) < points:

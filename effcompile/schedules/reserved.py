@@ -1,0 +1,134 @@
+"""What torch's CUDA allocator reserves from the device for a sequence of allocations: rounding, segments, best fit, splits and merges.
+
+Allocated bytes are what a plan's budget bounds. The allocator takes more from the device: segments of 2 MiB for small blocks, of 20 MiB or
+more for large ones, which it keeps when they are free. How much more depends on the order of sizes, so it is found by carrying
+the order out, in a model of c10/cuda/CUDACachingAllocator.cpp (one stream, no expandable segments, no limit reached).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Allocator", "Event", "reserved_bytes"]
+
+#: (name of a block, bytes): allocated; 0 bytes: freed.
+Event = tuple[int, int]
+
+_BLOCK, _SMALL, _SMALL_SEGMENT = 512, 1 << 20, 2 << 20
+_LARGE_SEGMENT, _LARGE, _LARGE_STEP = 20 << 20, 10 << 20, 2 << 20
+
+
+def reserved_bytes(lasting: Iterable[int], step: Sequence[Event], left: Iterable[int] = (), steps: int = 3) -> int:
+    """Bytes reserved after some steps, from which on they do not grow much.
+
+    Args:
+        lasting: sizes of what is there before the first step: parameters, buffers, inputs, workspaces of libraries.
+        step: what each asks for, by names from 0 on.
+        left: sizes of what the first one leaves for good: the optimizer's states.
+        steps: how many are carried out.
+    """
+    allocator = Allocator()
+    for i, nbytes in enumerate(n for n in lasting if n):
+        allocator.allocate(-1 - i, nbytes)
+    there = len(allocator._live)
+    for turn in range(steps):
+        allocator.run(step)
+        for i, nbytes in enumerate(n for n in left if n and not turn):
+            allocator.allocate(-1 - there - i, nbytes)
+    return allocator.reserved
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """A piece of a segment, and its neighbours there."""
+
+    size: int
+    address: int
+    small: bool
+    free: bool = True
+    before: _Part | None = None
+    after: _Part | None = None
+
+
+@dataclass(slots=True)
+class Allocator:
+    """The state after some events.
+
+    Attributes:
+        allocated: bytes given out, as the allocator counts them; `peak_allocated` at the most. reserved: taken from the device.
+    """
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    _live: dict[int, _Part] = field(default_factory=dict)
+    _free: dict[bool, list[tuple[int, int, _Part]]] = field(default_factory=lambda: {True: [], False: []})
+    _next: int = 0
+
+    def run(self, events: Iterable[Event]) -> Allocator:
+        """Carry events out; returns itself."""
+        for name, nbytes in events:
+            if nbytes:
+                self.allocate(name, nbytes)
+            else:
+                self.free(name)
+        return self
+
+    def allocate(self, name: int, nbytes: int) -> None:
+        """Give out a block: the smallest free part that holds it, else a new segment; what is left over of it stays free."""
+        size = max(_BLOCK, -(-nbytes // _BLOCK) * _BLOCK)
+        small = size <= _SMALL
+        part = self._fitting(size, small) or self._segment(size, small)
+        left = part.size - size
+        if left >= _BLOCK if small else left > _SMALL:
+            rest = _Part(size=left, address=part.address + size, small=small, before=part, after=part.after)
+            if part.after is not None:
+                part.after.before = rest
+            part.size, part.after = size, rest
+            self._put(rest)
+        part.free = False
+        self._live[name] = part
+        self.allocated += part.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+
+    def free(self, name: int) -> None:
+        """Take a block back, merged with free neighbours."""
+        part = self._live.pop(name)
+        self.allocated -= part.size
+        for other in (part.before, part.after):
+            if other is not None and other.free:
+                self._take(other)
+                part = _merged(part, other)
+        part.free = True
+        self._put(part)
+
+    def _fitting(self, size: int, small: bool) -> _Part | None:
+        pool = self._free[small]
+        at = bisect_left(pool, size, key=lambda entry: entry[0])
+        return pool.pop(at)[2] if at < len(pool) else None
+
+    def _segment(self, size: int, small: bool) -> _Part:
+        taken = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_STEP) * _LARGE_STEP
+        part = _Part(size=taken, address=self._next, small=small)
+        self._next += taken
+        self.reserved += taken
+        return part
+
+    def _put(self, part: _Part) -> None:
+        insort(self._free[part.small], (part.size, part.address, part), key=lambda entry: entry[:2])
+
+    def _take(self, part: _Part) -> None:
+        pool = self._free[part.small]
+        del pool[bisect_left(pool, (part.size, part.address), key=lambda entry: entry[:2])]
+
+
+def _merged(part: _Part, other: _Part) -> _Part:
+    """Two neighbours as one: the first of them."""
+    first, second = (other, part) if part.before is other else (part, other)
+    first.size += second.size
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first
