@@ -36,7 +36,7 @@ def test_as_on_an_h100(trace: list[tuple[int, int, int, int]]) -> None:
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 64 * MIB), min_size=1, max_size=40), st.randoms(use_true_random=False))
 def test_what_is_freed_is_whole_again(sizes: list[int], order: random.Random) -> None:
-    """Whatever the order: nothing is lost. The same again may need more, for the best fit of a block may be what a larger one had before."""
+    """Whatever the order, nothing is lost. The same again may need more: the best fit of a block may be what a larger one had."""
     allocator = Allocator()
     for _ in range(2):
         for name, nbytes in enumerate(sizes):

@@ -28,7 +28,10 @@ from effcompile.passes.training.optimizer_ways import StatesOption
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Two whole steps: bytes allocated at the highest instant, and on a GPU reserved; of the second the seconds of forward and backward, and of the updates."""
+    """Two whole steps: bytes allocated at the highest instant, and on a GPU reserved; of the second the seconds.
+
+    These are of forward and backward, and of the updates.
+    """
 
     peak_bytes: int
     reserved: int
