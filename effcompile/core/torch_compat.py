@@ -77,6 +77,11 @@ def is_fake(value: object) -> bool:
     return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody is called with a parameter's gradient, before it is added or after."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def in_function_transform() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp ...) is at work: tensors may be its wrappers."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -258,6 +258,26 @@ def test_a_second_backward_before_the_step_is_refused_not_applied_twice() -> Non
     planned(**batch).backward()
 
 
+def test_what_a_backward_that_updates_cannot_follow_is_refused() -> None:
+    """A learning rate set after it, and hooks that wait for a gradient."""
+    model, batch = MODELS["skips"]()
+    planned = consuming(model, batch)
+    planned(**batch).backward()
+    planned.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(InputsError, match=r"lr was changed between the backward and optimizer.step\(\).*in_backward=false"):
+        planned.optimizer.step()
+    planned(**batch).backward()
+    planned.optimizer.step()
+    name = planned.runner.consumed[0]
+    parameter = dict(model.named_parameters())[name]
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        with pytest.raises(InputsError, match=rf"The parameter {name} has a hook on its gradient.*in_backward=false"):
+            planned(**batch)
+        handle.remove()
+    planned(**batch).backward()
+
+
 def test_schedules_of_the_learning_rate_reach_every_form() -> None:
     model, batch = MODELS["skips"]()
     planned, eager = consuming(model, batch), twin(model)

@@ -36,12 +36,28 @@ class PlannedOptimizer(OneByOne):
         self._by_name = {names[id(p)]: (p, group) for group in self.param_groups for p in group["params"] if id(p) in names}
         self._consumes = consumes
         self._consumed: set[str] = set()
+        self._options: list[dict[str, object]] = []  # of all groups, as the backward read them
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Update all parameters that have a gradient; those that the backward has updated have none."""
+        """Update all parameters that have a gradient; those that the backward has updated have none.
+
+        Raises:
+            InputsError: a learning rate or another option was changed since the backward, which has used it.
+        """
         loss = super().step(closure)
+        before, now = self._options, self._plain_options()
+        used, self._options = bool(self._consumed), []
         self._consumed.clear()
+        if used and before != now:
+            name = next(name for a, b in zip(before, now, strict=False) for name in b if a.get(name) != b[name])
+            raise InputsError(
+                f"{name} was changed between the backward and optimizer.step(), but this plan consumes gradients in the backward, which "
+                "has updated the parameters by what it was. Change it before the backward, or plan with --pass states.in_backward=false."
+            )
         return loss
+
+    def _plain_options(self) -> list[dict[str, object]]:
+        return [{name: value for name, value in group.items() if isinstance(value, int | float | tuple)} for group in self.param_groups]
 
     @torch.no_grad()
     def consume(self, name: str, gradient: torch.Tensor) -> None:
@@ -55,6 +71,8 @@ class PlannedOptimizer(OneByOne):
                 f"A second backward came before optimizer.step(): {name} was updated by the first one already, as this plan consumes "
                 "gradients in the backward. Call step() after every backward, or plan with --pass states.in_backward=false to accumulate."
             )
+        if not self._consumed:
+            self._options = self._plain_options()
         self._consumed.add(name)
         parameter, group = self._by_name[name]
         self.update(parameter, gradient, group)

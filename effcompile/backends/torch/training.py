@@ -105,6 +105,7 @@ class StepRunner:
         parameters = [held(self.model, name) for name in self._differentiated]
         wanted = [values[node] for node in self._wanted]
         consumed = [held(self.model, name) for name in self.step.consumed]
+        _refuse_hooks(dict(zip(self.step.consumed, consumed, strict=True)))
         results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters, *wanted, *consumed)
         return results
 
@@ -258,6 +259,16 @@ def first_order(gradients: tuple[object, ...]) -> Args:
         "A gradient of a planned step was differentiated again (create_graph=True, as for a gradient penalty): the plan has one backward, "
         "and the second derivative would be lost. Use the model's own forward there.",
     )
+
+
+def _refuse_hooks(consumed: Mapping[str, torch.Tensor]) -> None:
+    """Raises InputsError where a hook wants a gradient that goes to the optimizer within the backward."""
+    for name, parameter in consumed.items():
+        if torch_compat.has_gradient_hooks(parameter):
+            raise InputsError(
+                f"The parameter {name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which this plan's "
+                "backward hands to the optimizer at once. Remove the hook, or plan with --pass states.in_backward=false."
+            )
 
 
 class _Function(torch.autograd.Function):
