@@ -21,7 +21,7 @@ from effcompile.machine.machines import load_target
 from effcompile.report.reasons import words
 
 pytestmark = pytest.mark.usefixtures("quick_training")
-EXACT = ["no-pointwise", "checkpoint.groups=false"]  # pointwise: its kernels round as they please
+EXACT = ["no-pointwise", "checkpoint.groups=false", "no-microbatch", "no-attention"]  # pointwise: its kernels round as they please
 BACKWARD = [*EXACT, "states.in_backward=true"]
 
 
@@ -69,7 +69,7 @@ def least(model: nn.Module, batch: Batch, passes: list[str], optimizer: Any = ad
 
 @pytest.mark.parametrize(
     ("name", "passes"),
-    [("t5", EXACT), ("albert", [*BACKWARD, "no-loss_head"]), ("gpt2", [*BACKWARD, "loss_head.chunks=2", "states.offload=false"])],
+    [("t5", EXACT[:2]), ("albert", [*BACKWARD, "no-loss_head"]), ("gpt2", [*BACKWARD, "loss_head.chunks=2", "states.offload=false"])],
 )
 def test_the_peak_with_the_optimizers_step_is_the_allocators(name: str, passes: list[str]) -> None:
     model, batch = MODELS[name]()
@@ -295,7 +295,8 @@ def test_schedules_of_the_learning_rate_reach_every_form() -> None:
 @pytest.mark.parametrize("passes", [[*EXACT], [*EXACT, "states.eight_bit=true", "states.offload=false"]], ids=["host", "8-bit"])
 def test_a_state_dict_takes_training_up_again(passes: list[str]) -> None:
     model, batch = gpt2(layers=4, n_embd=64, dropout=0.0)
-    memory = int(0.92 * optimize(model, batch).plan.peak_bytes)
+    whole = plan_training(model, (), batch, goal=Goal(mode="training"), passes=EXACT, optimizer=adamw)
+    memory = int(0.92 * (whole.predicted.peak_bytes or 0))
     first = optimize(model, batch, passes, memory)
     assert isinstance(first.optimizer, PlannedOptimizer)
     train(first, first.optimizer, batch, 2)
