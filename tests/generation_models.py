@@ -1,10 +1,13 @@
 """Tiny Hugging Face models that generate: two layers, width 32, random weights."""
 
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+
+from effcompile.capture.generation import GenerationStep, capture_step
 
 _TINY = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
@@ -35,6 +38,13 @@ def tiny(kind: str, **changes: Any) -> nn.Module:
     if config.is_encoder_decoder:
         model.generation_config.decoder_start_token_id = 1
     return model
+
+
+@cache
+def captured(kind: str, **changes: Any) -> tuple[nn.Module, GenerationStep]:
+    """Such a model and its step, which tests leave as they are."""
+    model = tiny(kind, **changes)
+    return model, capture_step(model)
 
 
 def ids(*shape: int, seed: int = 1) -> torch.Tensor:

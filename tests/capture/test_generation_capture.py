@@ -1,5 +1,6 @@
 """One captured graph is the model's forward in every regime: prefill, single tokens, chunks; its cache has the roles of state."""
 
+import generation_models
 import pytest
 import torch
 from generation_models import ids, tiny
@@ -16,8 +17,7 @@ KINDS = ("llama", "gemma3_text", "t5")
 
 @pytest.fixture(scope="module", params=KINDS)
 def captured(request: pytest.FixtureRequest) -> tuple[nn.Module, GenerationStep]:
-    model = tiny(request.param)
-    return model, capture_step(model)
+    return generation_models.captured(request.param, **({"num_hidden_layers": 1} if request.param == "llama" else {}))
 
 
 @pytest.mark.parametrize("sizes", [(5, 1, 1, 2, 1, 30), (40,), (1, 20, 19)])
@@ -71,7 +71,7 @@ def test_the_cache_is_state_that_enters_and_is_updated(captured: tuple[nn.Module
 
 
 def test_layers_are_told_apart() -> None:
-    _, step = tiny("gemma3_text"), capture_step(tiny("gemma3_text", num_hidden_layers=2))
+    _, step = generation_models.captured("gemma3_text")
     assert [(leaf.growth, leaf.window) for leaf in step.layout] == [(Growth.WINDOW, 15)] * 2 + [(Growth.FULL, 0)] * 2
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generation_models import ids, tiny
+from generation_models import captured, ids, tiny
 from torch import nn
 
 import effcompile
 from effcompile.backends import load_backend
-from effcompile.capture.generation import capture_step
+from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.executable import GenerationExecutable
 from effcompile.compiler.generation.steps import CacheRoom, lower_step
 from effcompile.core.goal import Goal
@@ -23,9 +23,9 @@ CONTEXT = 320
 Planned = tuple[nn.Module, GenerationExecutable]
 
 
-def bare(model: nn.Module, backend: str = "torch-eager", context: int = CONTEXT) -> Planned:
+def bare(captured: tuple[nn.Module, GenerationStep], backend: str = "torch-eager", context: int = CONTEXT) -> Planned:
     """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest."""
-    step = capture_step(model)
+    model, step = captured
     nothing = Totals()
     proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
     plan = Plan(
@@ -38,12 +38,12 @@ def bare(model: nn.Module, backend: str = "torch-eager", context: int = CONTEXT)
 
 @pytest.fixture(scope="module", params=["gemma3_text", "t5"])
 def planned(request: pytest.FixtureRequest) -> Planned:
-    return bare(tiny(request.param))
+    return bare(captured(request.param))
 
 
 @pytest.fixture(scope="module")
 def llama() -> Planned:
-    return bare(tiny("llama", num_hidden_layers=1))
+    return bare(captured("llama", num_hidden_layers=1))
 
 
 def same(planned: Planned, *inputs: torch.Tensor, **how: Any) -> None:
@@ -158,7 +158,7 @@ def test_what_was_not_planned_is_refused_in_words(llama: Planned, case: str) -> 
 
 def test_a_changed_model_is_refused() -> None:
     model = tiny("gpt2", n_layer=1)
-    _, executable = bare(model)
+    _, executable = bare((model, capture_step(model)))
     with torch.no_grad():
         model.lm_head.weight.add_(1)
     with pytest.raises(effcompile.EffcompileError, match=r"wte.weight was changed since GPT2LMHeadModel"):
@@ -176,8 +176,7 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
 
 def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    model = tiny("llama", num_hidden_layers=1)
-    _, executable = bare(model, "onnxruntime", 64)
+    model, executable = bare(captured("llama", num_hidden_layers=1), "onnxruntime", 64)
     same((model, executable), ids(2, 9), max_new_tokens=24, do_sample=False)
     same((model, executable), ids(1, 9), max_new_tokens=12, num_beams=2, do_sample=False)
     executable.save(tmp_path / "out")
