@@ -95,9 +95,11 @@ def examined() -> Iterator[tuple[str, Sequence[Verdict]]]:
 
 
 def use(devices: Collection[str]) -> tuple[Reason, ...]:
-    """Make them the kernels of a model with tensors on these types of device; returns the report's line on it, none without a GPU in it."""
+    """Make them the kernels of a model with tensors on these types of device. Returns what the report says of it, if one is a GPU."""
     if device() not in devices:
-        return ()
+        foreign = sorted({*devices} - {"cpu", "cuda", "meta"})
+        none = f"they are for {_MADE}, and there are none for {' and '.join(foreign)}"
+        return (Because("Triton's kernels are declined, torch's own stand in: {name}", (none,)),) if foreign else ()
     reason = register(device())
     if reason is not None:
         return (Because("Triton's kernels are declined, torch's own stand in: {name}", (reason,)),)

@@ -33,6 +33,13 @@ def test_declined_with_the_reason(case: str, monkeypatch: pytest.MonkeyPatch) ->
     assert reason is not None and said in reason
 
 
+def test_other_accelerators_are_declined_in_words() -> None:
+    """Nothing of CUDA is asked for a model that lies on Intel's or Apple's GPU."""
+    (said,) = triton.use({"cpu", "xpu"})
+    assert "none for xpu" in str(said) and "compute capability" in str(said)
+    assert triton.use({"meta"}) == ()
+
+
 def test_asking_does_not_import_triton() -> None:
     """PyTorch may have imported it by itself; what is looked at is what asking adds."""
     code = (
