@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ class OnGPU(TorchLowered):
 
 
 def on_gpu(lowered: TorchLowered, plan: Plan, **told: Any) -> TorchLowered:
-    """The same with its calls recorded, where a program's inputs lie on a GPU; `told`: further settings. Otherwise as it is."""
+    """The same with its calls recorded, where a program's inputs lie on a GPU; `told`: further settings, wherever they lie."""
     inputs = lowered.program.flat_inputs()
     if not _there(inputs):
-        return lowered
+        return replace(lowered, settings={**lowered.settings, **told}) if told else lowered
     run = recorded(lowered.run, lowered.program.graph, plan, inputs)
     settings = {**lowered.settings, **told, "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
     settings.pop("threads", None)

@@ -65,7 +65,7 @@ def test_a_plan_of_inference(llama: Any, launched: list[str], monkeypatch: pytes
     plan = executable.plan
     assert {d.applied for d in plan.decisions if d.kind == "attention"} == {"tiled"}
     assert "attention ×1; in its interpreter" in plan.settings["kernels"]
-    assert plan.settings["CUDA graph"].startswith("none: ")
+    assert "CUDA graph" not in plan.settings
     assert all(check.passed for check in plan.checks)
     launched.clear()
     with torch.no_grad():
