@@ -56,5 +56,5 @@ def _loss_head(kind: str, args: list[Any]) -> int:
     if kind == "forward":
         parts = max(1, min(-(-words // 128), _PARTS // max(1, -(-rows // 128))))
         return 3 * parts * rows * _ROW + 4 * rows * _ROW
-    chunks = args[10 if kind == "backward" else 9]
+    chunks = args[11 if kind == "backward" else 9]
     return chunk_rows(rows, chunks) * words * x.element_size() + 4 * rows * _ROW + words * _ROW
