@@ -20,6 +20,8 @@ __all__ = ["Kernels", "kernels", "register"]
 _BLOCKS = (16, 32, 64, 128)
 #: Shared memory of the largest blocks, in bytes: two tiles of 128 × 128, twice.
 _ROOM = 128 << 10
+#: Side of blocks → rows, warps and stages of a program in 16 bits (H100 80GB HBM3, triton 3.6.0, 2026-11-22: 16384 x 8192 x 8192, 90 %).
+_MEASURED = {32: (64, 2, 4), 64: (128, 4, 3)}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -60,7 +62,7 @@ class Kernels:
         if col.shape[0]:
             with torch.cuda.device_of(x):
                 block_sparse_sampled[(col.shape[0],)](
-                    grad, x, rows, col, found, x.shape[0], grad.stride(0), x.stride(0), crow[-1:], **_tile(x, b)
+                    grad, x, rows, col, found, x.shape[0], grad.stride(0), x.stride(0), crow[-1:], **_tile(x, b, sampled=True)
                 )  # fmt: skip
         return found
 
@@ -79,10 +81,12 @@ def _product(x: Tensor, values: Tensor, ptr: Tensor, index: Tensor, perm: Tensor
     return y
 
 
-def _tile(x: Tensor, b: int) -> dict[str, Any]:
-    """Block sizes and options of a launch."""
+def _tile(x: Tensor, b: int, *, sampled: bool = False) -> dict[str, Any]:
+    """Block sizes and options of a launch; for the products with blocks of 32 and 64 the fastest of five, as measured on an H100."""
     wide = x.dtype == torch.float32
     precision = None if not wide else "ieee" if interpreting() or torch.version.hip else "tf32x3"
-    rows = 32 if interpreting() else 64 if wide else 128
-    launch = {"num_warps": 8 if b >= 64 and not wide else 4, "num_stages": 3 if b < 128 else 2, "enable_fp_fusion": True}
-    return {"BLOCK_M": rows, "B": b, "PRECISION": precision, **launch}
+    rows, warps, stages = (64 if wide else 128), (8 if b >= 64 and not wide else 4), (3 if b < 128 else 2)
+    if not (wide or sampled or torch.version.hip):
+        rows, warps, stages = _MEASURED.get(b, (rows, warps, stages))
+    launch = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return {"BLOCK_M": 32 if interpreting() else rows, "B": b, "PRECISION": precision, **launch}

@@ -26,7 +26,7 @@ def job(**changes: object) -> Job:
 PRODUCTS: dict[str, list[tuple[str, dict[str, object]]]] = {
     "loss_head_rows": [("loss_head", {"softcap": True})],
     "loss_head_slopes": [("loss_head", {"softcap": True})],
-    "block_sparse_product": [("block_sparse", {"block": 64})],
+    "block_sparse_product": [("block_sparse", {"block": 64}), ("block_sparse", {"block": 32})],
     "block_sparse_sampled": [("block_sparse", {"block": 64})],
     "quantized_product": [("group_quant", {"weight": "int4"}), ("group_quant", {"weight": "int8x8", "rows": 1024}),
                           ("group_quant", {"weight": "int4", "rows": 16}), ("group_quant", {"weight": "fp8x8", "rows": 16})],
