@@ -219,6 +219,12 @@ class GenerationExecutable(PlannedModel):
         )
 
 
+def _device_of(lowered: LoweredStep) -> torch.device:
+    """Where a step's weights are; a runtime's are its own, on the processor."""
+    held = lowered.run.parameters() if isinstance(lowered.run, nn.Module) else iter(())
+    return next((p.device for p in held), torch.device("cpu"))
+
+
 class OpenedGeneration:
     """A saved folder at work, without the model it was made of: generate(), and calls as the model's forward."""
 
@@ -226,7 +232,8 @@ class OpenedGeneration:
         self.plan, self.lowered = plan, lowered
         self.config, self.generation_config = configs
         stepper = Stepper(lowered, kind.forward, self.config)
-        self._shell: HFModel = shell.empty(kind, *configs, stepper, LoweredEncoder(lowered, encoder) if encoder else None)
+        source = LoweredEncoder(lowered, encoder) if encoder else None
+        self._shell: HFModel = shell.empty(kind, *configs, stepper, source, _device_of(lowered))
 
     def __call__(self, *args: object, **kwargs: object) -> Outputs:
         """One step: the model's forward. Raises GuardError for arguments that the plan was not made for."""

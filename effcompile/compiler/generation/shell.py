@@ -19,27 +19,28 @@ def around(model: HFModel, forward: Step, encoder: nn.Module | None) -> nn.Modul
     """The model under a class that computes another forward. Attributes that generate() sets are not the model's."""
     clone = copy.copy(model)
     clone.__dict__ = dict(model.__dict__)
-    clone.__class__ = _class(type(model), forward, encoder)
+    clone.__class__ = _class(type(model), forward, encoder, model.device, model.dtype)
     return clone
 
 
-def empty(kind: HFClass, config: Any, generation_config: Any, forward: Step, encoder: nn.Module | None) -> nn.Module:
-    """The same of a model that is not there: its class and its configs, no weights."""
-    made = kind.__new__(_class(kind, forward, encoder))
+def empty(kind: HFClass, config: Any, generation_config: Any, forward: Step, encoder: nn.Module | None, device: torch.device) -> nn.Module:
+    """The same of a model that is not there: its class and its configs, no weights. `device`: of the step's own."""
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    made = kind.__new__(_class(kind, forward, encoder, device, dtype))
     nn.Module.__init__(made)
     made.config, made.generation_config = config, generation_config
     made.eval()
     return made
 
 
-def _class(kind: HFClass, forward: Step, encoder: nn.Module | None) -> HFClass:
-    """A subclass with another forward, which has the signature of the class's own: generate() reads it."""
+def _class(kind: HFClass, forward: Step, encoder: nn.Module | None, device: torch.device, dtype: torch.dtype) -> HFClass:
+    """A subclass with another forward, which has the signature of the class's own: generate() reads it, the device and the dtype."""
 
     @functools.wraps(kind.forward)
     def stepped(self: nn.Module, *args: object, **kwargs: object) -> Outputs:
         return forward(*args, **kwargs)
 
-    members: dict[str, Any] = {"forward": stepped, "device": torch.device("cpu"), "dtype": torch.float32, "__doc__": kind.__doc__}
+    members: dict[str, Any] = {"forward": stepped, "device": device, "dtype": dtype, "__doc__": kind.__doc__}
     if encoder is not None:
         members["get_encoder"] = lambda self, *args, **kwargs: encoder
     return type(kind.__name__, (kind,), members)

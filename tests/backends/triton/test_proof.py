@@ -12,7 +12,7 @@ import pytest
 from effcompile.backends import triton as kernels
 from effcompile.backends.triton import proof
 
-PAIRS = [("rows", "bfloat16"), ("loss_head", "bfloat16"), ("states8", "float32")]
+PAIRS = [("rows", "bfloat16"), ("loss_head", "bfloat16"), ("attention", "float32")]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> Path:
         "pairs = [p for p in sys.argv[1:] if ':' in p]",
         f"open({str(log)!r}, 'a').write(' '.join(pairs) + '\\n')",
     ]
-    script.write_text("\n".join([*lines, "for pair in pairs:", "    family, dtype = pair.split(':')", f"    {body}"]))
+    script.write_text("\n".join([*lines, "for pair in pairs:", "    family, dtype, part = pair.split(':')", f"    {body}"]))
     plain = proof.subprocess.Popen
 
     def start(command: list[str], **options: Any) -> Any:
@@ -40,7 +40,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str) -> Path:
     return log
 
 
-RIGHT = "print(json.dumps(dict(family=family, dtype=dtype, case='c', error=1e-3, limit=1e-2)), flush=True)"
+RIGHT = "print(json.dumps(dict(family=family, dtype=dtype, part=int(part), case='c', error=1e-3, limit=1e-2)), flush=True)"
 
 
 def test_what_ends_its_process_is_refused_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_verdicts_are_kept_until_something_changes(monkeypatch: pytest.MonkeyPat
     assert proof.prove(PAIRS, "cpu") == first
     assert len(log.read_text().splitlines()) == 1
     proof.prove([*PAIRS, ("rows", "float32")], "cpu")
-    assert log.read_text().splitlines()[-1] == "rows:float32"
+    assert log.read_text().splitlines()[-1] == "rows:float32:0"
     (kept,) = tmp_path.glob("proof-*.json")
     for damaged in ("", "{}", "[1]", '[{"family": 3}]', json.dumps([{"family": "rows"}])):
         kept.write_text(damaged)
@@ -75,7 +75,7 @@ def test_verdicts_are_kept_until_something_changes(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_wrong_dtype_is_enough_to_leave_a_family_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    played(monkeypatch, tmp_path, RIGHT.replace("))", ", reason='wrong' if pair == 'rows:float32' else None))", 1))
+    played(monkeypatch, tmp_path, RIGHT.replace("))", ", reason='wrong' if pair == 'rows:float32:0' else None))", 1))
     assert proof.proven(["rows", "states8"], "cpu") == {"rows": "wrong", "states8": None}
 
 

@@ -20,6 +20,7 @@ def test_it_is_planned_and_generates_what_the_model_does(model: nn.Module) -> No
     told = {candidate.backend: str(candidate.note) for candidate in planned.plan.candidates}
     assert "bfloat16" in told["onnxruntime"]
     assert all(check.passed and check.error < 2e-2 for check in planned.plan.checks)
+    assert (planned._shell.device, planned._shell.dtype) == (model.device, torch.bfloat16), "generate() puts tokens elsewhere"
     text = ids(1, 9)
     found = planned.generate(text, max_new_tokens=8, do_sample=False)
     with torch.no_grad():
