@@ -83,8 +83,8 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
 
 
 def in_function_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp ...) is at work: tensors may be its wrappers."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func (grad, vmap, jvp ...) is at work, or forward-mode autograd: tensors may be its wrappers."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 def is_packed(weight: torch.Tensor) -> bool:

@@ -93,6 +93,12 @@ def test_transforms_of_torch_func_are_refused_in_words(made: Any, transform: Any
         transform(lambda x: made[1](x)["y"].sum(), torch.randn(4, 16))
 
 
+def test_forward_mode_autograd_is_refused_as_its_tangent_would_be_lost(made: Any) -> None:
+    x = torch.randn(4, 16)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(InputsError, match=r"within a transform"):
+        made[1](torch.autograd.forward_ad.make_dual(x, x))
+
+
 @pytest.mark.parametrize("change", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.double(), lambda m: m.to("meta")])
 def test_another_dtype_or_device_is_refused_and_the_same_one_is_not(made: Any, change: Any) -> None:
     model, fast = made

@@ -80,6 +80,25 @@ def test_inputs_that_are_not_contiguous(backend: str, target: Target) -> None:
     assert torch.equal(run(strided), strided.reshape(-1, 16) * 2)
 
 
+class Divided(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.div(x, 3, rounding_mode="trunc"), torch.div(x, x.abs() % 5 + 2, rounding_mode="trunc")
+
+
+def test_large_integers_are_divided_as_integers(target: Target) -> None:
+    model = Divided().eval()
+    ids = torch.arange(-10, 10).view(2, 10)
+    run = effcompile.optimize(model, inputs=ids, backend="onnxruntime", target=target)
+    for x in (ids, ids * 7 - 2**40):
+        assert all(map(torch.equal, run(x), model(x)))
+
+
+def test_a_negated_view_is_taken(target: Target) -> None:
+    model, x = Of(lambda h, x: x * 2).eval(), torch.randn(2, 5, 16)
+    run = effcompile.optimize(model, inputs=x, backend="onnxruntime", target=target)
+    assert torch.equal(run(torch._neg_view(x)), -2 * x)
+
+
 NORMED: dict[str, Callable[[Tensor], Tensor]] = {
     "batch norm": lambda h: F.batch_norm(h, None, None, training=True),
     "group norm": lambda h: F.group_norm(h, 4),

@@ -59,6 +59,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
     except Exception as error:
         raise LoweringError(f"torch.export cannot export the graph of {program.name} again: {_cause(error)}") from error
     _copy_before_views(exported.graph)
+    _divide_as_integers(exported.graph)
     synonyms(exported.graph)
     twin = replace(program, module=exported.module(check_guards=False))
     refresh_shapes(twin.module, program.args, program.kwargs)  # sites are told apart by their shapes at the example
@@ -111,6 +112,22 @@ def _copy_before_views(graph: fx.Graph) -> None:
                 copy = graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
             copy.meta = {**source.meta, "val": source.meta["val"].contiguous()}
             node.replace_input_with(source, copy)
+
+
+def _divide_as_integers(graph: fx.Graph) -> None:
+    """Integers divided towards zero: torch.onnx divides them as floats, which have 24 bits."""
+    modes = {aten.div.Tensor_mode: aten.fmod.Tensor, aten.div.Scalar_mode: aten.fmod.Scalar}
+    for node in [node for target in modes for node in graph.find_nodes(op="call_function", target=target)]:
+        value = node.meta["val"]
+        if value.is_floating_point() or node.kwargs.get("rounding_mode") != "trunc":
+            continue
+        x, y = node.args
+        with graph.inserting_before(node):
+            rest = graph.call_function(modes[node.target] if isinstance(y, fx.Node) else aten.fmod.Scalar, (x, y))
+            whole = graph.call_function(aten.sub.Tensor, (x, rest))
+        for made in (rest, whole):
+            made.meta = {**node.meta, "val": value}
+        node.target, node.args, node.kwargs = aten.floor_divide.default, (whole, y), {}
 
 
 def _output_names(program: Program) -> list[str]:

@@ -183,4 +183,4 @@ def settings_dict(settings: Settings) -> dict[str, Any]:
 
 def numpy_feeds(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Array]:
     """Torch tensors as numpy arrays by input name, without copying contiguous CPU tensors."""
-    return {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in zip(names, tensors, strict=True)}
+    return {name: tensor.detach().cpu().resolve_neg().contiguous().numpy() for name, tensor in zip(names, tensors, strict=True)}
