@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.source import Source
 from effcompile.capture.state import ModelGuards
+from effcompile.compiler import captured
 from effcompile.compiler.training import work
+from effcompile.ir.program import Program
 from effcompile.ir.step import Step
 
 #: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last, with all that was captured.
@@ -95,3 +97,23 @@ def captured_once() -> Iterator[None]:
     for _, source in _sources.values():
         _unchanged(source)
     _texts.clear()
+
+
+@contextmanager
+def programs_once() -> Iterator[None]:
+    """Within, the latest model is captured once for all plans of it for inference.
+
+    That is honest, for a capture depends on the model and its example inputs alone, and its graph is never edited: passes change copies.
+    What the guards remember is each plan's own.
+    """
+    latest: list[tuple[nn.Module, Program]] = []
+    capture = captured.capture
+
+    def once(model: nn.Module, *args: Any, **kwargs: Any) -> Program:
+        if not latest or latest[0][0] is not model:
+            latest[:] = [(model, capture(model, *args, **kwargs))]
+        return replace(latest[0][1], state=ModelGuards(model, training=False), recovered={})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured, "capture", once)
+        yield

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from captured_once import captured_once
+from captured_once import captured_once, programs_once
 
 from effcompile.compiler.machine import AUTO, resolve
 from effcompile.estimate import operators
@@ -33,3 +33,10 @@ def quick_training(_calibrated: Path, _shared_captures: None, monkeypatch: pytes
     monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
     return _calibrated
+
+
+@pytest.fixture(scope="module")
+def shared_programs() -> Iterator[None]:
+    """A model is captured once for the plans that follow each other."""
+    with programs_once():
+        yield

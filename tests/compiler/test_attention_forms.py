@@ -16,6 +16,7 @@ from effcompile.machine.target import KernelCall
 from effcompile.report.reasons import words
 from effcompile.sites.attention import closed_masks, normalise, rewrite
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
