@@ -341,6 +341,13 @@ def library_bytes() -> tuple[int, int]:
     return max(0, taken[1] - taken[0]), max(0, taken[2] - taken[1])
 
 
+def forget_workspaces() -> None:
+    """Have the vendor's products take their workspaces anew at their next call."""
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
 def held_by_libraries() -> int:
     """Bytes that the vendor's products keep on the current GPU from a step's end on: of this thread, and of that which runs a backward.
 

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch.kept import keeping
+from effcompile.core import torch_compat
+from effcompile.core.torch_compat_aot import draws
 
 __all__ = ["Replayed", "declines", "replayed"]
 
@@ -31,13 +33,13 @@ _REMEMBERED = 1024
 
 def declines(graph: fx.Graph) -> str | None:
     """None, or why calls of this graph cannot be replayed."""
-    if os.environ.get("EFFCOMPILE_CUDA_GRAPHS", "").lower() in ("off", "0", "no"):
-        return "EFFCOMPILE_CUDA_GRAPHS is off"
+    if os.environ.get("EFFCOMPILE_CUDA_GRAPHS", "").lower() not in ("on", "1", "yes"):
+        return "EFFCOMPILE_CUDA_GRAPHS=1 records calls (new: one of our own runs on an H100 ended in a launch failure)"
     for node in graph.nodes:
         tags = getattr(node.target, "tags", ())
         if (torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags) and not _indexed_by_places(node):
             return f"{node.target} waits for the GPU: its result is read on the host"
-        if torch.Tag.nondeterministic_seeded in tags:
+        if draws(node):
             return f"{node.target} draws random numbers"
     if not torch.cuda.is_available():
         return "there is no CUDA here"
@@ -141,16 +143,25 @@ class _Graph:
 
 
 def _captured(run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-    """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's documentation asks)."""
+    """One call's graph and outputs, recorded after some calls on a stream of their own (as torch.cuda.graph's documentation asks).
+
+    Workspaces of cuBLAS are kept per stream by torch, and all recordings are on one stream: a graph would go on to write where an earlier
+    one's pool lay when that was given back. So they are forgotten before, for a graph to have its own in its own pool, and behind.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(_WARM):
             run(*inputs)
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"):
-        outputs = list(run(*inputs))
+    torch_compat.forget_workspaces()
+    try:
+        with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"):
+            outputs = list(run(*inputs))
+    finally:
+        torch_compat.forget_workspaces()
     return graph, outputs
 
 

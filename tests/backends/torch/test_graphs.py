@@ -20,6 +20,11 @@ from effcompile.core.goal import Goal
 aten = torch.ops.aten
 
 
+@pytest.fixture(autouse=True)
+def _asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EFFCOMPILE_CUDA_GRAPHS", "1")
+
+
 def graph(*targets: Any) -> fx.Graph:
     made = fx.Graph()
     x = made.placeholder("x")
@@ -38,8 +43,8 @@ def test_declined_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "waits for the GPU" in (graphs.declines(graph(aten._local_scalar_dense.default)) or "")
     assert "waits for the GPU" in (graphs.declines(graph(aten.nonzero.default)) or "")
     assert "random" in (graphs.declines(graph(aten.bernoulli.default)) or "")
-    monkeypatch.setenv("EFFCOMPILE_CUDA_GRAPHS", "off")
-    assert "off" in (graphs.declines(plain) or "")
+    monkeypatch.delenv("EFFCOMPILE_CUDA_GRAPHS")
+    assert "EFFCOMPILE_CUDA_GRAPHS=1" in (graphs.declines(plain) or "")
 
 
 @pytest.mark.parametrize(("index", "declined"), [(torch.arange(2), False), (torch.tensor([True, False]), True)])
@@ -100,9 +105,12 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Model:
         yield
         model.tape = None
 
-    for name, value in {"Stream": Stream, "Event": Event, "current_stream": Stream, "stream": lambda _: contextlib.nullcontext(),
-                        "CUDAGraph": Tape, "graph": recording, "graph_pool_handle": lambda: None, "memory_reserved": lambda: 0,
-                        "empty_cache": lambda: None, "is_current_stream_capturing": lambda: False}.items():  # fmt: skip
+    by_hand = {
+        "Stream": Stream, "Event": Event, "current_stream": Stream, "stream": lambda _: contextlib.nullcontext(), "CUDAGraph": Tape,
+        "graph": recording, "graph_pool_handle": lambda: None, "memory_reserved": lambda: 0, "synchronize": lambda: None,
+        "empty_cache": lambda: None, "is_current_stream_capturing": lambda: False,
+    }  # fmt: skip
+    for name, value in by_hand.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return model
 
@@ -168,6 +176,33 @@ def test_what_is_recorded_in_inference_mode_is_replayed_outside_of_it(played: Mo
         run = graphs.replayed(played, [torch.ones(2)])
         assert isinstance(run, graphs.Replayed)
     assert run(torch.full((2,), 3.0))[0].eq(6).all()
+
+
+def test_a_recording_has_workspaces_of_its_own(played: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that torch keeps per stream may lie in another graph's pool, which goes with that graph."""
+    said: list[str] = []
+    plain = torch.cuda.graph
+
+    @contextlib.contextmanager
+    def recording(*args: Any, **asked: Any) -> Iterator[None]:
+        said.append("begin")
+        with plain(*args, **asked):
+            yield
+        said.append("end")
+
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(graphs.torch_compat, "forget_workspaces", lambda: said.append("forget"))
+    graphs.replayed(played, [torch.ones(2)])
+    assert said == ["forget", "begin", "end", "forget"]
+
+
+@pytest.mark.parametrize(("dropped", "declined"), [(0.0, False), (0.1, True)])
+def test_an_attention_that_drops_nothing_draws_nothing(dropped: float, declined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made = fx.Graph()
+    x = made.placeholder("x")
+    made.output(made.call_function(aten.scaled_dot_product_attention.default, (x, x, x, None, dropped)))
+    assert (graphs.declines(made) is not None) is declined
 
 
 def test_threads_take_turns(played: Model) -> None:
