@@ -1,4 +1,4 @@
-"""Whole models on a GPU beside torch eager and torch.compile: seconds of a call or a training step, the allocator's peak, predicted beside measured.
+"""Whole models on a GPU beside torch eager and torch.compile: time of a call or a step, the allocator's peak, and what was predicted.
 
     python benchmarks/gpu_models.py train --shares 0.6 0.35      # GPT-2 124M, fp32, 8 x 1024, AdamW; budgets as shares of eager's peak
     python benchmarks/gpu_models.py call --model bert --dtype bfloat16 [--max-error 0.02]     # bert | llama
@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,12 +59,14 @@ def train(options: argparse.Namespace, device: str) -> None:
         torch.manual_seed(0)
         return transformers.GPT2LMHeadModel(config).to(device).train()
 
+    def told_of(name: str, model: nn.Module, run: Callable[..., Any], note: str = "") -> int:
+        return told(name, model, lambda: run(input_ids=ids, labels=ids).loss, note)
+
     model = fresh()
-    peak = told("eager", model, lambda: model(ids, labels=ids).loss)
-    other = fresh()
-    compiled = torch.compile(other)
-    told("torch.compile", other, lambda: compiled(ids, labels=ids).loss)
-    del model, other, compiled
+    peak = told_of("eager", model, model)
+    model = fresh()
+    told_of("torch.compile", model, torch.compile(model))
+    del model
     for share in options.shares if peak else [None]:
         released()
         mine = fresh()
@@ -77,7 +80,7 @@ def train(options: argparse.Namespace, device: str) -> None:
         foreseen = (
             f"budget {budget.get('memory', 0) / MIB:.0f} MiB, predicted {(predicted.peak_bytes or 0) / MIB:.0f}, planned in {took:.0f} s"
         )
-        told(f"effcompile at {share}", planned.train(), lambda planned=planned: planned(input_ids=ids, labels=ids).loss, foreseen)
+        told_of(f"effcompile at {share}", planned, planned.train(), foreseen)
 
 
 def told(name: str, model: nn.Module, loss: Step, note: str = "") -> int:
@@ -96,8 +99,8 @@ def told(name: str, model: nn.Module, loss: Step, note: str = "") -> int:
         taken.append(time.perf_counter() - start)
         most = max(most, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
     reserved = torch.cuda.max_memory_reserved() / MIB if torch.cuda.is_available() else 0.0
-    figures = f"{statistics.median(taken[2:]) * 1e3:9.2f} ms  peak {most / MIB:9.1f} MiB  reserved {reserved:9.1f}  loss {float(value.detach()):.4f}"
-    print(f"== {name:20s} {figures}  {note}", flush=True)
+    figures = f"{statistics.median(taken[2:]) * 1e3:9.2f} ms  peak {most / MIB:9.1f} MiB  reserved {reserved:9.1f}"
+    print(f"== {name:20s} {figures}  loss {float(value.detach()):.4f}  {note}", flush=True)
     return most
 
 
@@ -141,16 +144,12 @@ def generate(options: argparse.Namespace, device: str) -> None:
     ids = torch.randint(model.config.vocab_size, (1, 32), device=device)
     planned = effcompile.optimize(model, inputs={"input_ids": ids}, mode="generation", context=256)
     planned.report(Console(width=120))
-    told_tokens = {
-        name: each.generate(ids, max_new_tokens=64, do_sample=False) for name, each in (("eager", model), ("effcompile", planned))
-    }
-    runs = {
-        name: lambda each=each: each.generate(ids, max_new_tokens=64, do_sample=False)
-        for name, each in (("eager", model), ("effcompile", planned))
-    }
+    contestants = {"eager": model, "effcompile": planned}
+    runs = {name: partial(each.generate, ids, max_new_tokens=64, do_sample=False) for name, each in contestants.items()}
+    texts = {name: run() for name, run in runs.items()}
     for name, seconds in in_turn(runs):
         print(f"== generate {name:16s} {64 / seconds:9.1f} tokens/s", flush=True)
-    print(f"equal tokens: {torch.equal(told_tokens['eager'], told_tokens['effcompile'])}")
+    print(f"equal tokens: {torch.equal(texts['eager'], texts['effcompile'])}")
 
 
 def made(name: str, tiny: bool) -> Any:
