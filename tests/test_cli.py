@@ -98,6 +98,7 @@ def test_every_command_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> 
         "cache",
         "calibrate",
         "diff",
+        "doctor",
         "explain",
         "export",
         "frontier",
