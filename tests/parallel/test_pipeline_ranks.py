@@ -123,8 +123,7 @@ def test_what_no_pipeline_can_be_is_told_and_the_least_budget_is_held() -> None:
     for rank in found:
         assert "4 stages are more than the model's 2 layers" in rank["stages"]
         assert rank["memory"].startswith("InfeasibleError")
-    least = max(int(rank["memory"].split(":")[0].split()[1]) for rank in found)
-    budget = least + least // 1000  # a few scalars of the schedule are not in its bytes
+    budget = max(int(rank["memory"].split(":")[0].split()[1]) for rank in found)
     check(on_ranks(run, 2, model, inputs, wanted, 1, [], budget), wanted, budget)
 
 

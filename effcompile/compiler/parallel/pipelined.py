@@ -31,6 +31,10 @@ from effcompile.planner.parallel.pipeline import order
 _TRIED = 6
 
 
+#: Bytes of the loss so far, of a micro-batch's share in it and of that share's gradient, fp32 each.
+_SCALARS = 12
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
     """A step in stages.
@@ -96,7 +100,7 @@ class Pipelined:
         messages = sum(self.message_bytes(s - 1) for s in self.own(rank) if s)
         messages += sum(self.message_bytes(s) for s in self.own(rank) if s < len(self.stages) - 1)
         here = resident_bytes(model, self.work.args, self.work.kwargs) - sum(known.values()) + sum(known[name] for name in mine)
-        return here + sum(summed.values()) + sum(constants.values()) + self.count * messages
+        return here + sum(summed.values()) + sum(constants.values()) + self.count * messages + _SCALARS
 
     def peak_bytes(self, rank: int, made: Mapping[int, Schedule]) -> int:
         """The most bytes alive on a rank, task by task."""
