@@ -386,7 +386,7 @@ def test_no_calibration_makes_a_reader_fail(tmp_path: Path, tally: Counter[str])
 
 def test_no_operator_times_make_a_reader_fail(tmp_path: Path, tally: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "operators.json"
-    monkeypatch.setattr(figures, "figures_path", lambda: path)
+    monkeypatch.setattr(figures, "figures_path", lambda of=None: path)
     one, other = figures.Measured(seconds=1e-4, workspace=64), figures.Measured(seconds=2e-4, workspace=0, results=(8, 16))
     assert figures.keep_figures({"aten.mm": one, "aten.add": other}) is None
     tree = json.loads(path.read_bytes())

@@ -55,7 +55,7 @@ class Checkpoint:
 
     def chain(self, cut: Blocks, options: Mapping[str, tuple[BlockOption, ...]], budget: int | None) -> ChainProblem:
         """The whole step as the planner's problem. A limit of the host that no choice reaches is none: options were not kept for it."""
-        most = sum(max(option.host_bytes for option in options[block.stage.kind]) for block in cut.blocks)
+        most = sum(max((option.host_bytes for option in options[block.stage.kind]), default=0) for block in cut.blocks)
         limit = cut.host.limit
         return ChainProblem(
             base=cut.base_bytes,
