@@ -12,9 +12,7 @@ clamp before they cast, and a kernel that forgets to is caught here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +24,7 @@ from triton.runtime import interpreter as stock
 
 from effcompile.core.arrays import Array
 
-__all__ = ["overflow_checked", "patch_interpreter"]
+__all__ = ["patch_interpreter"]
 
 #: What the stock interpreter hands around: tensors, types and builders of its own, for which it has no annotations.
 Handle = Any
@@ -60,22 +58,6 @@ def patch_interpreter() -> None:
     executor: Any = stock.GridExecutor
     executor._restore_args_dev = _method(_restore, executor._restore_args_dev)
     stock._get_np_dtype = partial(_np_dtype, stock._get_np_dtype, {})
-    _check_overflow(on=False)
-
-
-@contextmanager
-def overflow_checked() -> Iterator[None]:
-    """Within this context, integers that leave their type are an error; it doubles the time, and compiled kernels do not ask either."""
-    _check_overflow(on=True)
-    try:
-        yield
-    finally:
-        _check_overflow(on=False)
-
-
-def _check_overflow(*, on: bool) -> None:
-    builder: Any = stock.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=on)
 
 
 def _method(mended: Callable[..., object], original: Callable[..., object]) -> Callable[..., Handle]:
