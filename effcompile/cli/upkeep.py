@@ -75,7 +75,7 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         console.emit({"parts": [asdict(each) for each in found]})
     else:
-        report.print_findings([(f.part, f.status, f.seen, f.remedy, f.seconds) for f in found])
+        report.print_findings([(f.part, f.status, f.seen, f.remedy) for f in found])
     if any(each.status == "wrong" for each in found):
         raise typer.Exit(1)
 

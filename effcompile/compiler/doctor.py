@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,12 +14,14 @@ from torch import nn
 
 from effcompile.backends import BACKENDS, load_backend
 from effcompile.backends import triton as tiled
+from effcompile.capture.verify import relative_error
 from effcompile.compiler.compile import optimize
 from effcompile.compiler.request import Request
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, MissingPackageError
 from effcompile.core.files import cache_folder, write_atomically
 from effcompile.core.goal import Goal
+from effcompile.core.stages import first_line
 from effcompile.core.units import format_bytes
 from effcompile.machine import calibration as store
 from effcompile.machine import native
@@ -61,12 +63,11 @@ def examine() -> Iterator[Finding]:
                 yield _timed(found, start)
                 start = time.perf_counter()
         except Exception as error:  # what is broken may break in any way
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            yield _timed(Finding(part=name, status="wrong", seen=f"{type(error).__name__}: {said}", remedy="please report this"), start)
+            yield _timed(Finding(part=name, status="wrong", seen=first_line(error), remedy="please report this"), start)
 
 
 def _timed(found: Finding, start: float) -> Finding:
-    return Finding(part=found.part, status=found.status, seen=found.seen, remedy=found.remedy, seconds=time.perf_counter() - start)
+    return replace(found, seconds=time.perf_counter() - start)
 
 
 def _torch() -> Iterator[Finding]:
@@ -124,7 +125,7 @@ def _judged(part: str, error: float, about: str) -> Finding:
 
 
 def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double().cpu() - wanted.double().cpu()).norm() / wanted.double().cpu().norm())
+    return relative_error(found.double().cpu(), wanted.double().cpu())
 
 
 class _Small(nn.Module):

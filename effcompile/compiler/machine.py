@@ -20,6 +20,7 @@ from effcompile.machine import memory
 from effcompile.machine.accelerator import device_rates, this_accelerator
 from effcompile.machine.calibration import Calibration
 from effcompile.machine.hardware import Accelerator
+from effcompile.machine.here import this_machine
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import KernelCall, Target
 
@@ -64,7 +65,7 @@ class Machine:
         for backend in backends:
             self.distrust(backend.name)
         measures = _measures(backends, self.calibration.machine.device)
-        fresh = store.this_machine(self.calibration, measures, budget_seconds=PROBE_SECONDS)
+        fresh = this_machine(self.calibration, measures, budget_seconds=PROBE_SECONDS)
         return replace(self, target=fresh)
 
     def keep_timings(self) -> tuple[Reason, ...]:
@@ -105,7 +106,7 @@ def _here(backends: Iterable[Backend], device: Accelerator | None) -> Machine:
     if calibration is None:
         calibration = store.calibrate({}) if device is None else store.calibrate_device(device, device_rates())
     notes = tuple(said for said in (note, store.without_busy(calibration)) if said)
-    here = store.this_machine(calibration, _measures(backends, device), budget_seconds=PROBE_SECONDS)
+    here = this_machine(calibration, _measures(backends, device), budget_seconds=PROBE_SECONDS)
     if device is not None:  # others may use it, too
         here = replace(here, memory_bytes=min(here.memory_bytes, (memory.free_bytes("cuda") or 0) + torch.cuda.memory_allocated()))
     return Machine(target=here, calibration=calibration, notes=notes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from effcompile.compiler.room import Room, device_of
 from effcompile.core.goal import Goal
@@ -33,6 +35,11 @@ def exact_limit(goal: Goal, error: float, most: float, rounding: Callable[[], fl
     if not goal.exact or not goal.tolerance < error <= most:
         return goal.tolerance
     return max(goal.tolerance, min(2 * rounding(), most))
+
+
+def doubled(values: object) -> Any:
+    """Nested arguments with their floating tensors in float64."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, values)
 
 
 def in_float64(model: nn.Module, goal: Goal) -> nn.Module | None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture import variants
 from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
-from effcompile.compiler.rounding import exact_limit, in_float64, most_rounding
+from effcompile.compiler.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.core.errors import EffcompileError
 from effcompile.core.findings import Failed, Together
 from effcompile.core.goal import Goal
@@ -98,7 +98,7 @@ def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[
     try:
         with as_reference(wide), torch.no_grad():
             for name, args, kwargs in cases:
-                args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
+                args, kwargs = doubled((args, kwargs))
                 found[name] = _read(_tensors(wide(*args, **kwargs)), goal)
     except Exception:  # dtypes that the model fixes: the plain limit holds
         return found

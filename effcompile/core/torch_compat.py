@@ -322,17 +322,23 @@ def watched_memory(device: str) -> Iterator[Callable[[], int]]:
         found.append(peak_of_memory_events(profile))
 
 
+def forget_workspaces() -> bool:
+    """Have the vendor's products take their workspaces anew at their next call; whether torch can."""
+    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+    return clear is not None
+
+
 def library_bytes() -> tuple[int, int]:
     """Bytes that the vendor's products keep for themselves on the current GPU, per thread that calls them; 0 where torch does not tell.
 
     The second is what one with a bias takes on top, which goes by another library (cuBLASLt).
     """
-    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is None:
-        return 0, 0
     a, row = torch.ones(1024, 1024, device="cuda"), torch.ones(1024, device="cuda")
     torch.cuda.synchronize()
-    clear()
+    if not forget_workspaces():
+        return 0, 0
     taken = [torch.cuda.memory_allocated()]
     for product in (lambda: torch.mm(a, a), lambda: torch.addmm(row, a, a)):
         product()
@@ -341,25 +347,18 @@ def library_bytes() -> tuple[int, int]:
     return max(0, taken[1] - taken[0]), max(0, taken[2] - taken[1])
 
 
-def forget_workspaces() -> None:
-    """Have the vendor's products take their workspaces anew at their next call."""
-    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is not None:
-        clear()
-
-
 def held_by_libraries() -> int:
     """Bytes that the vendor's products keep on the current GPU from a step's end on: of this thread, and of that which runs a backward.
 
     They are freed and taken again here, by a small step, so that a step that is watched from here on finds them there as every later one
     does. 0 where there is no GPU in use, or torch does not tell.
     """
-    clear: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if clear is None or not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():
         return 0
     weight, row = torch.ones(64, 64, device="cuda", requires_grad=True), torch.ones(64, device="cuda")
     torch.cuda.synchronize()
-    clear()
+    if not forget_workspaces():
+        return 0
     before = torch.cuda.memory_allocated()
     with torch.enable_grad():
         torch.addmm(row, weight.detach(), weight).mm(weight).sum().backward()

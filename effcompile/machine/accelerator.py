@@ -38,7 +38,7 @@ def this_accelerator() -> Accelerator:
         driver=_driver(),
         runtime=f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
         packages=f"torch {torch.__version__}, triton {_version('triton')}",
-        kernels=_kernels(),
+        kernels=kernel_sources(),
     )
 
 
@@ -146,7 +146,7 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _kernels() -> str:
+def kernel_sources() -> str:
     """Eight digits of our kernels' sources and the table of their tiles: other kernels take other times."""
     digest = hashlib.sha256()
     for path in sorted([*_KERNELS.glob("*.toml"), *_KERNELS.glob("**/*.py")]):

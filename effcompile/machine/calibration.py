@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import msgspec
@@ -25,7 +24,7 @@ from effcompile.machine import native
 from effcompile.machine.grid import grid
 from effcompile.machine.hardware import Accelerator, DeviceRates, Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
 from effcompile.machine.load import busy
-from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, Target, merge_points
+from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, merge_points
 
 FORMAT = "effcompile-calibration"
 VERSION = 2
@@ -151,11 +150,11 @@ def calibrate(
 
 
 def _measure_backend(name: str, measure: Measure, calls: tuple[KernelCall, ...], progress: Progress | None) -> BackendPoints:
-    points = BackendPoints(versions=_versions_of(name), busy=busy())
+    points = BackendPoints(versions=versions_of(name), busy=busy())
     launch = KernelCall("pointwise/fp32", (1,))
     for done, call in enumerate((launch, *calls)):
         if not points.known(call)[0]:
-            points.record(call, _measured(points, measure, call))
+            points.record(call, measured(points, measure, call))
         if call == launch:
             points.overhead = points.known(launch)[1] or 0.0
         elif not points.points.get(call.kernel) and len(points.absent[call.kernel]) == min(2, _count(calls, call.kernel)):
@@ -170,7 +169,7 @@ def _count(calls: tuple[KernelCall, ...], kernel: str) -> int:
     return sum(call.kernel == kernel for call in calls)
 
 
-def _measured(points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
+def measured(points: BackendPoints, measure: Measure, call: KernelCall) -> float | None:
     """Seconds of one kernel; None where it is absent, fails (noted), or gives no usable figure."""
     try:
         seconds = measure(call)
@@ -193,120 +192,11 @@ def _peaks(backends: Mapping[str, BackendPoints], fp32: float) -> dict[str, floa
     return peaks
 
 
-def _versions_of(backend: str) -> dict[str, str]:
+def versions_of(backend: str) -> dict[str, str]:
+    """What a backend's points hold for: package → version, and our kernels that it runs."""
     depends = _DEPENDS.get(backend, ("torch", "torchao"))
     found = {package: version for package, version in package_versions().items() if package in depends}
     return found if backend == "openvino" else {**found, "compiled kernels": native.fingerprint()}
-
-
-# ------------------------------------------------------------------ this machine as a Target
-
-
-def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, budget_seconds: float = 20.0) -> Target:
-    """A Target with the calibration's laws, and a probe for shapes that were not measured.
-
-    The probe times a (backend, kernel, shape) once and appends it to `calibration` (absence too), which becomes
-    `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up it falls back to
-    the Law, but a kernel of which nothing is known yet is always measured, as there is nothing to fall back to.
-    """
-    prober = _Prober(calibration, measures, budget_seconds)
-    if calibration.device is not None:
-        return _this_device(calibration, calibration.device, prober)
-    machine = calibration.machine
-    fp32 = calibration.peak_flops.get("fp32", 0.0)
-    cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
-    threads = "" if machine.threads == machine.cores else f" ({machine.threads} threads used)"
-    rates = f"{fp32 / 1e9:.0f} GFLOP/s fp32, {calibration.memory_bandwidth / 1e9:.0f} GB/s"
-    overheads = [points.overhead for points in calibration.backends.values() if points.overhead > 0]
-    return Target(
-        name="this machine",
-        description=f"{cores}{threads}, {machine.cpu}, {rates}",
-        device="cpu",
-        cores=machine.cores,
-        memory_bytes=machine.memory_bytes,
-        memory_bandwidth=calibration.memory_bandwidth,
-        link_bandwidth=calibration.memory_bandwidth,  # the device is the host
-        peak_flops=dict(calibration.peak_flops),
-        efficiency=0.85,  # of a measured best, which whole models reach to 0.81-0.89 (facts/inference.md §2)
-        launch_seconds=min(overheads, default=3e-6),
-        calibrated=calibration.date,
-        laws=calibration.laws(),
-        sources=dict.fromkeys(("memory_bandwidth", "peak_flops", "launch_seconds"), "measured by effcompile calibrate"),
-        probe=prober,
-        failure=prober.failure,
-    )
-
-
-def _this_device(calibration: Calibration, rates: DeviceRates, prober: _Prober) -> Target:
-    """The machine's GPU."""
-    machine, device = calibration.machine, calibration.machine.device
-    assert device is not None, "a store of a GPU says of which"
-    flops = ", ".join(f"{name} {peak / 1e12:.0f}" for name, peak in rates.peak_flops.items())
-    link = min(rates.to_host, rates.from_host)
-    described = f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB; {flops} TFLOP/s, {rates.bandwidth / 1e9:.0f} GB/s"
-    measured = ("memory_bandwidth", "peak_flops", "launch_seconds", "link_bandwidth")
-    return Target(
-        name="this machine",
-        description=f"{described}, {rates.to_host / 1e9:.0f} GB/s to the host, {rates.from_host / 1e9:.0f} back",
-        device="cuda",
-        cores=device.processors,
-        memory_bytes=device.memory_bytes,
-        memory_bandwidth=rates.bandwidth,
-        link_bandwidth=link,
-        peak_flops=dict(calibration.peak_flops),
-        efficiency=0.85,
-        launch_seconds=rates.launch_seconds,
-        host_memory_bytes=machine.memory_bytes,
-        library_bytes=rates.library_bytes,
-        calibrated=calibration.date,
-        laws=calibration.laws(),
-        sources=dict.fromkeys(measured, "measured on this GPU"),
-        probe=prober,
-        failure=prober.failure,
-    )
-
-
-#: Seconds of timing between two looks at who else uses the machine.
-_LOOK_AGAIN = 3.0
-
-
-class _Prober:
-    """Target.probe: measure once, remember, and fall back to the law when the time is used up."""
-
-    def __init__(self, calibration: Calibration, measures: Mapping[str, Measure], budget_seconds: float) -> None:
-        self.calibration, self.measures, self.left = calibration, measures, budget_seconds
-        self.looked = -_LOOK_AGAIN
-
-    def _busy(self) -> str:
-        """Whether others use the machine now, looked at every few seconds."""
-        if perf_counter() - self.looked < _LOOK_AGAIN:
-            return ""
-        self.looked = perf_counter()
-        return busy()
-
-    def __call__(self, backend: str, call: KernelCall) -> float | None:
-        points = self.calibration.backends.get(backend)
-        tried, seconds = points.known(call) if points else (False, None)
-        if tried:
-            return seconds
-        law = points.law(call.kernel) if points else None
-        measure = self.measures.get(backend)
-        if measure is None or (self.left <= 0 and law is not None):
-            return law.seconds(call) if law is not None else None
-        if points is None:
-            points = self.calibration.backends[backend] = BackendPoints(versions=_versions_of(backend))
-        points.busy = points.busy or self._busy()
-        start = perf_counter()
-        seconds = _measured(points, measure, call)
-        self.left -= perf_counter() - start
-        points.record(call, seconds)
-        self.calibration.dirty = True
-        return seconds
-
-    def failure(self, backend: str, call: KernelCall) -> str | None:
-        """Target.failure: what the measurement of an absent kernel raised."""
-        points = self.calibration.backends.get(backend)
-        return points.failures.get(str(call)) if points else None
 
 
 # ------------------------------------------------------------------ on disk
@@ -394,7 +284,7 @@ def without_busy(calibration: Calibration) -> Reason | None:
         calibration.peak_flops = _peaks(calibration.backends, matmul_peak())
         calibration.busy = ""
     for name in [name for name, points in calibration.backends.items() if points.busy]:
-        calibration.backends[name] = BackendPoints(versions=_versions_of(name))
+        calibration.backends[name] = BackendPoints(versions=versions_of(name))
     calibration.dirty = True
     return Because(f"{what}, and are taken again.", figures)
 
@@ -441,7 +331,7 @@ def _bad_kernel(calibration: Calibration) -> str | None:
 def _without_stale(calibration: Calibration) -> Calibration:
     """Backends measured with other package versions are emptied, to be measured again."""
     for name, points in calibration.backends.items():
-        if points.versions != _versions_of(name):
-            calibration.backends[name] = BackendPoints(versions=_versions_of(name))
+        if points.versions != versions_of(name):
+            calibration.backends[name] = BackendPoints(versions=versions_of(name))
             calibration.dirty = True
     return calibration

@@ -12,10 +12,10 @@ from effcompile.report.page import BAD, DIM, GOOD, STRONG, Column, Page, Row
 _MARKS = {"ok": ("✔", GOOD), "absent": ("–", DIM), "wrong": ("✘", BAD)}
 
 
-def print_findings(found: Iterable[tuple[str, str, str, str, float]], console: Console | None = None) -> None:
-    """A row for each (part, status, what was seen, what to do, seconds)."""
+def print_findings(found: Iterable[tuple[str, str, str, str]], console: Console | None = None) -> None:
+    """A row for each (part, status, what was seen, what to do)."""
     page, rows, counts = Page(console), [], dict.fromkeys(_MARKS, 0)
-    for part, status, seen, remedy, _ in found:
+    for part, status, seen, remedy in found:
         counts[status] += 1
         mark, style = _MARKS[status]
         below = [Text(f"→ {remedy}", style=BAD if status == "wrong" else DIM)] if remedy else []

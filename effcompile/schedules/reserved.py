@@ -11,12 +11,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from effcompile.core.gpu import BLOCK, rounded
+
 __all__ = ["Allocator", "Event", "reserved_bytes"]
 
 #: (name of a block, bytes): allocated; 0 bytes: freed.
 Event = tuple[int, int]
 
-_BLOCK, _SMALL, _SMALL_SEGMENT = 512, 1 << 20, 2 << 20
+_SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20
 _LARGE_SEGMENT, _LARGE, _LARGE_STEP = 20 << 20, 10 << 20, 2 << 20
 
 
@@ -78,11 +80,11 @@ class Allocator:
 
     def allocate(self, name: int, nbytes: int) -> None:
         """Give out a block: the smallest free part that holds it, else a new segment; what is left over of it stays free."""
-        size = max(_BLOCK, -(-nbytes // _BLOCK) * _BLOCK)
+        size = max(BLOCK, rounded(nbytes))
         small = size <= _SMALL
         part = self._fitting(size, small) or self._segment(size, small)
         left = part.size - size
-        if left >= _BLOCK if small else left > _SMALL:
+        if left >= BLOCK if small else left > _SMALL:
             rest = _Part(size=left, address=part.address + size, small=small, before=part, after=part.after)
             if part.after is not None:
                 part.after.before = rest

@@ -99,26 +99,16 @@ class _Simulator:
         self.split = sum(n.op == "call_function" for n in emitted.forward.nodes)
 
     def run(self) -> Trace:
-        self._number(self.emitted.forward, {})
-        results: Any = self.emitted.forward.output_node().args[0]
-        shown = len(self.cut.step.forward_results)
-        handed = dict(zip(self.emitted.handed, results[shown:], strict=True))
-        self._number(self.emitted.backward, handed)
-        copied = self._copy_overwritten()
-        last = self._last_reads(results, shown)
+        results, shown, copied, last = self._followed()
         lasting = shown - len(self.cut.step.updated)
         renewed = {i for node in results[lasting:shown] for i in self.of[node].values() if last[i] == self.split - 1}
         return self._walk(last, copied, sum(map(self._bytes, renewed)))
 
     def events(self) -> list[Event]:
         """See `allocations`."""
-        self._number(self.emitted.forward, {})
-        results: Any = self.emitted.forward.output_node().args[0]
-        shown = len(self.cut.step.forward_results)
-        self._number(self.emitted.backward, dict(zip(self.emitted.handed, results[shown:], strict=True)))
-        self._copy_overwritten()
+        *_, last = self._followed()
         freed: dict[int, list[Instance]] = {}
-        for instance, at in self._last_reads(results, shown).items():
+        for instance, at in last.items():
             freed.setdefault(at, []).append(instance)
         names: dict[Instance, int] = {}
         numbers, found = itertools.count(1), list[Event]()
@@ -130,6 +120,15 @@ class _Simulator:
                 found += [(0, workspace), (0, 0)]
             found += [(names.pop(i), 0) for i in freed.get(at, ()) if i in names]
         return [*found, *((name, 0) for name in names.values())]
+
+    def _followed(self) -> tuple[Any, int, int, dict[Instance, int]]:
+        """(results of the forward, how many are shown, bytes of copied buffers, instance → its last reader), all instances numbered."""
+        self._number(self.emitted.forward, {})
+        results: Any = self.emitted.forward.output_node().args[0]
+        shown = len(self.cut.step.forward_results)
+        self._number(self.emitted.backward, dict(zip(self.emitted.handed, results[shown:], strict=True)))
+        copied = self._copy_overwritten()
+        return results, shown, copied, self._last_reads(results, shown)
 
     def _copy_overwritten(self) -> int:
         """Instances of the old values of buffers, made when the backward begins; their bytes."""

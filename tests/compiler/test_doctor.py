@@ -86,9 +86,9 @@ def test_the_page() -> None:
     page = io.StringIO()
     wrong = "causal in bfloat16: relative error 2.0e-01 against PyTorch's, more than 1.2e-02"
     rows = [
-        ("solver", "ok", "z3 5.4.0", "", 0.1),
-        ("openvino", "absent", "the package 'openvino' is not installed", "Install it", 0.0),
-        ("attention", "wrong", wrong, "report it", 1.0),
+        ("solver", "ok", "z3 5.4.0", ""),
+        ("openvino", "absent", "the package 'openvino' is not installed", "Install it"),
+        ("attention", "wrong", wrong, "report it"),
     ]
     report.print_findings(rows, Console(file=page, width=60))
     assert page.getvalue() == (

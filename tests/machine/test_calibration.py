@@ -17,10 +17,10 @@ from effcompile.machine.calibration import (
     load_or_none,
     save,
     save_if_dirty,
-    this_machine,
 )
 from effcompile.machine.grid import grid
 from effcompile.machine.hardware import this_hardware
+from effcompile.machine.here import this_machine
 from effcompile.machine.target import KERNELS, KernelCall, Law
 
 OVERHEAD, RATE, BANDWIDTH = 2e-6, 1e11, 2e10

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from effcompile.machine import calibration as store
-from effcompile.machine import load
+from effcompile.machine import here, load
 from effcompile.machine.target import KernelCall
 
 CALL = KernelCall("pointwise/fp32", (64,))
@@ -49,19 +49,20 @@ def test_times_taken_on_a_busy_machine_are_taken_again_when_it_is_quiet(monkeypa
     assert found.backends["torch"].busy == "load 9"
     note = store.without_busy(found)
     assert note and "still busy" in str(note) and found.backends["torch"].points  # nothing better can be had now
-    monkeypatch.setattr(store, "busy", lambda: "")
+    for module in (store, here):
+        monkeypatch.setattr(module, "busy", lambda: "")
     note = store.without_busy(found)
     assert note and "taken again" in str(note) and "load 9" in str(note) and not found.backends["torch"].points and found.dirty
     assert store.without_busy(found) is None
-    target = store.this_machine(found, {"torch": measured(0.25)})
+    target = here.this_machine(found, {"torch": measured(0.25)})
     assert target.probe is not None and target.probe("torch", CALL) == 0.25 and not found.backends["torch"].busy
 
 
 def test_what_a_plan_times_itself_is_marked_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "busy", lambda: "")
     found = store.calibrate({}, quick=True)
-    monkeypatch.setattr(store, "busy", lambda: "load 3")
-    target = store.this_machine(found, {"torch": measured(0.25)})
+    monkeypatch.setattr(here, "busy", lambda: "load 3")
+    target = here.this_machine(found, {"torch": measured(0.25)})
     assert target.probe is not None and target.probe("torch", CALL) == 0.25
     assert found.backends["torch"].busy == "load 3"
 

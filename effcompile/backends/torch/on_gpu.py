@@ -36,8 +36,7 @@ def on_gpu(lowered: TorchLowered, plan: Plan, **told: Any) -> TorchLowered:
     run = recorded(lowered.run, lowered.program.graph, plan, inputs)
     settings = {**lowered.settings, **told, "CUDA graph": f"none: {run}" if isinstance(run, str) else "whole call"}
     settings.pop("threads", None)
-    fields = {name: getattr(lowered, name) for name in lowered.__dataclass_fields__}
-    return OnGPU(**{**fields, "run": lowered.run if isinstance(run, str) else run, "settings": settings})
+    return OnGPU(**{**vars(lowered), "run": lowered.run if isinstance(run, str) else run, "settings": settings})
 
 
 class Recorded:

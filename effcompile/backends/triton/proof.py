@@ -21,22 +21,23 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import torch
 
+from effcompile.backends.triton.configs import interpreting
 from effcompile.core.errors import EffcompileError
 from effcompile.core.files import cache_folder, read_bounded, write_atomically
+from effcompile.core.stages import first_line
+from effcompile.machine.accelerator import kernel_sources, this_accelerator
 
-__all__ = ["DTYPES", "USUAL", "Verdict", "prove", "proven"]
+__all__ = ["USUAL", "Verdict", "prove", "proven"]
 
-#: What kernels are asked for, by the name of the dtype.
-DTYPES = ("bfloat16", "float16", "float32")
-#: What is compared before the first use: float16 runs the kernels of bfloat16.
+#: What is compared before the first use, by the name of the dtype: float16 runs the kernels of bfloat16.
 USUAL = ("bfloat16", "float32")
 _SECONDS = 240
 _MOST_BYTES = 1 << 20
 #: Bytes that a process's context and kernels take of the device.
 _CONTEXT = 1 << 30
-_HERE = Path(__file__).parent
 log = logging.getLogger("effcompile")
 
 #: A family, the name of a dtype, and a part of the family's cases.
@@ -127,12 +128,10 @@ def _processes(device: str, units: int) -> int:
 
 
 def _digest(device: str) -> str:
-    """Of all that a verdict hangs on: the device, the versions and the sources."""
-    texts = [path.read_bytes() for path in sorted(_HERE.rglob("*")) if path.suffix in (".py", ".toml")]
-    about = [torch.__version__, version("triton"), str(os.environ.get("TRITON_INTERPRET")), device]
-    if device != "cpu":
-        about += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability()), str(torch.version.cuda or torch.version.hip)]
-    return hashlib.sha256(b"\0".join([*texts, *(part.encode() for part in about)])).hexdigest()[:16]
+    """Of all that a verdict hangs on: the device with its driver, the versions and the sources."""
+    about = [device, str(interpreting()), torch.__version__, version("triton"), kernel_sources()]
+    there = b"" if device == "cpu" else msgspec.json.encode(this_accelerator())
+    return hashlib.sha256("\0".join(about).encode() + there).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[tuple[str, str], Verdict]:
@@ -168,8 +167,6 @@ def _compared(family: str, name: str, part: int, device: str) -> Verdict:
 
 def main(device: str, *units: str) -> None:
     """Print a verdict for each FAMILY:DTYPE:PART."""
-    from effcompile.backends.triton import interpreting
-
     if interpreting():
         import_module("effcompile.backends.triton.interpreter").patch_interpreter()
     for unit in units:
@@ -178,9 +175,7 @@ def main(device: str, *units: str) -> None:
             import_module(f"effcompile.backends.triton.{family}").register(device)
             verdict = _compared(family, name, int(part), device)
         except Exception as error:
-            said = str(error).strip().splitlines()
-            reason = f"in {name}: {type(error).__name__}{': ' + said[0][:200] if said else ''}"
-            verdict = Verdict(family=family, dtype=name, part=int(part), reason=reason)
+            verdict = Verdict(family=family, dtype=name, part=int(part), reason=f"in {name}: {first_line(error)}")
         print(json.dumps(asdict(verdict)), flush=True)
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from effcompile.capture.verify import relative_error
 from effcompile.ops import compress, group_quant, loss_head, rows, states8
 from effcompile.ops.attention import attention
 from effcompile.ops.block_sparse import block_sparse_linear
+from effcompile.ops.block_sparse_dense import dense_weight
 from effcompile.sparse.pattern import BlockPattern
 
 #: dtype → the largest relative error of a right kernel: some rounding of operands and results, and sums in float32.
@@ -32,9 +34,8 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative, in the Euclidean norm; NaN where the device's result has one."""
-        found, wanted = (t.detach().double().cpu() for t in (self.found, self.wanted))
-        return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        """Relative, in the Euclidean norm; inf where the device's result has a NaN."""
+        return relative_error(*(t.detach().double().cpu() for t in (self.found, self.wanted)))
 
     def limit(self, dtype: torch.dtype) -> float:
         """The largest error of a right kernel."""
@@ -69,15 +70,7 @@ def _both(name: str, run: Callable[..., Tensor], *given: Tensor | None) -> Itera
     yield from (Compared(f"{name}, gradient {i}", *pair) for i, pair in enumerate(pairs))
 
 
-def _attention(make: Maker) -> Iterator[Compared]:
-    yield from _one_attention(make, 1, "causal")
-
-
-def _attention_with_all(make: Maker) -> Iterator[Compared]:
-    yield from _one_attention(make, 2, "all terms")
-
-
-def _one_attention(make: Maker, times: int, name: str) -> Iterator[Compared]:
+def _attention(times: int, name: str, make: Maker) -> Iterator[Compared]:
     """`times`: heads of 64, or 128. "all terms": a window, documents, a softcap and a bias."""
     queries, keys, width = (200, 331, 64 * times) if make.device != "cpu" else (40, 51, 16 * times)  # the interpreter is slow
     past, every = keys - queries, name == "all terms"
@@ -148,17 +141,9 @@ def _block_sparse(make: Maker) -> Iterator[Compared]:
 
 def _product(pattern: BlockPattern, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
     if x.dtype == torch.float64:
-        return functional.linear(x, _dense(pattern, values), bias)
+        return functional.linear(x, dense_weight(values, *pattern.indices[:2], x.shape[1]), bias)
     product: Tensor = block_sparse_linear(x, values, *(t.to(x.device) for t in pattern.indices), bias)
     return product
-
-
-def _dense(pattern: BlockPattern, values: Tensor) -> Tensor:
-    """The weight (N, K) by one product a block."""
-    b, (rows_of, columns) = values.shape[1], (len(pattern.crow) - 1, len(pattern.ccol) - 1)
-    row = torch.repeat_interleave(torch.arange(rows_of), pattern.crow.diff().long())
-    whole = torch.zeros(rows_of, columns, b, b, dtype=values.dtype).index_put((row, pattern.col.long()), values)
-    return whole.transpose(1, 2).reshape(rows_of * b, columns * b)
 
 
 def _codes(make: Maker) -> Iterator[Compared]:
@@ -208,6 +193,11 @@ def _states(make: Maker) -> Iterator[Compared]:
 
 #: Family, as `effcompile.backends.triton` names its modules → its cases, in parts that may be run side by side.
 CASES: Mapping[str, tuple[Case, ...]] = {
-    "attention": (_attention, _attention_with_all), "block_sparse": (_block_sparse,), "compress": (_kept,), "group_quant": (_codes,),
-    "loss_head": (_loss_head,), "states8": (_states,), "rows": (_rows,),
-}  # fmt: skip
+    "attention": (partial(_attention, 1, "causal"), partial(_attention, 2, "all terms")),
+    "block_sparse": (_block_sparse,),
+    "compress": (_kept,),
+    "group_quant": (_codes,),
+    "loss_head": (_loss_head,),
+    "states8": (_states,),
+    "rows": (_rows,),
+}

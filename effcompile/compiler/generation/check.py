@@ -8,13 +8,12 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from effcompile.capture.caches import new_cache
 from effcompile.capture.mends import evaluating
 from effcompile.capture.verify import relative_error
 from effcompile.compiler.generation.executable import Stepper
-from effcompile.compiler.rounding import exact_limit, in_float64, most_rounding
+from effcompile.compiler.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.core.findings import Nats
 from effcompile.core.goal import Goal
 from effcompile.core.types import HFModel
@@ -61,9 +60,8 @@ def _rounding(wide: Callable[[], HFModel | None], text: torch.Tensor, extra: dic
     exact = wide()
     if exact is None:
         return 0.0
-    extra = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, extra)
     try:
-        return relative_error(logits.double(), _logits(exact, text, extra).double())
+        return relative_error(logits.double(), _logits(exact, text, doubled(extra)).double())
     except Exception:  # dtypes that the model fixes: the plain limit holds
         return 0.0
 
