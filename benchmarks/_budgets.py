@@ -10,16 +10,16 @@ import torch
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
-from effcompile.compiler.training import verify
-from effcompile.compiler.training.cases import fastest
-from effcompile.compiler.training.prepare import Figures, Prepared, prepare
-from effcompile.compiler.training.solve import leanest
 from effcompile.core.goal import Goal
 from effcompile.machine.machines import load_target
 from effcompile.passes import load_training_passes
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.forms import forms
+from effcompile.proof.training import verify
 from effcompile.schedules.emit import emit
+from effcompile.search.training.cases import fastest
+from effcompile.search.training.prepare import Figures, Prepared, prepare
+from effcompile.search.training.solve import leanest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,9 +137,9 @@ def architectures() -> None:
     """Worst difference of logits of a captured step against the model's own forward without a cache."""
     from effcompile.backends.torch.lowered import lower_eager
     from effcompile.capture.generation import capture_step, encoder_inputs, encoder_output
-    from effcompile.compiler.generation.check import forced, told_by
-    from effcompile.compiler.generation.executable import Stepper
-    from effcompile.compiler.generation.steps import CacheRoom, assembled
+    from effcompile.proof.generation.check import forced, told_by
+    from effcompile.runtime.generation.executable import Stepper
+    from effcompile.runtime.generation.steps import CacheRoom, assembled
 
     worst_of_all = 0.0
     for kind, settings in ARCHITECTURES.items():

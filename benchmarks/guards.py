@@ -21,7 +21,7 @@ from torch import nn
 from effcompile.capture import capture
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import StepInputs
-from effcompile.compiler.inputs import GraphInputs
+from effcompile.runtime.inputs import GraphInputs
 
 
 def seconds(run: Callable[[], object], least: float = 0.5) -> float:

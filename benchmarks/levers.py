@@ -60,11 +60,11 @@ def main() -> int:
 def _request(name: str, options: argparse.Namespace) -> Request:
     import torch
 
-    from effcompile.compiler.request import Task
-    from effcompile.compiler.training.branches import Branches
-    from effcompile.compiler.training.levers import Subsets
-    from effcompile.compiler.training.work import make_work
     from effcompile.core.goal import Goal
+    from effcompile.search.request import Task
+    from effcompile.search.training.branches import Branches
+    from effcompile.search.training.levers import Subsets
+    from effcompile.search.training.work import make_work
 
     model, batch = build(name)
     goal = Goal(mode="training", max_error=0.05)
@@ -78,7 +78,7 @@ def _request(name: str, options: argparse.Namespace) -> Request:
 
 
 def _quiet() -> Any:
-    from effcompile.compiler.progress import QUIET
+    from effcompile.search.progress import QUIET
 
     return QUIET
 
@@ -106,7 +106,7 @@ def _swept(request: Request, budgets: int, table: int) -> tuple[list[str], list[
 
 def _row(request: Request, budget: int, *, whole: bool) -> dict[str, Any]:
     """One budget: what the subsets reach, and what the joint plan does when it is run."""
-    from effcompile.compiler.training.levers import lever_rows
+    from effcompile.search.training.levers import lever_rows
 
     joint = request.subsets.solve(request.subsets.names, budget)
     row = _run(request, joint, budget)
@@ -125,10 +125,10 @@ def _run(request: Request, joint: Any, budget: int) -> dict[str, Any]:
     """The joint plan verified and measured once."""
     from dataclasses import replace
 
-    from effcompile.compiler.training import confirm
-    from effcompile.compiler.training.build import build_plan
-    from effcompile.compiler.training.in_parts import runner_of
     from effcompile.core.findings import HostUse
+    from effcompile.proof.training import confirm
+    from effcompile.proof.training.in_parts import runner_of
+    from effcompile.search.training.build import build_plan
 
     confirm._TIMING_SECONDS = 0.0
     work, best = request.work, joint.schedule

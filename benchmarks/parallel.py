@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from effcompile.compiler.parallel.describe import describe
 from effcompile.core.errors import InfeasibleError
 from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.machine.cluster import Cluster
@@ -31,6 +30,7 @@ from effcompile.machine.target import Target
 from effcompile.planner.parallel.division import Division, Problem
 from effcompile.planner.parallel.model import Model
 from effcompile.planner.parallel.search import search, strategies
+from effcompile.search.parallel.describe import describe
 
 GIB = 1 << 30
 MEGATRON = "Korthikanti et al. 2022, arXiv 2205.05198, tables 3 and 5"

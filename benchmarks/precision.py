@@ -34,7 +34,7 @@ def _measured(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     import torch
 
     import effcompile
-    from effcompile.compiler.training import verify
+    from effcompile.proof.training import verify
 
     model, batch = _gpt2(options)
 

@@ -144,15 +144,15 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
     """Our step at every budget, captured and prepared once. Exactness is checked by every user's run; here it is timed."""
     from effcompile.backends.torch.training import StepRunner
     from effcompile.capture import capture_training
-    from effcompile.compiler.machine import AUTO, resolve
-    from effcompile.compiler.training.cases import fastest
-    from effcompile.compiler.training.figures import keep_figures, known_figures
-    from effcompile.compiler.training.prepare import Figures, prepare
-    from effcompile.compiler.training.solve import leanest
     from effcompile.core.errors import InfeasibleError
     from effcompile.core.goal import Goal
     from effcompile.passes import load_training_passes
     from effcompile.passes.training.base import Case, forms
+    from effcompile.search.machine import AUTO, resolve
+    from effcompile.search.training.cases import fastest
+    from effcompile.search.training.figures import keep_figures, known_figures
+    from effcompile.search.training.prepare import Figures, prepare
+    from effcompile.search.training.solve import leanest
 
     passes = load_training_passes(None)
     checkpoint = passes.checkpoint

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
 from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable, load
-from effcompile.compiler.parallel.asked import Devices, ManyDevices
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal, GoalFields, Limits, Mode
 from effcompile.core.types import Example, Forward, Inputs, Outputs
@@ -26,9 +25,10 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
+from effcompile.search.parallel.asked import Devices, ManyDevices
 
 if TYPE_CHECKING:  # its module needs transformers
-    from effcompile.compiler.generation.executable import GenerationExecutable
+    from effcompile.runtime.generation.executable import GenerationExecutable
 
 __all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "load", "optimize", "plan"]
 

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.source import Source
 from effcompile.capture.state import ModelGuards
-from effcompile.compiler import captured
-from effcompile.compiler.training import work
 from effcompile.ir.program import Program
 from effcompile.ir.step import Step
+from effcompile.search import captured
+from effcompile.search.training import work
 
 #: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last, with all that was captured.
 _MOST = 16

@@ -15,7 +15,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 
 if TYPE_CHECKING:
-    from effcompile.compiler.generation.executable import GenerationExecutable  # noqa: F401 - named in a quoted type
+    from effcompile.runtime.generation.executable import GenerationExecutable  # noqa: F401 - named in a quoted type
 
 
 class Net(nn.Module):

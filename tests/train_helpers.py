@@ -13,7 +13,6 @@ from torch import nn
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
-from effcompile.compiler.training.prepare import Figures
 from effcompile.core import torch_compat
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
@@ -28,6 +27,7 @@ from effcompile.passes.training.forms import forms
 from effcompile.planner.remat import Group
 from effcompile.schedules.blocks import Blocks, cut_into_blocks
 from effcompile.schedules.emit import emit
+from effcompile.search.training.prepare import Figures
 
 VOCABULARY = 96
 Batch = dict[str, torch.Tensor]

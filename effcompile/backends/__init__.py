@@ -6,7 +6,7 @@ import importlib
 from importlib.metadata import entry_points
 
 from effcompile.backends.base import Backend
-from effcompile.core.errors import MissingPackageError, UnknownNameError
+from effcompile.core.errors import MissingPackageError, UnknownNameError, UsageError
 
 #: name → where its class is. Loaded on demand, as each needs packages of its own.
 BACKENDS: dict[str, str] = {
@@ -42,3 +42,32 @@ def load_backend(name: str) -> Backend:
         missing = error.name or module
         raise MissingPackageError(missing, f"The backend {name}", f"pip install {missing}") from error
     return backend
+
+
+def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, str]]:
+    """The named backend, or every one that can run here; and why the others cannot (name → reason).
+
+    Raises:
+        UnknownNameError: no such backend. UsageError: the named one cannot run here.
+    """
+    if name is not None:
+        backend = load_backend(name)
+        if (reason := backend.unavailable()) is not None:
+            raise UsageError(f"The backend {name} cannot run here: {reason}.")
+        return [backend], {}
+    found: list[Backend] = []
+    absent: dict[str, str] = {}
+    for known in BACKENDS:
+        try:
+            backend = load_backend(known)
+        except MissingPackageError as error:
+            absent[known] = str(error)
+            continue
+        reason = backend.unavailable()
+        if reason is None:
+            found.append(backend)
+        else:
+            absent[known] = reason
+    if not found:
+        raise UsageError("No backend can run here: " + "; ".join(f"{k}: {v}" for k, v in absent.items()))
+    return found, absent

@@ -97,7 +97,7 @@ class Wanted:
 
     def among(self, many: Many) -> Wanted:
         """The same on many devices, where that is asked."""
-        from effcompile.compiler.parallel.asked import ManyDevices
+        from effcompile.search.parallel.asked import ManyDevices
 
         if many.count is None:
             return self

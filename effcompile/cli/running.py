@@ -63,7 +63,7 @@ def _generate(directory: Path, plan: Plan, prompt: str | None, new: int | None, 
     if prompt is None:
         raise UsageError(f"{str(directory)!r} holds a plan of generation. Give the text to go on from: --prompt 'Once upon a time'.")
     with console.steps(as_json) as steps, steps.step("open"):
-        from effcompile.compiler.generation.spoken import speak
+        from effcompile.runtime.generation.spoken import speak
 
         told = speak(directory, tokenizer)
     spoken = told(prompt, new, None if as_json else typer.echo)

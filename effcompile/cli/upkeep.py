@@ -65,7 +65,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     from dataclasses import asdict
 
-    from effcompile.compiler.doctor import examine
+    from effcompile.doctor import examine
 
     with console.steps(as_json) as steps:
         found = []

@@ -1,16 +1,16 @@
 """The whole path from a model to a verified, measured Executable."""
 
-from effcompile.compiler.artifact import Artifact, ArtifactRun, open_artifact, run_artifact
 from effcompile.compiler.compile import frontier, make_plan, optimize
-from effcompile.compiler.executable import Executable
-from effcompile.compiler.loaded import LoadedExecutable, load
-from effcompile.compiler.machine import calibrate
 from effcompile.compiler.parallel.lower import optimize_on_ranks
 from effcompile.compiler.parallel.lower_stages import plan_parts
-from effcompile.compiler.parallel.plan import plan_devices
-from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.request import AnyOptimizer, Batch, Dynamic, OnChange, Request
 from effcompile.compiler.training import TrainingExecutable, frontier_training, optimize_training, plan_training, training_backend
+from effcompile.runtime.artifact import Artifact, ArtifactRun, open_artifact, run_artifact
+from effcompile.runtime.executable import Executable
+from effcompile.runtime.loaded import LoadedExecutable, load
+from effcompile.search.machine import calibrate
+from effcompile.search.parallel.plan import plan_devices
+from effcompile.search.progress import QUIET, Progress
+from effcompile.search.request import AnyOptimizer, Batch, Dynamic, OnChange, Request
 
 __all__ = [
     "QUIET",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from effcompile.compiler.machine import Machine
 from effcompile.compiler.settle import Outcome
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Candidate, Plan
+from effcompile.search.machine import Machine
 
 #: A backend predicted this much slower than it is measured has kernel times that do not hold.
 _FAR_OFF = 1.6

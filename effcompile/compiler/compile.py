@@ -10,19 +10,12 @@ from typing import Unpack
 
 from torch import nn
 
+from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend
 from effcompile.capture import variants
-from effcompile.compiler import captured, measure
+from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
-from effcompile.compiler.executable import Executable
-from effcompile.compiler.inputs import GraphInputs
-from effcompile.compiler.machine import Machine, resolve, usable_backends
-from effcompile.compiler.pricing import backends_for, plans_for, search_for, standing_in, stress_of
-from effcompile.compiler.progress import entry
-from effcompile.compiler.request import Asked, Task
-from effcompile.compiler.search import Search, fingerprint
 from effcompile.compiler.settle import Outcome, Workshop, settle
-from effcompile.compiler.verify import references, stress_references, stressed, worst
 from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.core.findings import Failed, NotBuilt
@@ -33,6 +26,15 @@ from effcompile.estimate import sensitivity
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.ir.program import Program
 from effcompile.passes import OPTIONAL, Pass, load_passes
+from effcompile.proof.verify import references, stress_references, stressed, worst
+from effcompile.runtime.executable import Executable
+from effcompile.runtime.inputs import GraphInputs
+from effcompile.search import captured
+from effcompile.search.machine import Machine, resolve
+from effcompile.search.pricing import backends_for, plans_for, search_for, standing_in, stress_of
+from effcompile.search.progress import entry
+from effcompile.search.request import Asked, Task
+from effcompile.search.search import Search, fingerprint
 from effcompile.sites.parts import attentions
 
 #: A backend predicted slower than the best by more than this factor is not built: predictions are not that wrong. On a GPU, where what

@@ -13,11 +13,6 @@ from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.verify import relative_error
-from effcompile.compiler.executable import Executable
-from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.refine import Constraints, refine
-from effcompile.compiler.room import Room, device_of
-from effcompile.compiler.verify import Reference, verify, worst
 from effcompile.core.errors import LoweringError, VerificationError
 from effcompile.core.findings import Corrected
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
@@ -27,8 +22,13 @@ from effcompile.core.units import format_error
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Check, Plan
 from effcompile.ir.program import Program
+from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass
 from effcompile.passes.merge import MERGED, SEPARATE
+from effcompile.proof.verify import Reference, verify, worst
+from effcompile.runtime.executable import Executable
+from effcompile.search.progress import QUIET, Progress
+from effcompile.search.refine import Constraints, refine
 from effcompile.sites import parts as sites
 
 #: Solves at the most, the first one included.

@@ -25,7 +25,7 @@ def stage(name: str, around: str = AROUND) -> Iterator[None]:
         around: what the user may try instead, as the end of "To get around it, ...".
 
     Raises:
-        InternalError: what was not foreseen. Memory that runs out is passed on: the entry point says it (compiler/room.py).
+        InternalError: what was not foreseen. Memory that runs out is passed on: the entry point says it (machine/room.py).
     """
     try:
         yield

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from captured_once import captured_once, programs_once
 
-from effcompile.compiler.machine import AUTO, resolve
 from effcompile.estimate import operators
+from effcompile.search.machine import AUTO, resolve
 
 
 @pytest.fixture(scope="session")

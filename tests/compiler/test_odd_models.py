@@ -167,7 +167,7 @@ def test_a_pass_that_fails_is_named_with_the_way_around(monkeypatch: pytest.Monk
     ("place", "stage"),
     [
         ("effcompile.capture.inference.refresh_shapes", "tidy the captured graph"),
-        ("effcompile.compiler.captured.verify_capture", "verify the capture"),
+        ("effcompile.search.captured.verify_capture", "verify the capture"),
         ("effcompile.backends.torch.backend.edit", "lower to torch-eager"),
         ("effcompile.compiler.settle.verify", "verify torch-eager"),
         ("effcompile.compiler.compile.fingerprint", "optimize"),

@@ -12,13 +12,13 @@ from torch.nn import functional as F  # noqa: N812
 import effcompile
 from effcompile.backends import load_backend
 from effcompile.capture import capture
-from effcompile.compiler.search import stored_format
 from effcompile.core.goal import Goal
 from effcompile.estimate import fake_quant
 from effcompile.ir.formats import FP32, Form
 from effcompile.machine.machines import load_target
 from effcompile.passes.base import Context
 from effcompile.passes.pricing import price_linear
+from effcompile.search.search import stored_format
 from effcompile.sites.parts import embeddings, linears
 
 N, K = 96, 256

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import effcompile
-from effcompile.compiler.room import planning
 from effcompile.core.errors import LoweringError, OutOfMemoryError, UsageError
 from effcompile.machine import memory
+from effcompile.machine.room import planning
 
 
 def test_an_allocation_that_the_system_refuses_is_told_in_words() -> None:

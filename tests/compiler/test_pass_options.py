@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from effcompile.backends import load_backend
 from effcompile.backends.base import Lowered
 from effcompile.capture import capture
-from effcompile.compiler import pricing
-from effcompile.compiler.machine import Machine
-from effcompile.compiler.search import Regimes, Search
 from effcompile.compiler.settle import apply_passes
 from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
@@ -27,6 +24,9 @@ from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
 from effcompile.passes import PASSES, load_passes
 from effcompile.report.reasons import words
+from effcompile.search import pricing
+from effcompile.search.machine import Machine
+from effcompile.search.search import Regimes, Search
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.parts import linears
 

@@ -9,16 +9,16 @@ from form_names import form
 from torch import nn
 
 from effcompile.capture import capture
-from effcompile.compiler.machine import Machine
-from effcompile.compiler.search import Regimes, Search
 from effcompile.compiler.settle import Workshop, apply_passes, settle
-from effcompile.compiler.verify import references
 from effcompile.core.errors import InfeasibleError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.formats import LINEAR_FORMATS
 from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
+from effcompile.proof.verify import references
+from effcompile.search.machine import Machine
+from effcompile.search.search import Regimes, Search
 from effcompile.sites.parts import linears
 
 OPTIONS = tuple(LINEAR_FORMATS)[1:]

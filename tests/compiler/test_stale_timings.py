@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from effcompile.compiler.borne_out import stale_timings
-from effcompile.compiler.machine import Machine
 from effcompile.ir.plan import Candidate
 from effcompile.machine.calibration import BackendPoints, Calibration
 from effcompile.machine.hardware import this_hardware
 from effcompile.machine.machines import load_target
+from effcompile.search.machine import Machine
 
 
 def machine() -> Machine:

@@ -12,8 +12,8 @@ from train_helpers import VOCABULARY, Batch, gpt2, twin
 
 import effcompile
 from effcompile.compiler import TrainingExecutable, optimize_training
-from effcompile.compiler.training.items import NOT_TAKEN
 from effcompile.core.goal import Goal
+from effcompile.proof.training.items import NOT_TAKEN
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise"]

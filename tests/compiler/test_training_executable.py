@@ -11,9 +11,9 @@ from torch import nn
 from train_helpers import Batch, Skips, gpt2, skips, twin
 
 from effcompile.compiler import TrainingExecutable, optimize_training
-from effcompile.compiler.training.executable import planned
 from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.runtime.training import planned
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise"]  # its kernels round as they please; here everything must be eager's, bit by bit

@@ -10,12 +10,12 @@ from torch import nn
 from train_helpers import skips
 
 from effcompile.compiler import optimize_training
-from effcompile.compiler.training import verify
-from effcompile.compiler.training.figures import figures_path, keep_figures, known_figures
 from effcompile.core.errors import VerificationError
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
+from effcompile.proof.training import verify
+from effcompile.search.training.figures import figures_path, keep_figures, known_figures
 
 ONE = {"aten.mm": Measured(seconds=0.5, workspace=64)}
 

@@ -8,11 +8,11 @@ from torch import nn
 from train_helpers import Batch, gpt2
 
 import effcompile
-from effcompile.compiler.training.fit import model_error
 from effcompile.core.errors import InfeasibleError
 from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
+from effcompile.search.training.fit import model_error
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise", "no-loss_head", "states.offload=false", "states.in_backward=false"]

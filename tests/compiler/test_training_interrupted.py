@@ -11,7 +11,7 @@ warnings.filterwarnings("ignore")
 import torch
 from train_helpers import gpt2
 from effcompile.compiler import optimize_training
-from effcompile.compiler.training import confirm
+from effcompile.proof.training import confirm
 from effcompile.core import timing
 from effcompile.core.goal import Goal
 from effcompile.ops import offload

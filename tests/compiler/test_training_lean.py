@@ -9,15 +9,15 @@ from torch.utils.checkpoint import checkpoint
 from train_helpers import gpt2, skips
 
 from effcompile.compiler import optimize_training
-from effcompile.compiler.room import NoRoomError, Room, planning
-from effcompile.compiler.training import verify
-from effcompile.compiler.training.lean import lean
-from effcompile.compiler.training.spool import Spool
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import Unmeasured
 from effcompile.core.goal import Goal
 from effcompile.machine import memory
+from effcompile.machine.room import NoRoomError, Room, planning
+from effcompile.proof.training import verify
+from effcompile.proof.training.lean import lean
+from effcompile.proof.training.spool import Spool
 
 PLENTY = Room(device="cpu", allowed=float("inf"))
 

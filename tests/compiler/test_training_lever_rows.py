@@ -12,8 +12,6 @@ from train_helpers import forms_of, gpt2
 
 from effcompile.capture import capture_training
 from effcompile.compiler import plan_training
-from effcompile.compiler.training.levers import Subsets, lever_rows
-from effcompile.compiler.training.prepare import Figures, prepare
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
@@ -25,6 +23,8 @@ from effcompile.passes.training.checkpoint import Checkpoint, carried_out, perio
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.offload import Offload
 from effcompile.report import print_plan
+from effcompile.search.training.levers import Subsets, lever_rows
+from effcompile.search.training.prepare import Figures, prepare
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise", "states.in_backward=true"]

@@ -15,13 +15,6 @@ from train_helpers import Batch, differing, eager, gpt2, measured
 
 from effcompile.capture import capture_training
 from effcompile.compiler import optimize_training, plan_training
-from effcompile.compiler.request import Request, Task
-from effcompile.compiler.training import cases as training_cases
-from effcompile.compiler.training.levers import Subsets
-from effcompile.compiler.training.moved import RefutedError, too_coarse
-from effcompile.compiler.training.prepare import Figures, prepare
-from effcompile.compiler.training.solve import Schedule
-from effcompile.compiler.training.work import make_work
 from effcompile.core.causes import Said
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.goal import Goal
@@ -35,6 +28,13 @@ from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.levers import Rates
 from effcompile.passes.training.offload import Offload
 from effcompile.report.reasons import words
+from effcompile.search.request import Request, Task
+from effcompile.search.training import cases as training_cases
+from effcompile.search.training.levers import Subsets
+from effcompile.search.training.moved import RefutedError, too_coarse
+from effcompile.search.training.prepare import Figures, prepare
+from effcompile.search.training.solve import Schedule
+from effcompile.search.training.work import make_work
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 #: A link so fast that offloading is worth it on models this small; no fused chains, to be bit-identical.

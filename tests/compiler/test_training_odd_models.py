@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import effcompile
-from effcompile.compiler.training.exact import rounded_otherwise
-from effcompile.compiler.training.verify import Result, compare
 from effcompile.core.errors import CaptureError, InternalError, UsageError
 from effcompile.core.reasons import Because
+from effcompile.proof.training.exact import rounded_otherwise
+from effcompile.proof.training.verify import Result, compare
 from effcompile.report.reasons import words
 
 
@@ -89,7 +89,7 @@ def test_a_stage_of_training_that_fails_is_named(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise IndexError("boom")
 
-    monkeypatch.setattr("effcompile.compiler.training.work.prepare", broken)
+    monkeypatch.setattr("effcompile.search.training.work.prepare", broken)
     with pytest.raises(InternalError, match=r"at the stage 'plan': IndexError: boom.*report"):
         effcompile.plan(Small(), inputs=torch.randn(4, 16), mode="training")
 
@@ -99,7 +99,7 @@ def test_torch_compile_falls_back_on_errors_that_nobody_foresaw(grad: bool, monk
     def broken(*_: object, **__: object) -> None:
         raise IndexError("boom")
 
-    place = "effcompile.compiler.training_backend" if grad else "effcompile.compiler.captured.capture"
+    place = "effcompile.compiler.training_backend" if grad else "effcompile.search.captured.capture"
     monkeypatch.setattr(place, broken)
     torch._dynamo.reset()
     model, x = Small(), torch.randn(4, 16)

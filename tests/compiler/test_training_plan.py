@@ -253,7 +253,7 @@ def test_a_saved_plan_is_applied_without_solving(made: Any, saved: Any, monkeypa
     plan = saved()
     for module in (training, attempt):
         monkeypatch.setattr(module, "build_plan", lambda *_, **__: pytest.fail("planned again"))
-    monkeypatch.setattr("effcompile.compiler.training.cases.schedule", lambda *_, **__: pytest.fail("solved again"))
+    monkeypatch.setattr("effcompile.search.training.cases.schedule", lambda *_, **__: pytest.fail("solved again"))
     monkeypatch.setattr("effcompile.passes.training.checkpoint.joint_front", lambda *_, **__: pytest.fail("solved again"))
     executable = optimize_training(model, (), batch, goal=goal(), plan=plan, passes=EXACTLY)
     again = executable.plan

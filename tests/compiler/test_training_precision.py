@@ -11,11 +11,11 @@ from torch import nn
 from train_helpers import Batch, Results, differing, eager, gpt2, measured
 
 from effcompile.compiler import frontier_training, optimize_training, plan_training
-from effcompile.compiler.training.prepare import Figures
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.report.reasons import words
+from effcompile.search.training.prepare import Figures
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 #: What only changes the order of sums left out, so that there is one way to compute what autocast computes.

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from effcompile.compiler import optimize_training
-from effcompile.compiler.training.executable import TrainingExecutable
 from effcompile.core import torch_compat
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
+from effcompile.runtime.training import TrainingExecutable
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 WIDTH, ROWS = 32, 64

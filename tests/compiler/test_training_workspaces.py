@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from effcompile.compiler.training.prepare import Figures
 from effcompile.machine.machines import load_target
+from effcompile.search.training.prepare import Figures
 
 
 @pytest.mark.parametrize(("target", "dtype", "margin"), [

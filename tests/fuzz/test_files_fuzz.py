@@ -32,12 +32,12 @@ from torch import nn
 import effcompile
 from effcompile import report
 from effcompile.compiler import run_artifact
-from effcompile.compiler.training import figures
 from effcompile.core.errors import EffcompileError
 from effcompile.core.trust import distrust
 from effcompile.ir.plan import Plan
 from effcompile.machine import calibration
 from effcompile.machine.machines import TARGETS, load_target
+from effcompile.search.training import figures
 
 GIB = 1 << 30
 Case = Callable[[random.Random, Counter[str]], None]

@@ -27,11 +27,12 @@ from torch.utils import _pytree as pytree
 
 import effcompile
 from effcompile.capture.state import ModelGuards
-from effcompile.compiler import captured, measure, open_artifact
+from effcompile.compiler import measure, open_artifact
 from effcompile.core import timing
 from effcompile.core.errors import EffcompileError, InternalError, LoweringError, VerificationError
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
+from effcompile.search import captured
 
 #: Relative error that fp32 arithmetic in another order may make of models as small as these.
 ROUNDING = 1e-4

@@ -25,13 +25,13 @@ from training_models import LEVERS, LOOKUPS, MODELS, RANDOM, TOKENS, WIDTH, Draw
 
 from effcompile.compiler import optimize_training
 from effcompile.compiler.training import attempt
-from effcompile.compiler.training.branches import Branches
-from effcompile.compiler.training.work import Work
 from effcompile.core.errors import CaptureError, InfeasibleError, InputsError
 from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.optimizer_ways import GivenOptimizer
+from effcompile.search.training.branches import Branches
+from effcompile.search.training.work import Work
 
 STEPS = 3
 #: Once planned with its draws in another order than eager's: one module that draws stands at two places, and its first part is frozen.
@@ -62,7 +62,7 @@ def quick(cache: Path) -> Iterator[None]:
         patch.setenv("EFFCOMPILE_CACHE", str(cache))
         patch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
         patch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.1)
-        patch.setattr("effcompile.compiler.training.confirm._TIMING_SECONDS", 0.0)
+        patch.setattr("effcompile.proof.training.confirm._TIMING_SECONDS", 0.0)
         patch.setattr(Work, "capture", captured_once(Work.capture))
         patch.setattr(attempt, "Branches", prepared_once())
         yield

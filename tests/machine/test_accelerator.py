@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from effcompile.compiler import machine as module
-from effcompile.compiler.machine import AUTO, is_here, resolve
-from effcompile.compiler.training.figures import figures_path, keep_figures, known_figures
 from effcompile.estimate.operators import Measured
 from effcompile.machine import calibration as store
 from effcompile.machine import memory
 from effcompile.machine.hardware import Accelerator, DeviceRates
 from effcompile.machine.machines import known_targets, load_target
+from effcompile.search import machine as module
+from effcompile.search.machine import AUTO, is_here, resolve
+from effcompile.search.training.figures import figures_path, keep_figures, known_figures
 
 H100 = Accelerator(
     name="NVIDIA H100 80GB HBM3", capability="9.0", processors=132, memory_bytes=81_079 << 20, driver="580.159.04", runtime="CUDA 13.0",

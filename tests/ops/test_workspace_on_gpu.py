@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import fx
 
-from effcompile.compiler.training.prepare import Figures
 from effcompile.machine.machines import load_target
 from effcompile.ops import attention, loss_head  # noqa: F401  the operators
 from effcompile.ops.workspace_on_gpu import calls_products
+from effcompile.search.training.prepare import Figures
 
 MIB = 1 << 20
 

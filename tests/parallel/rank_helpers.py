@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from effcompile.backends.torch.ranks import Ranks, spread_parameters
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.training import capture_training
-from effcompile.compiler.training.alive import alive_bytes
 from effcompile.core import torch_compat
 from effcompile.estimate.storages import graph_storages
 from effcompile.ir.step import Step
 from effcompile.ops.workspace import workspace_bytes
+from effcompile.proof.training.alive import alive_bytes
 from effcompile.schedules.blocks import Blocks, cut_into_blocks
 from effcompile.schedules.emit import Emitted, emit
 from effcompile.schedules.simulate import simulate

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import effcompile
 from effcompile.compiler.parallel.processes import on_ranks
-from effcompile.compiler.training.alive import alive_bytes
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InfeasibleError
+from effcompile.proof.training.alive import alive_bytes
 
 RELATIVE, EXAMPLES = 1e-5, 4
 CHECKPOINT = "checkpoint"

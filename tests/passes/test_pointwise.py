@@ -14,7 +14,6 @@ from train_helpers import context
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
-from effcompile.compiler.training.prepare import Figures
 from effcompile.core.cost import Cost
 from effcompile.estimate.storages import graph_storages
 from effcompile.ir.footprint import Footprint
@@ -28,6 +27,7 @@ from effcompile.passes.training.pointwise import Pointwise, fuse
 from effcompile.schedules.blocks import Blocks, cut_into_blocks, split
 from effcompile.schedules.emit import emit
 from effcompile.schedules.simulate import simulate
+from effcompile.search.training.prepare import Figures
 
 aten = torch.ops.aten
 TOLERANCE = 1e-6

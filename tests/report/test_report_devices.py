@@ -8,15 +8,15 @@ from parallel_models import model
 from rich.cells import cell_len
 from test_report_text import assert_golden, plan_text
 
-from effcompile.compiler.parallel.asked import ManyDevices
-from effcompile.compiler.parallel.plan import Work
-from effcompile.compiler.request import Request
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.ir.strategy import StrategyFields
 from effcompile.machine.machines import load_target
 from effcompile.report import html_report
 from effcompile.report.devices import strategy_text
+from effcompile.search.parallel.asked import ManyDevices
+from effcompile.search.parallel.plan import Work
+from effcompile.search.request import Request
 
 ASKED: dict[str, tuple[int, int, int, StrategyFields]] = {
     "devices": (16, 64, 32, {}),

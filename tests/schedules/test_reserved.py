@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from train_helpers import gpt2
 
 from effcompile.capture import capture_training
-from effcompile.compiler.training.prepare import Figures, cut_step
 from effcompile.machine.machines import load_target
 from effcompile.schedules.blocks import Blocks
 from effcompile.schedules.emit import emit
 from effcompile.schedules.reserved import Allocator, reserved_bytes
 from effcompile.schedules.simulate import allocations, simulate
+from effcompile.search.training.prepare import Figures, cut_step
 
 #: Lives of tensors on an H100: (name, bytes, or 0 where it is freed, memory_allocated after it, memory_reserved after it).
 RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "h100_allocator.json").read_text())["traces"]

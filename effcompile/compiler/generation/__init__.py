@@ -1,20 +1,10 @@
-"""Generation: an executable with Hugging Face's generate(), whose every step runs as planned."""
+"""The path of a generation, from a model that has a cache to a proven executable."""
 
-from importlib import import_module
 from types import ModuleType
 
-from effcompile.core.errors import MissingPackageError
+from effcompile.runtime.generation import with_transformers
 
 
 def generating() -> ModuleType:
-    """The compiler of generation (build.py), which needs transformers, a package that takes seconds to import.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
-    try:
-        return import_module("effcompile.compiler.generation.build")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise MissingPackageError("transformers", "mode = 'generation'", "pip install 'effcompile[hf]'") from error
+    """build.py of this folder. Raises MissingPackageError: transformers is not installed."""
+    return with_transformers("effcompile.compiler.generation.build")

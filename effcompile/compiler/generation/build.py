@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
 
+from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
-from effcompile.compiler.generation import files, measured
-from effcompile.compiler.generation.cases import scored
-from effcompile.compiler.generation.check import Told, checks, told_by
-from effcompile.compiler.generation.executable import GenerationExecutable, OpenedGeneration, Stepper
-from effcompile.compiler.generation.room import fitting, largest_context
-from effcompile.compiler.generation.search import regimes_of
-from effcompile.compiler.generation.steps import CacheRoom, LoweredStep, lower_step
-from effcompile.compiler.generation.text import as_inputs, calibration_text
-from effcompile.compiler.machine import Machine, resolve, usable_backends
-from effcompile.compiler.pricing import formats, measured_options
-from effcompile.compiler.progress import Progress, entry
-from effcompile.compiler.refine import Constraints, refine
-from effcompile.compiler.request import Asked, Task
-from effcompile.compiler.search import FREE, Regimes, Search, explain_infeasible, stored_notes
+from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import corrected
 from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, UsageError, VerificationError
@@ -38,6 +25,20 @@ from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.passes import Pass, load_passes
+from effcompile.proof.generation import measured
+from effcompile.proof.generation.check import Told, checks, told_by
+from effcompile.runtime.generation.executable import GenerationExecutable, Stepper
+from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
+from effcompile.search.generation.cases import scored
+from effcompile.search.generation.regimes import regimes_of
+from effcompile.search.generation.room import fitting, largest_context
+from effcompile.search.generation.text import as_inputs, calibration_text
+from effcompile.search.machine import Machine, resolve
+from effcompile.search.pricing import formats, measured_options
+from effcompile.search.progress import Progress, entry
+from effcompile.search.refine import Constraints, refine
+from effcompile.search.request import Asked, Task
+from effcompile.search.search import FREE, Regimes, Search, explain_infeasible, stored_notes
 
 #: Where a step of generation runs.
 BACKENDS = ("torch-eager", "onnxruntime")
@@ -276,15 +277,3 @@ def _joined(failed: dict[str, EffcompileError]) -> EffcompileError:
         return explain_infeasible(infeasible)
     first, *others = failed.values()
     return LoweringError("\n".join(map(str, (first, *others)))) if others else first
-
-
-def open_generation(directory: Path) -> OpenedGeneration:
-    """What `GenerationExecutable.save` wrote, at work without the model.
-
-    Raises:
-        UsageError: no such folder, or a file of it is missing. FormatError: a file is another one.
-    """
-    plan, header = files.read(directory)
-    kind = files.kind_of(header)
-    lowered = files.opened(directory, plan, header)
-    return OpenedGeneration(plan, lowered, kind, files.configs_of(directory, kind), header.encoder)

@@ -23,16 +23,7 @@ from effcompile.backends.torch.ranks import AXES, Ranks, made_alike, ordered_mes
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.parallel.lower_stages import left_with, own_stages, stage_runner
 from effcompile.compiler.parallel.meeting import Meeting
-from effcompile.compiler.progress import entry
-from effcompile.compiler.request import AnyOptimizer, Asked, Task
-from effcompile.compiler.room import Room, device_of
-from effcompile.compiler.search import versions
-from effcompile.compiler.training import verify
-from effcompile.compiler.training.alive import alive_bytes
 from effcompile.compiler.training.compile import Applied, applied_plan, plan_training
-from effcompile.compiler.training.executable import TrainingExecutable, planned
-from effcompile.compiler.training.in_parts import runner_of
-from effcompile.compiler.training.work import Work, as_optimizer
 from effcompile.core import torch_compat
 from effcompile.core.errors import UsageError, VerificationError
 from effcompile.core.reasons import Because
@@ -40,7 +31,16 @@ from effcompile.core.types import Args, Kwargs
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.ir.step import Spread
+from effcompile.machine.room import Room, device_of
 from effcompile.passes.training import pipeline, shard, tensor
+from effcompile.proof.training import verify
+from effcompile.proof.training.alive import alive_bytes
+from effcompile.proof.training.in_parts import runner_of
+from effcompile.runtime.training import TrainingExecutable, planned
+from effcompile.search.progress import entry
+from effcompile.search.request import AnyOptimizer, Asked, Task
+from effcompile.search.search import versions
+from effcompile.search.training.work import Work, as_optimizer
 
 #: What the original step takes beside what is predicted of it (confirm.py).
 _UNPLANNED = 1.25

@@ -15,15 +15,7 @@ from effcompile.backends.torch.ranks import Ranks
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.state import ModelGuards
 from effcompile.compiler.parallel.meeting import Meeting
-from effcompile.compiler.parallel.pipelined import Pipelined, pipelined
-from effcompile.compiler.progress import entry
-from effcompile.compiler.request import Asked, Task
-from effcompile.compiler.training.build import build_plan, describe_inputs, fingerprint
-from effcompile.compiler.training.cases import Joint
 from effcompile.compiler.training.compile import plan_training
-from effcompile.compiler.training.prepare import Preparation, cut_step, simulate_unplanned
-from effcompile.compiler.training.solve import Schedule
-from effcompile.compiler.training.work import make_work
 from effcompile.core.cost import Cost
 from effcompile.core.errors import EffcompileError, FormatError, UsageError
 from effcompile.core.reasons import Because, Reason
@@ -31,6 +23,14 @@ from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Decision, Plan, Setting, Totals
 from effcompile.passes import load_training_passes
 from effcompile.passes.training.pipeline import KIND, SITE, Pipeline
+from effcompile.search.parallel.pipelined import Pipelined, pipelined
+from effcompile.search.progress import entry
+from effcompile.search.request import Asked, Task
+from effcompile.search.training.build import build_plan, describe_inputs, fingerprint
+from effcompile.search.training.cases import Joint
+from effcompile.search.training.prepare import Preparation, cut_step, simulate_unplanned
+from effcompile.search.training.solve import Schedule
+from effcompile.search.training.work import make_work
 
 
 def stages_asked(task: Task) -> Pipelined:

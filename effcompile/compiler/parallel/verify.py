@@ -24,9 +24,6 @@ from effcompile.compiler.parallel.lower import axes_of, optimize_on_ranks, passe
 from effcompile.compiler.parallel.lower_stages import pipeline_of, plan_parts
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.parallel.shrink import shrunk
-from effcompile.compiler.progress import QUIET, Progress
-from effcompile.compiler.training import verify
-from effcompile.compiler.training.alive import alive_bytes
 from effcompile.core import torch_compat
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import EXACT_TOLERANCE
@@ -34,6 +31,9 @@ from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.plan import Plan
 from effcompile.passes.training import microbatch, shard, tensor
 from effcompile.passes.training.pipeline import Pipeline
+from effcompile.proof.training.alive import alive_bytes
+from effcompile.search.progress import QUIET, Progress
+from effcompile.search.training.work import loss_of
 
 #: Steps, and examples of a rank.
 STEPS, _EXAMPLES = 3, 2
@@ -174,7 +174,7 @@ def _eager_loss(model: nn.Module, inputs: Inputs, loss: Loss | None) -> Tensor:
     named = dict(kwargs)
     if loss is not None and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
         named = {name: value for name, value in named.items() if name in taken}
-    return verify.loss_of(model(*args, **named), inputs if args and kwargs else args or dict(kwargs), loss)
+    return loss_of(model(*args, **named), inputs if args and kwargs else args or dict(kwargs), loss)
 
 
 def _mesh_of(plan: Plan, dp: int) -> DeviceMesh:

@@ -2,6 +2,6 @@
 
 from effcompile.compiler.training.compile import frontier_training, optimize_training, plan_training
 from effcompile.compiler.training.dynamo import training_backend
-from effcompile.compiler.training.executable import TrainingExecutable
+from effcompile.runtime.training import TrainingExecutable
 
 __all__ = ["TrainingExecutable", "frontier_training", "optimize_training", "plan_training", "training_backend"]

@@ -5,21 +5,21 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from effcompile.compiler.refine import Constraints
-from effcompile.compiler.room import Room, device_of
-from effcompile.compiler.training.branches import Branches
-from effcompile.compiler.training.build import build_plan
-from effcompile.compiler.training.cases import Joint
-from effcompile.compiler.training.confirm import verified
-from effcompile.compiler.training.executable import TrainingExecutable
-from effcompile.compiler.training.fit import limit
-from effcompile.compiler.training.in_parts import runner_of
-from effcompile.compiler.training.moved import RefutedError
-from effcompile.compiler.training.work import Work
 from effcompile.core.causes import Refuted
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Because
+from effcompile.machine.room import Room, device_of
 from effcompile.passes.training.base import Case
+from effcompile.proof.training.confirm import verified
+from effcompile.proof.training.in_parts import runner_of
+from effcompile.runtime.training import TrainingExecutable
+from effcompile.search.refine import Constraints
+from effcompile.search.training.branches import Branches
+from effcompile.search.training.build import build_plan
+from effcompile.search.training.cases import Joint
+from effcompile.search.training.fit import limit
+from effcompile.search.training.moved import RefutedError
+from effcompile.search.training.work import Work
 
 #: Solves at the most: choices that do not hold, times and bytes that were others than foreseen.
 ROUNDS = 9

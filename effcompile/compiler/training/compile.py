@@ -7,23 +7,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from effcompile.compiler.progress import entry
-from effcompile.compiler.refine import refine
-from effcompile.compiler.request import Asked, Task
 from effcompile.compiler.training.attempt import ROUNDS, Attempt
-from effcompile.compiler.training.batch import Planned, Sized, as_saved, sized
-from effcompile.compiler.training.branches import Branches
-from effcompile.compiler.training.build import build_plan, fingerprint
-from effcompile.compiler.training.cases import Joint
-from effcompile.compiler.training.confirm import verified
-from effcompile.compiler.training.executable import TrainingExecutable
-from effcompile.compiler.training.fit import within_machine
-from effcompile.compiler.training.in_parts import runner_of
-from effcompile.compiler.training.items import taking_items
-from effcompile.compiler.training.levers import Subsets, lever_rows
-from effcompile.compiler.training.prepare import Prepared
-from effcompile.compiler.training.solve import frontier
-from effcompile.compiler.training.work import Work, as_planned, make_work
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, Kwargs
@@ -36,7 +20,23 @@ from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.saved_blocks import chosen, held
 from effcompile.planner.remat import BlockFront
+from effcompile.proof.training.confirm import verified
+from effcompile.proof.training.in_parts import runner_of
+from effcompile.proof.training.items import taking_items
+from effcompile.runtime.training import TrainingExecutable
 from effcompile.schedules.emit import Emitted
+from effcompile.search.progress import entry
+from effcompile.search.refine import refine
+from effcompile.search.request import Asked, Task
+from effcompile.search.training.batch import Planned, Sized, as_saved, sized
+from effcompile.search.training.branches import Branches
+from effcompile.search.training.build import build_plan, fingerprint
+from effcompile.search.training.cases import Joint
+from effcompile.search.training.fit import within_machine
+from effcompile.search.training.levers import Subsets, lever_rows
+from effcompile.search.training.prepare import Prepared
+from effcompile.search.training.solve import frontier
+from effcompile.search.training.work import Work, as_planned, make_work
 
 #: How a step is planned whose gradients do not fit on the machine together.
 IN_BACKWARD = "states.in_backward"

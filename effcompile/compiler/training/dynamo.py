@@ -16,11 +16,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.boxed import boxed
-from effcompile.compiler.machine import AUTO, resolve
-from effcompile.compiler.training.cases import fastest
-from effcompile.compiler.training.figures import keep_figures, known_figures
-from effcompile.compiler.training.prepare import Figures, prepare
-from effcompile.compiler.training.solve import Schedule
 from effcompile.core import gpu, torch_compat_aot
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
@@ -29,6 +24,11 @@ from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
 from effcompile.passes.training.base import Case
 from effcompile.schedules.emit import Emitted
+from effcompile.search.machine import AUTO, resolve
+from effcompile.search.training.cases import fastest
+from effcompile.search.training.figures import keep_figures, known_figures
+from effcompile.search.training.prepare import Figures, prepare
+from effcompile.search.training.solve import Schedule
 
 
 def training_backend(gm: fx.GraphModule, example_inputs: Sequence[Any], goal: Goal) -> Callable[..., Any]:

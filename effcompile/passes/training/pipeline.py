@@ -1,4 +1,4 @@
-"""What is asked of a pipeline: its stages, their schedule, and how the batch goes through them. compiler/parallel/pipelined.py makes it.
+"""What is asked of a pipeline: its stages, their schedule, and how the batch goes through them. search/parallel/pipelined.py makes it.
 
 Sources: GPipe (Huang et al. 2019, arXiv 1811.06965), 1F1B (Narayanan et al. 2019, arXiv 1806.03377), interleaved (Narayanan et al. 2021,
 arXiv 2104.04473, sec. 2.2).

@@ -62,7 +62,7 @@ ENGINES: Mapping[Engine, EngineFigures] = {
             "logit_bytes": "14 bytes as FSDP2's, in 8 chunks (passes/training/loss_head.py)",
             "fused": "assumed as FSDP2 under torch.compile",
             "beside": _BESIDE,
-            "error": "as plans for one machine that is not here (compiler/training/fit.py)",
+            "error": "as plans for one machine that is not here (search/training/fit.py)",
         },
     ),
     "fsdp2": EngineFigures(

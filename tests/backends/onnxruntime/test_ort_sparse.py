@@ -23,7 +23,6 @@ from effcompile.backends.onnxruntime import OnnxRuntime, custom_ops, custom_ops_
 from effcompile.backends.onnxruntime.custom_ops import DOMAIN, block_sparse_node, library_for
 from effcompile.backends.onnxruntime.session import Settings, open_session, run
 from effcompile.capture.inference import capture
-from effcompile.compiler.artifact import run_artifact
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
@@ -32,6 +31,7 @@ from effcompile.machine import native
 from effcompile.machine.target import KernelCall
 from effcompile.passes.sparsify import Sparsify
 from effcompile.report.reasons import words
+from effcompile.runtime.artifact import run_artifact
 from effcompile.sparse import BLOCKS, BlockPattern
 
 UP, DOWN, GATE = "layers.0.up", "layers.0.down", "layers.0.gate"

@@ -14,10 +14,11 @@ from torch import nn
 import effcompile
 from effcompile.backends import load_backend
 from effcompile.capture.generation import GenerationStep, capture_step
-from effcompile.compiler.generation.executable import GenerationExecutable
-from effcompile.compiler.generation.steps import CacheRoom, lower_step
+from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.runtime.generation.executable import GenerationExecutable
+from effcompile.runtime.generation.steps import CacheRoom
 
 CONTEXT = 320
 Planned = tuple[nn.Module, GenerationExecutable]

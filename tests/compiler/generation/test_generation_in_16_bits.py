@@ -7,7 +7,7 @@ from torch import nn
 
 import effcompile
 from effcompile import LoweringError, VerificationError
-from effcompile.compiler.generation import check as checking
+from effcompile.proof.generation import check as checking
 
 
 @pytest.fixture(scope="module")

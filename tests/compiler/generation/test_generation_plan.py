@@ -10,7 +10,7 @@ from torch import nn
 
 import effcompile
 from effcompile.backends.torch import TorchLowered
-from effcompile.compiler.generation.executable import GenerationExecutable
+from effcompile.runtime.generation.executable import GenerationExecutable
 
 #: Of a machine whose figures are known: no kernel is timed.
 HOW: dict[str, Any] = {"mode": "generation", "target": "cpu-generic", "backend": "torch-eager", "context": 96, "prompt": 48, "new": 16}
@@ -80,8 +80,8 @@ def test_requests_that_are_refused_in_words(llama: nn.Module, asked: dict[str, A
 
 
 def test_the_batch_is_rows_of_the_cache() -> None:
-    from effcompile.compiler.request import Request
     from effcompile.core.goal import Goal
+    from effcompile.search.request import Request
 
     goal = Goal.of(mode="generation", context=8)
     assert Request(goal=goal, batch=4).goal.batch == 4

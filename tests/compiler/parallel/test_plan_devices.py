@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 import effcompile
 from effcompile.cli import app
 from effcompile.cli.strategy import parse_strategy
-from effcompile.compiler.parallel import plan as planning
-from effcompile.compiler.parallel.describe import describe
-from effcompile.compiler.parallel.layers import runs_of, shortened
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.machine.machines import load_target
 from effcompile.planner.parallel.model import Model
 from effcompile.report.devices import strategy_text
+from effcompile.search.parallel import plan as planning
+from effcompile.search.parallel.describe import describe
+from effcompile.search.parallel.layers import runs_of, shortened
 
 TOKENS = 128
 

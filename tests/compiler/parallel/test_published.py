@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from effcompile.compiler.parallel.describe import describe
 from effcompile.ir.strategy import Strategy
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.machines import load_target
 from effcompile.planner.parallel import bytes as held
 from effcompile.planner.parallel.division import Division, Problem, Solved
 from effcompile.planner.parallel.model import Model
+from effcompile.search.parallel.describe import describe
 
 WITHIN = 0.15
 

@@ -13,8 +13,8 @@ import effcompile
 from effcompile.backends.triton import attention, group_quant, linears, loss_head, rows
 from effcompile.backends.triton.backend import Triton
 from effcompile.compiler import measure
-from effcompile.compiler.training import confirm
 from effcompile.machine.target import KernelCall
+from effcompile.proof.training import confirm
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 

@@ -1,0 +1,40 @@
+"""A step of generation lowered: each of its graphs by the backend, then put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from effcompile.backends.base import Backend, Lowered
+from effcompile.capture.generation import PAST, GenerationStep
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program
+from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, assembled
+from effcompile.search.generation.cases import sized, solid
+from effcompile.search.generation.text import as_inputs
+
+
+def lower_step(
+    step: GenerationStep, program: Program, backend: Backend, plan: Plan, room: CacheRoom, texts: Sequence[torch.Tensor] = ()
+) -> tuple[LoweredStep, dict[str, Lowered]]:
+    """A step made runnable, and what the backend made of each of its graphs: `step`, and of an encoder-decoder `source` and `encoder`.
+
+    Args:
+        step: as captured.
+        program: its graph as passes left it.
+        backend: where it runs.
+        plan: what is done at its sites.
+        room: of its cache.
+        texts: token ids to find ranges with.
+
+    Raises:
+        LoweringError: the backend cannot run it.
+    """
+    program = solid(sized(step, program, batch=1, past=PAST, new=2))  # most calls have one row: backends look at the example's
+    calibration = [program.flat_inputs(*as_inputs(text, step.layout, program.kwargs)) for text in texts] or [program.flat_inputs()]
+    made = {"step": backend.lower(program, plan, calibration)}
+    for name, other in (("source", step.source), ("encoder", step.encoder)):
+        if other is not None:
+            made[name] = backend.lower(other, plan, [other.flat_inputs()])
+    return assembled(step.boundary, step.layout, room, program.inputs, made), made

@@ -1,0 +1,1 @@
+"""Is what was lowered the model? Results, gradients, updates and peaks against the original, by means that the plan has no part in."""

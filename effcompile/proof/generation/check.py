@@ -1,0 +1,109 @@
+"""A planned generation against the model itself, by teacher forcing: the same text through prefill, chunks and single tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from effcompile.capture.caches import new_cache
+from effcompile.capture.mends import evaluating
+from effcompile.capture.verify import relative_error
+from effcompile.core.findings import Nats
+from effcompile.core.goal import Goal
+from effcompile.core.types import HFModel
+from effcompile.ir.plan import Check
+from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
+from effcompile.runtime.generation.executable import Stepper
+
+#: Tokens that are decoded one by one.
+_DECODED = 12
+#: Exact results in fp32 that are given token by token differ by so much from those of one call, whatever the goal's tolerance.
+_ROUNDING = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the model itself says of a text: logits at each position, of its own forward without a cache.
+
+    `rounding`: how far they are from those of the model in float64; it runs the model when called.
+    """
+
+    text: torch.Tensor
+    logits: torch.Tensor
+    extra: dict[str, Any]
+    rounding: Callable[[], float]
+
+
+def told_by(model: HFModel, texts: Sequence[torch.Tensor], extra: dict[str, Any], goal: Goal) -> list[Told]:
+    """The references, made once. `extra`: the encoder's output, for a decoder that reads one."""
+    wide = cache(partial(in_float64, model, goal))
+    found = []
+    for text in texts:
+        logits = _logits(model, text, extra)
+        found.append(Told(text=text, logits=logits, extra=extra, rounding=cache(partial(_rounding, wide, text, extra, logits))))
+    return found
+
+
+def _logits(model: HFModel, text: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+    key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    with evaluating(model), torch.no_grad():
+        logits: torch.Tensor = model(**{key: text}, **extra, use_cache=False, return_dict=True).logits
+    return logits
+
+
+def _rounding(wide: Callable[[], HFModel | None], text: torch.Tensor, extra: dict[str, Any], logits: torch.Tensor) -> float:
+    """The relative error of the model's logits against its float64 copy's; 0 where there is none."""
+    exact = wide()
+    if exact is None:
+        return 0.0
+    try:
+        return relative_error(logits.double(), _logits(exact, text, doubled(extra)).double())
+    except Exception:  # dtypes that the model fixes: the plain limit holds
+        return 0.0
+
+
+def checks(stepper: Stepper, model: HFModel, told: Sequence[Told], goal: Goal) -> list[Check]:
+    """Relative errors of logits in each regime, the largest over the texts; nats per token in the note."""
+    most = most_rounding(model)
+    limit = goal.tolerance if not goal.exact else _ROUNDING
+    found: dict[str, tuple[float, float]] = {}
+    for one in told:
+        for name, sizes in _ways(one.text.shape[1]):
+            logits = forced(stepper, model, one, sizes)
+            error, loss = relative_error(logits, one.logits), _nats(logits, one.text) - _nats(one.logits, one.text)
+            limit = max(limit, exact_limit(goal, error, most, one.rounding))
+            before = found.get(name, (0.0, 0.0))
+            found[name] = (max(error, before[0]), loss if abs(loss) > abs(before[1]) else before[1])
+    return [
+        Check(name=name, error=error, limit=limit, note=Nats(change=loss) if not goal.exact else None)
+        for name, (error, loss) in found.items()
+    ]
+
+
+def _ways(tokens: int) -> Iterator[tuple[str, list[int]]]:
+    """(name, new tokens of each call)."""
+    yield "prefill in one call", [tokens]
+    one_by_one = min(_DECODED, tokens - 1)
+    yield f"prefill, then {one_by_one} tokens one by one", [tokens - one_by_one, *[1] * one_by_one]
+    if tokens > 4:
+        third = tokens // 3
+        yield "prefill in chunks", [third, 1, tokens - 2 * third - 1, third]
+
+
+def forced(stepper: Stepper, model: HFModel, told: Told, sizes: Sequence[int]) -> torch.Tensor:
+    """Logits of a text that is given in calls of these sizes."""
+    cache, at, parts = new_cache(model), 0, []
+    for new in sizes:
+        given = {stepper.step.boundary.tokens: told.text[:, at : at + new]}
+        parts.append(stepper(**given, **told.extra, past_key_values=cache).logits)
+        at += new
+    return torch.cat(parts, dim=1)
+
+
+def _nats(logits: torch.Tensor, text: torch.Tensor) -> float:
+    """Cross entropy of a text's tokens under these logits, per token."""
+    return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), text[:, 1:].flatten()))

@@ -1,0 +1,162 @@
+"""What a generation really costs: each regime's seconds beside the model's own, and the allocator's peak over a whole context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from effcompile.backends.base import Lowered
+from effcompile.backends.torch import TorchLowered
+from effcompile.capture.caches import new_cache
+from effcompile.capture.generation import encoder_inputs, encoder_output
+from effcompile.capture.mends import evaluating
+from effcompile.core import torch_compat
+from effcompile.core.findings import TokenRates
+from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because
+from effcompile.core.timing import faster_half_median, interleaved
+from effcompile.core.types import HFModel
+from effcompile.ir.plan import Plan, Totals
+from effcompile.runtime.generation.executable import Stepper
+from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
+
+ORIGINAL = "original"
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Of a prefill of the prompt, and of one token behind it."""
+
+    prefill: float
+    decode: float
+
+    def total(self, goal: Goal) -> float:
+        """Of a prompt and all its new tokens."""
+        return self.prefill + goal.tokens[2] * self.decode
+
+
+def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> dict[str, Seconds]:
+    """Seconds of the model itself and of each lowered step, calls interleaved."""
+    _, prompt, _ = goal.tokens
+    extra = _extra(model, goal.batch)
+    runs: dict[str, Any] = {ORIGINAL: partial(_original, model)}
+    runs |= {name: Stepper(step, type(model).forward, model.config) for name, step in steps.items()}
+    ids = _ids(model, goal, prompt)
+    key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    with evaluating(model), torch.no_grad():
+        prefills = {name: partial(_prefill, model, run, {key: ids, **extra}) for name, run in runs.items()}
+        first = {name: faster_half_median(times) for name, times in interleaved(prefills, 2, repeats=1).items()}
+        ready = {name: prefill() for name, prefill in prefills.items()}
+        decodes = {name: partial(_decode, runs[name], {key: ids[:, :1], **extra}, ready[name]) for name in runs}
+        each = {name: faster_half_median(times) for name, times in interleaved(decodes, _ROUNDS, repeats=1).items()}
+    return {name: Seconds(prefill=first[name], decode=each[name]) for name in runs}
+
+
+def _original(model: HFModel, **given: Any) -> Any:
+    return model(**given, use_cache=True, return_dict=True)
+
+
+def _prefill(model: HFModel, run: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    cache = new_cache(model)
+    keep = {"logits_to_keep": 1} if _keeps(model) else {}
+    run(**given, **keep, past_key_values=cache)
+    _awaited(model.device)
+    return cache
+
+
+def _awaited(device: torch.device) -> None:
+    """What was asked of a GPU is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _ids(model: HFModel, goal: Goal, tokens: int) -> torch.Tensor:
+    """A text of so many tokens, where the model is."""
+    return torch.ones((goal.batch, tokens), dtype=torch.int64, device=model.device)
+
+
+def _keeps(model: HFModel) -> bool:
+    return "logits_to_keep" in type(model).forward.__code__.co_varnames
+
+
+def _decode(run: Callable[..., Any], given: Mapping[str, Any], cache: Any) -> None:
+    """One token; the cache is as long as before afterwards, where it can be cut."""
+    run(**given, past_key_values=cache)
+    _awaited(next(iter(given.values())).device)
+    if cache.is_croppable and not any(cache.is_sliding):
+        cache.crop(-1)
+
+
+def _extra(model: HFModel, batch: int) -> dict[str, Any]:
+    """The encoder's output, which a decoder reads."""
+    if not model.config.is_encoder_decoder:
+        return {}
+    inputs = {name: value[:1].expand(batch, *value.shape[1:]) for name, value in encoder_inputs(model).items()}
+    with torch.no_grad():
+        return {"encoder_outputs": encoder_output(model.get_encoder()(**inputs, return_dict=True).last_hidden_state)}
+
+
+def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, goal: Goal, room: CacheRoom) -> int:
+    """Most bytes of weights, cache and workspace over a whole context: a prompt of all of it but one token, and that token.
+
+    torch's allocator is read; of another runtime, which has none to read, its own process's peak in a call at the end of the context.
+    """
+    weights = sum(part.weight_bytes for name, part in parts.items() if name != "encoder")
+    context = goal.tokens[0]
+    key = stepper.step.boundary.tokens
+    extra = _extra(model, goal.batch)
+    ids = _ids(model, goal, context)
+    keep = {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
+
+    def whole() -> None:
+        cache = new_cache(model)
+        if context > 1:
+            stepper(**{key: ids[:, :-1]}, **extra, **keep, past_key_values=cache)
+        stepper(**{key: ids[:, -1:]}, **extra, **keep, past_key_values=cache)
+
+    if isinstance(parts["step"], TorchLowered):
+        whole()
+        with torch_compat.watched_memory(model.device.type) as peak:
+            whole()
+        return weights + peak()
+    return _of_runtime(stepper, parts["step"], model, goal, extra) or weights
+
+
+def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, extra: Mapping[str, Any]) -> int | None:
+    """A call at the end of the context, in a process of its own; with the cache that enters it."""
+    context, cache = goal.tokens[0], new_cache(model)
+    chunk = min(stepper.step.room.chunk, context)
+    key, keep = stepper.step.boundary.tokens, {"logits_to_keep": 1} if stepper.step.boundary.rows else {}
+    if context > chunk:
+        stepper(**{key: _ids(model, goal, context - chunk)}, **extra, **keep, past_key_values=cache)
+    flat = stepper.flat(_ids(model, goal, chunk), cache, extra)
+    found = lowered.peak_bytes(flat)
+    return None if found is None else found + sum(tensor.nbytes for tensor in flat)
+
+
+def told(plan: Plan, seconds: Mapping[str, Seconds], goal: Goal, lowered: LoweredStep, parts: Mapping[str, Lowered]) -> Plan:
+    """The plan with what was measured, in figures and in words."""
+    mine, theirs = seconds[plan.backend], seconds[ORIGINAL]
+    context, prompt, new = goal.tokens
+    peak = plan.measured.peak_bytes if plan.measured else None
+    error = max((check.error for check in plan.checks), default=0.0)
+    totals = Totals(seconds=mine.total(goal), weight_bytes=parts["step"].weight_bytes, peak_bytes=peak, error=error)
+    cache = lowered.layout.nbytes(context, goal.batch)
+    read = parts["step"].weight_bytes + lowered.layout.nbytes(min(context, prompt + new // 2), goal.batch)
+    notes = (
+        TokenRates(
+            prefill=goal.batch * prompt / mine.prefill,
+            prefill_before=goal.batch * prompt / theirs.prefill,
+            decode=goal.batch / mine.decode,
+            decode_before=goal.batch / theirs.decode,
+        ),
+        Because("a token reads {bytes} of weights and cache: {bytes} a second", (int(read), int(read / mine.decode))),
+        Because("cache of {} tokens: {} bytes", (context, cache)),
+    )
+    baseline = replace(plan.baseline, seconds=theirs.total(goal), peak_bytes=None)
+    return replace(plan, measured=totals, measured_baseline=baseline, notes=(*plan.notes, *notes))

@@ -1,0 +1,289 @@
+"""Running what was planned: loss, gradients and updates against the model's own, the allocator's peak, and times beside eager's."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch.optim import Optimizer
+
+from effcompile.backends.torch.microbatch import MicrobatchRunner
+from effcompile.backends.torch.optimizer import PlannedOptimizer, planned_optimizer
+from effcompile.backends.torch.training import StepRunner
+from effcompile.core.errors import VerificationError
+from effcompile.core.findings import HostUse, Unmeasured
+from effcompile.core.reasons import Because, Reason
+from effcompile.ir.footprint import excess
+from effcompile.ir.plan import Check, Plan, Totals
+from effcompile.machine.room import NoRoomError, Room, device_of
+from effcompile.passes.training.base import Case
+from effcompile.passes.training.optimizer_ways import StatesOption
+from effcompile.proof.training import updates, verify
+from effcompile.proof.training.alive import alive_bytes
+from effcompile.proof.training.exact import in_float64, rounded_otherwise
+from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
+from effcompile.proof.training.lean import lean
+from effcompile.proof.training.spool import Spool
+from effcompile.runtime.training import TrainingExecutable, planned
+from effcompile.search.training.moved import RefutedError, host_use, too_coarse
+from effcompile.search.training.prepare import Prepared
+from effcompile.search.training.work import Work
+
+#: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and gaps in the heap (measured).
+_UNPLANNED = 1.25
+_DEVICE = "on the GPU: {bytes} allocated at the highest instant, {bytes} reserved by torch's allocator, {bytes} of {bytes} in use by all"
+#: Seconds that timing the step beside the original may take, once both have run.
+_TIMING_SECONDS = 20.0
+#: Loss scales that are too small to be of use: an fp16 step that overflows still is given up.
+_LEAST_SCALE = 2.0**-14
+
+
+def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> tuple[TrainingExecutable, int]:
+    """The planned model with what was verified and measured in its plan; bytes that the allocator was above the budget.
+
+    Raises:
+        VerificationError: loss, gradients or updates differ from the model's own by more than rounding.
+        RefutedError: values in 8 bits, or products in 16, change the gradient by more than the goal allows; or the micro-batches' sum
+            is not the whole batch's loss or gradient.
+    """
+    step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
+    states, division = prepared.case.states, prepared.case.division
+    base = _alive(work, prepared)
+    room = Room.of(device_of(work.model), base, plan.goal.memory)
+    room.tidy()  # what capture, pricing and the search left
+    whole = plan.baseline.peak_bytes or 0
+    refusal = room.refusal(int(_UNPLANNED * (whole - base)), whole)
+    gradients = Spool(prepared.cut.host.folder)
+    runner.sink, runner.guarded = gradients.put, False
+    with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
+        found = _settled(lambda: verify.run(step, work.model, work.leaves, gradients), runner, prepared.case, plan)
+    room.tidy()
+    plan = replace(plan, notes=(*(n for n in plan.notes if not isinstance(n, HostUse)), *used))
+    original = _Original(work=work, case=prepared.case, folder=prepared.cut.host.folder, room=room, refusal=refusal)
+    wanted, checks, notes = None, list[Check](), list[Reason]()
+    try:
+        wanted = original.run(work.eager_loss)
+        checks = _checked(original, plan, runner, found, wanted)
+    except NoRoomError as error:
+        rest = "; that the micro-batches add up to it is read off the graph" if division is not None else ""
+        text = f"not compared with the unplanned step: {{name}}; run leanly it {{name}}{rest}"
+        notes.append(Because(text, (refusal or "it does not fit", str(error))))
+    notes += _compare_updates(work, states, wanted or found, checks)
+    room.tidy()
+    theirs = None
+    if refusal is None:  # the original first: planning may choose the given optimizer's fused kernels
+        with work.progress.step("run the original step with its update"):
+            theirs = _updated(work, None, work.eager_loss, None)
+        room.tidy()
+    with work.progress.step("run the planned step with its update"):
+        ours = _updated(work, runner, step, states)
+    room.tidy()
+    with work.progress.step("time the steps"):
+        seconds, eager_seconds = _timed(work, runner, step, found, ours, together=refusal is None)
+    there = states.resident_bytes if states is not None and work.optimizer is not None and work.optimizer.state else 0
+    peak = _peak(base + there, found, ours)  # an optimizer that has states already is not run
+    measured = Totals(seconds=seconds + _update(ours), peak_bytes=peak, error=checks[0].error if checks else None)
+    notes += _on_device(work, peak, found, ours)
+    plan = replace(plan, checks=tuple(checks), measured=measured, notes=(*plan.notes, *notes))
+    if refusal is None and wanted is not None:
+        before = Totals(seconds=eager_seconds + _update(theirs), peak_bytes=_peak(base + there, wanted, theirs), error=0.0)
+        plan = replace(plan, measured_baseline=before)
+    else:
+        plan = replace(plan, notes=(*plan.notes, Unmeasured(because=refusal or "does not fit")))
+    return _finished(work, runner, plan, states), excess(peak, plan.goal.memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Original:
+    """The model's own step: as it is, or, where that does not fit (`refusal`), leanly."""
+
+    work: Work
+    case: Case
+    folder: str
+    room: Room
+    refusal: str | None
+
+    def run(self, step: Callable[[], torch.Tensor], name: str = "run the original step") -> verify.Result:
+        """The result, with its gradients put aside.
+
+        Raises:
+            NoRoomError: not even a lean run fits.
+        """
+        gradients = Spool(self.folder)
+        if self.refusal is None:
+            with self.work.progress.step(name):
+                return verify.run(step, self.work.model, self.work.leaves, gradients)
+        with self.work.progress.step(f"{name} leanly"), lean(self.work.model, self.work.leaves, gradients, self.room):
+            return replace(verify.run(step, self.work.model, self.work.leaves, gradients), peak_bytes=None)
+
+    def truth(self, wanted: verify.Result, peak_bytes: int) -> verify.Result | None:
+        """What tells rounding from an error: the step in float64, or where that does not fit, in 16 bits rounded otherwise."""
+        if (found := in_float64(self.work, self.room, wanted, peak_bytes)) is not None:
+            return found
+        with contextlib.suppress(NoRoomError), rounded_otherwise(self.work.model) as narrow:
+            if narrow:
+                return replace(self.run(self.work.eager_loss, "run the original step rounded otherwise"), named="eager's rounded otherwise")
+        return None
+
+
+def _settled(run: Callable[[], verify.Result], runner: StepRunner, case: Case, plan: Plan) -> verify.Result:
+    """A step whose gradients are finite: where the loss is scaled, it is run until the scale has come down to what fits.
+
+    Raises:
+        RefutedError: the loss is not finite, or a gradient is not at any scale.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = run()
+        scale = runner.loss_scale
+        while scale is not None and scale.overflowed and scale.scaler.get_scale() > _LEAST_SCALE:
+            found = run()
+    if scale is not None and (scale.overflowed or not bool(found.loss.isfinite())):
+        what = f"a gradient is not finite at a loss scale of {scale.scaler.get_scale():g}" if scale.overflowed else "the loss is not finite"
+        if (error := too_coarse(case, plan, f"it overflows: {what}")) is not None:
+            raise error
+    return found
+
+
+def _alive(work: Work, prepared: Prepared) -> int:
+    """Bytes alive before a step, counted over the tensors that are there; the graph's constants live in the runner."""
+    constants = list(prepared.step.constants.values())
+    return alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
+
+
+def _checked(original: _Original, plan: Plan, runner: StepRunner, found: verify.Result, wanted: verify.Result) -> list[Check]:
+    """The checks of loss and gradients.
+
+    Where dropout draws other numbers for micro-batches than for the whole batch: the planned step against the model's own on the
+    same micro-batches, and those against the whole batch where nothing is drawn.
+
+    Raises:
+        VerificationError: they differ by more than rounding. RefutedError: as in `verified`.
+        NoRoomError: the original does not fit.
+    """
+    work = original.work
+    if not isinstance(runner, MicrobatchRunner):
+        return [_compared(original, plan, found, wanted)]
+    try:
+        if not runner.divided.random:
+            return [_compared(original, plan, found, wanted)]
+        name = "run the original step in micro-batches"
+        apart = original.run(eager_in_parts(work, runner), name)
+        with without_dropout():
+            each, whole = (original.run(step, name) for step in (eager_in_parts(work, runner), work.eager_loss))
+        same = _passed(verify.compare(each, whole, work.goal.max_error))
+        return [_compared(original, plan, found, apart), replace(same, name="micro-batches as the whole batch, without dropout")]
+    except RefutedError:
+        raise
+    except VerificationError as error:
+        raise inseparable(str(error)) from error
+
+
+def _compared(original: _Original, plan: Plan, found: verify.Result, wanted: verify.Result) -> Check:
+    """Loss and gradients against eager's: the whole gradient where values are rounded, else each parameter's.
+
+    Raises:
+        VerificationError: they differ by more than rounding. RefutedError: by more than the goal allows, in 8 or 16 bits.
+    """
+    work = original.work
+    if too_coarse(original.case, plan, "") is None:
+        truth = partial(original.truth, wanted, plan.baseline.peak_bytes or 0)
+        return _passed(verify.compare(found, wanted, work.goal.max_error, truth))
+    check = verify.compare_whole(found, wanted, work.goal.tolerance)
+    said = f"the whole gradient's relative error was {check.error:.2e}, above the goal's {check.limit:.2e}"
+    if not check.passed and (error := too_coarse(original.case, plan, said)) is not None:
+        raise error
+    return check
+
+
+def _passed(check: Check) -> Check:
+    """The check, if it passed.
+
+    Raises:
+        VerificationError: it did not.
+    """
+    if not check.passed:
+        raise VerificationError(
+            f"The planned step differs from the model's own: {check.note or check.name}, relative error "
+            f"{check.error:.3e} > {check.limit:.3e}. Please report it; --pass no-loss_head may help."
+        )
+    return check
+
+
+def _compare_updates(work: Work, states: StatesOption | None, wanted: verify.Result, checks: list[Check]) -> list[Reason]:
+    """Adds the check of the planned update, or returns the note on one that may differ."""
+    if states is None or work.optimizer is None:
+        return []
+    found = updates.check(states, work.optimizer, work.model, wanted.gradients)
+    if isinstance(found, Reason):
+        return [found]
+    checks.append(_passed(found))
+    return []
+
+
+def _updated(work: Work, runner: StepRunner | None, step: Callable[[], torch.Tensor], states: StatesOption | None) -> updates.Steps | None:
+    """Whole steps with the planned optimizer (`states`), or with the given one; None without one, or where it has states already."""
+    given = work.optimizer
+    if given is None or given.state:
+        return None
+    optimizer = given if states is None or runner is None else _made(work, runner, states)
+    try:
+        return updates.run(step, work.model, optimizer, runner, work.leaves)
+    finally:
+        given.state.clear()
+
+
+def _made(work: Work, runner: StepRunner, states: StatesOption) -> Optimizer:
+    assert work.optimizer is not None
+    consumes = frozenset(runner.consumed)
+    return planned_optimizer(work.optimizer, states.form, on_host=states.on_host, consumes=consumes, model=work.model)
+
+
+def _finished(work: Work, runner: StepRunner, plan: Plan, states: StatesOption | None) -> TrainingExecutable:
+    """The planned model, with its optimizer fresh and bound to it."""
+    optimizer = None if states is None else _made(work, runner, states)
+    runner.sink = optimizer.consume if isinstance(optimizer, PlannedOptimizer) else None
+    return planned(work.model, runner, plan, optimizer)
+
+
+def _peak(base: int, found: verify.Result, whole: updates.Steps | None) -> int | None:
+    """Bytes at the highest instant: of the whole step where it was run with its update."""
+    peak = found.peak_bytes if whole is None else whole.peak_bytes
+    return None if peak is None else base + peak
+
+
+def _on_device(work: Work, peak: int | None, found: verify.Result, whole: updates.Steps | None) -> list[Reason]:
+    """What the step took of a GPU: of torch's allocator, what that reserved, and what is in use there by all."""
+    if device_of(work.model) != "cuda" or peak is None:
+        return []
+    free, total = torch.cuda.mem_get_info()
+    return [Because(_DEVICE, (peak, found.reserved if whole is None else whole.reserved, total - free, total))]
+
+
+def _update(whole: updates.Steps | None) -> float:
+    return 0.0 if whole is None else whole.update_seconds
+
+
+def _timed(
+    work: Work, runner: StepRunner, step: Callable[[], torch.Tensor], found: verify.Result, ours: updates.Steps | None, *, together: bool
+) -> tuple[float, float]:
+    """Seconds of the planned and (`together`) of the original step, run in turn: the fastest of each.
+
+    A step that is long is not run once more where its time is known from whole steps.
+    """
+    samples: dict[str, list[float]] = {"ours": [], "eager": []}
+    rounds = 1 if found.seconds > _TIMING_SECONDS else 10
+    if ours is not None and found.seconds > _TIMING_SECONDS > 0:
+        samples["ours"].append(ours.step_seconds)
+    runs = {"ours": step, "eager": work.eager_loss} if together else {"ours": step}
+    runner.sink = lambda name, gradient: None
+    start = perf_counter()
+    while not all(samples[name] for name in runs) or (perf_counter() - start < _TIMING_SECONDS and len(samples["ours"]) < rounds):
+        for name, run in runs.items():
+            samples[name].append(verify.seconds(run, work.model, work.leaves))
+    return min(samples["ours"]), min(samples["eager"], default=0.0)

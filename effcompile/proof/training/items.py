@@ -1,0 +1,77 @@
+"""Does the model's loss follow `num_items_in_batch`, and can the planned one? Read off the graph, and checked by running the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from effcompile.backends.torch.boxed import run_graph
+from effcompile.backends.torch.items import ITEMS, Items
+from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.reasons import Because, Reason
+from effcompile.ir.step import Step
+from effcompile.passes.training.items import labels_counted
+from effcompile.proof.training import verify
+from effcompile.runtime.training import TrainingExecutable
+from effcompile.search.training.work import Work
+
+_PROBE = 3.0
+NOT_TAKEN = Because(
+    f"{ITEMS} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's Trainer then averages the "
+    f"batches' means, where the model alone would weigh every label alike. Plan with {ITEMS} among the inputs to have it taken."
+)
+
+
+def items_of(work: Work, step: Step) -> tuple[Items | None, tuple[Reason, ...]]:
+    """How the planned loss takes `num_items_in_batch`, and a note where the model itself would take it and the plan does not."""
+    if work.loss is not None or ITEMS in work.kwargs or not accepts_items(work.model):
+        return None, ()
+    counted = labels_counted(step)
+    plain, probed = _losses(work, {}), _losses(work, {ITEMS: torch.tensor(_PROBE)})
+    if plain is None or probed is None:
+        return None, ()
+    leaves = step.leaves
+    if torch.equal(plain, probed):
+        return Items(leaves=leaves, counted=None), ()
+    if counted is not None:
+        (count,) = run_graph(counted, leaves(work.args, work.kwargs))
+        wanted = plain.double() * float(count) / _PROBE
+        if float((probed.double() - wanted).abs()) <= max(EXACT_TOLERANCE, 4 * torch.finfo(plain.dtype).eps) * float(wanted.abs()):
+            return Items(leaves=leaves, counted=counted), ()
+    return None, (NOT_TAKEN,)
+
+
+def accepts_items(model: nn.Module) -> bool:
+    """Whether HuggingFace's Trainer would give the model `num_items_in_batch`: its own rule."""
+    if not hasattr(model, "config"):
+        return False
+    base = getattr(model, "get_base_model", None)  # of peft
+    inner = base() if callable(base) else model
+    if hasattr(inner, "accepts_loss_kwargs"):
+        return bool(inner.accepts_loss_kwargs)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(inner.forward).parameters.values())
+
+
+def _losses(work: Work, more: Mapping[str, Any]) -> torch.Tensor | None:
+    """The original's loss, with more keyword arguments; None where it does not take them."""
+    probing = replace(work, kwargs={**work.kwargs, **more})
+    with verify.restored(work.model), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            return probing.eager_loss().detach()
+        except (TypeError, ValueError, RuntimeError):
+            return None
+
+
+def taking_items(result: TrainingExecutable, work: Work, step: Step) -> TrainingExecutable:
+    """The planned model, which takes `num_items_in_batch` where it can, and says where it cannot. `step`: as captured."""
+    result.runner.items, notes = items_of(work, step)
+    result.plan = replace(result.plan, notes=tuple(dict.fromkeys((*result.plan.notes, *notes))))
+    if hasattr(work.model, "config"):
+        vars(result)["accepts_loss_kwargs"] = result.runner.takes_items
+    return result

@@ -1,0 +1,151 @@
+"""The optimizer's part of verification: a whole step's peak with its update, and the planned update against the given one's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from effcompile.backends.torch.optimizer import PlannedOptimizer, Worker
+from effcompile.backends.torch.training import StepRunner
+from effcompile.core import torch_compat
+from effcompile.core.goal import EXACT_TOLERANCE
+from effcompile.core.reasons import Because, Reason
+from effcompile.ir.plan import Check
+from effcompile.machine.memory import give_back
+from effcompile.machine.room import device_of
+from effcompile.ops.optimizers import Form, one_by_one
+from effcompile.passes.training.optimizer_ways import StatesOption
+from effcompile.proof.training import verify
+from effcompile.proof.training.spool import Spool
+from effcompile.search.training.work import LeafInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Two whole steps: bytes allocated at the highest instant, and on a GPU reserved; of the second the seconds.
+
+    These are of forward and backward, and of the updates.
+    """
+
+    peak_bytes: int
+    reserved: int
+    step_seconds: float
+    update_seconds: float
+
+
+def run(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer, runner: StepRunner | None, inputs: LeafInputs) -> Steps:
+    """Forward, backward and update, twice; parameters, buffers and random generators are put back, the optimizer is not.
+
+    runner: of a planned step, whose backward may update parameters itself. inputs: those that get gradients.
+    """
+    clock = _Clock()
+    libraries = verify.held_by_libraries(model)
+    with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(device_of(model)) as peak:
+        _bind(runner, optimizer, lambda consume: consume)
+        _step(step, optimizer.step, optimizer, inputs)
+        give_back()
+        _bind(runner, optimizer, clock.around)
+        start = perf_counter()
+        _step(step, clock.around(optimizer.step), optimizer, inputs)
+        spent = perf_counter() - start
+    return Steps(
+        peak_bytes=libraries + peak(), reserved=verify.reserved(), step_seconds=spent - clock.seconds, update_seconds=clock.seconds
+    )
+
+
+def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer, inputs: LeafInputs) -> None:
+    """One step."""
+    step().backward()
+    update()
+    optimizer.zero_grad()
+    for tensor in inputs.values():
+        tensor.grad = None
+
+
+def _bind(runner: StepRunner | None, optimizer: Optimizer, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    if runner is not None and isinstance(optimizer, PlannedOptimizer):
+        runner.sink = around(optimizer.consume)
+
+
+class _Clock:
+    """Adds up what calls take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> None:
+            start = perf_counter()
+            function(*args)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            self.seconds += perf_counter() - start
+
+        return timed
+
+
+class _parameters_restored:  # noqa: N801  a context manager, named like one
+    """Parameters get their values back from copies that are no memory of the process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.values = Spool()
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                self.values.put(name, p)
+
+    def __exit__(self, *_: object) -> None:
+        with torch.no_grad():
+            for name, value in self.values.items():
+                assert value is not None
+                self.model.get_parameter(name).copy_(value)
+
+
+def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: Mapping[str, torch.Tensor | None]) -> Check | Reason:
+    """Parameters after two planned updates with the same gradients against the given optimizer's: a check, or a note.
+
+    The note stands for updates that the user allowed to differ.
+    """
+    name = type(given).__name__
+    if one_by_one(given) is not None:
+        return Because("the update of {name} is run as it is", (name,))
+    groups = {id(p): group for group in given.param_groups for p in group["params"]}
+    moved = apart = 0.0
+    worst = (0.0, EXACT_TOLERANCE)  # error, and what rounding allows in the parameter's dtype
+    for key, parameter in model.named_parameters():
+        gradient = gradients.get(key)
+        if gradient is None or id(parameter) not in groups:
+            continue
+        ours = Spool()
+        ours.put(key, _updated(parameter, groups[id(parameter)], given, states.form, states.on_host, gradient))
+        theirs = _updated(parameter, groups[id(parameter)], given, Form(), False, gradient)
+        between = verify.Sums.of(ours[key], theirs)
+        error = math.sqrt(between.apart / max(between.theirs, 1e-24))
+        worst = max(worst, (error, verify.rounding(parameter)), key=lambda pair: pair[0] / pair[1])
+        moved += verify.Sums.of(parameter.detach(), theirs).apart
+        apart += between.apart
+    if states.changes_numbers:
+        relative = (apart / moved) ** 0.5 if moved else 0.0
+        text = "{name}: two updates differ from those of {name} by {error} of them, at the example inputs' gradients"
+        return Because(text, (states.form.name, name, relative))
+    return Check(name=f"parameters after two updates, as {name}'s", error=worst[0], limit=worst[1])
+
+
+def _updated(
+    parameter: torch.Tensor, group: Mapping[str, object], given: Optimizer, form: Form, on_host: bool, gradient: torch.Tensor
+) -> torch.Tensor:
+    copy = nn.Parameter(parameter.detach().clone())
+    worker = Worker(copy, group, given, form, on_host)
+    with torch.no_grad():
+        for _ in range(2):
+            worker.step(gradient, group)
+    return copy.detach()

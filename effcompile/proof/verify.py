@@ -1,0 +1,188 @@
+"""Compares a lowered model with the original, where outputs mean something: padded positions are left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from effcompile.capture import variants
+from effcompile.capture.mends import as_reference
+from effcompile.capture.verify import relative_error
+from effcompile.core.errors import EffcompileError
+from effcompile.core.findings import Failed, Together
+from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because
+from effcompile.core.types import Outputs
+from effcompile.estimate.inputs import stress_inputs
+from effcompile.ir.plan import Check
+from effcompile.ir.program import Program
+from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
+
+Run = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """One input of the verification and what the original model returns for it.
+
+    `rounding`: how far that is from what the model computes in float64; 0 where it cannot. It runs the model when called. `most`: the
+    largest error that it may explain.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    plain: tuple[Any, ...]
+    rounding: Callable[[], float] = lambda: 0.0
+    most: float
+
+    def limit(self, goal: Goal, error: float) -> float:
+        """The largest error to accept here."""
+        return exact_limit(goal, error, self.most, self.rounding)
+
+
+def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequence[tuple[Any, Any]] = ()) -> list[Reference]:
+    """The original's outputs on the example, a second shape, a padded mask, and one calibration input; with a robust goal on stress inputs.
+
+    Computed once: a plan that is corrected and lowered again is compared with the same outputs.
+    """
+    cases = variants(program)
+    cases += [("calibration input", args, dict(kwargs)) for args, kwargs in list(calibration)[:1]]
+    return _references(program, model, goal, cases + (stress_inputs(program) if goal.robust else []))
+
+
+def stress_references(program: Program, model: nn.Module, goal: Goal) -> list[Reference]:
+    """The original's outputs on stress inputs, where a goal that allows errors promises nothing of them."""
+    return [] if goal.exact or goal.robust else _references(program, model, goal, stress_inputs(program))
+
+
+def stressed(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> tuple[Check, ...]:
+    """How far the result is off under stress inputs; results that are not finite are left out, as are inputs that overflow the model."""
+    found = (_check(run, program, case, goal) for case in cases if all(bool(t.isfinite().all()) for t in case.outputs))
+    return tuple(check for check in found if math.isfinite(check.error))
+
+
+def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> list[Reference]:
+    exact = cache(partial(_in_float64, model, program, goal, cases))
+    found, most = [], most_rounding(model)
+    with as_reference(model):
+        for name, args, kwargs in cases:
+            try:
+                outputs = model(*args, **kwargs)
+            except Exception:  # an input of our making that the model refuses proves nothing
+                continue
+            inputs, read = tuple(program.flat_inputs(args, kwargs)), tuple(_read(_tensors(outputs), goal))
+            rounding = partial(_rounding, exact, name, read, _mask(program, inputs))
+            plain = tuple(_plain(outputs))
+            found.append(
+                Reference(name=name, args=args, kwargs=kwargs, inputs=inputs, outputs=read, plain=plain, rounding=rounding, most=most)
+            )
+    return found
+
+
+def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> dict[str, list[torch.Tensor]]:
+    """What a copy of the model in float64 returns, by case; a model that does not run so is left out."""
+    found: dict[str, list[torch.Tensor]] = {}
+    wide = in_float64(model, goal)
+    if wide is None:
+        return found
+    try:
+        with as_reference(wide), torch.no_grad():
+            for name, args, kwargs in cases:
+                args, kwargs = doubled((args, kwargs))
+                found[name] = _read(_tensors(wide(*args, **kwargs)), goal)
+    except Exception:  # dtypes that the model fixes: the plain limit holds
+        return found
+    return found
+
+
+def _rounding(
+    exact: Callable[[], dict[str, list[torch.Tensor]]], name: str, outputs: Sequence[torch.Tensor], mask: torch.Tensor | None
+) -> float:
+    """Largest relative error of the model's outputs against the float64 ones, padded positions left out."""
+    truth = exact().get(name, [])
+    if len(truth) != len(outputs):
+        return 0.0
+    return max((relative_error(_seen(a, mask).double(), _seen(b, mask).double()) for a, b in zip(outputs, truth, strict=True)), default=0.0)
+
+
+def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -> list[Check]:
+    """One check per case: relative L2 error over all outputs, against the goal's tolerance.
+
+    run: called as a user calls the model, with each case's own arguments; returns what the model returns.
+    """
+    return [_check(run, program, case, goal) for case in cases]
+
+
+def worst(checks: Sequence[Check]) -> float:
+    """The largest error of all checks."""
+    return max((check.error for check in checks), default=0.0)
+
+
+def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
+    failed = partial(Check, name=case.name, error=math.inf, limit=goal.tolerance)
+    try:
+        outputs = run(*case.args, **case.kwargs)
+    except EffcompileError as failure:
+        return failed(note=Failed(message=str(failure)))
+    found = _read(_tensors(outputs), goal)
+    mask = _mask(program, case.inputs)
+    if len(found) != len(case.outputs):
+        return failed(note=Because("{} outputs instead of {}", (len(found), len(case.outputs))))
+    pairs = list(zip(found, case.outputs, strict=True))
+    if unlike := [(at, _kind(a), _kind(b)) for at, (a, b) in enumerate(pairs) if _kind(a) != _kind(b)]:
+        return failed(note=Together.of([Because("output {} is {name} instead of {name}", each) for each in unlike]))
+    if (plain := tuple(_plain(outputs))) != case.plain:
+        return failed(note=Because("beside the tensors it returns {name} instead of {name}", (str(plain), str(case.plain))))
+    error = max((relative_error(_seen(a, mask), _seen(b, mask)) for a, b in pairs), default=0.0)
+    limit = case.limit(goal, error)
+    hidden = mask is not None and not bool(mask.bool().all())
+    notes = [Because("padded positions left out")] if hidden else []
+    notes += [Because("the model's own rounding is {error}", (case.rounding(),))] if limit > goal.tolerance else []
+    return Check(name=case.name, error=error, limit=limit, note=Together.of(notes))
+
+
+def _read(outputs: Sequence[torch.Tensor], goal: Goal) -> list[torch.Tensor]:
+    """The positions that the goal says are read."""
+    if goal.reads == "all":
+        return list(outputs)
+    return [output[:, -1:] if output.dim() == 3 else output for output in outputs]
+
+
+def _seen(output: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """An output's rows at unpadded positions, where it has a (batch, seq) front like the mask's."""
+    if mask is None or output.dim() < 3 or output.shape[:2] != mask.shape:
+        return output
+    return output[mask.bool()]
+
+
+def _mask(program: Program, inputs: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The padding mask among the inputs: 1 for a token, 0 for a pad."""
+    for spec, tensor in zip(program.inputs, inputs, strict=True):
+        if spec.name.endswith("attention_mask") and tensor.dim() == 2 and not tensor.is_floating_point():
+            return tensor
+    return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What a result is beside its values, which an error would not show: 1 and 1.0 are alike, and so is what broadcasts."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _tensors(outputs: Outputs) -> list[torch.Tensor]:
+    return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _plain(outputs: Outputs) -> list[Any]:
+    """What is no tensor among the outputs, each with its place."""
+    leaves = pytree.tree_leaves_with_path(outputs)
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,256 @@
+"""What `optimize(mode="generation")` returns: the model's own generate(), its steps lowered."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import modeling_outputs
+
+from effcompile.backends.base import Lowered
+from effcompile.capture.caches import HFCache, check_cache, new_cache_of, seen_by
+from effcompile.capture.generation import GenerationStep
+from effcompile.core.errors import GuardError, InputsError
+from effcompile.core.types import HFClass, HFModel, Outputs
+from effcompile.ir import saved
+from effcompile.ir.plan import Plan
+from effcompile.runtime.generation import files, shell
+from effcompile.runtime.generation.steps import LoweredStep
+from effcompile.runtime.planned import PlannedModel
+
+#: Arguments of a forward that change nothing here, or that generate() gives always.
+_SILENT = frozenset({"use_cache", "return_dict", "cache_position", "encoder_outputs", "past_key_values", "logits_to_keep"})
+
+
+class Stepper:
+    """Calls of a Hugging Face forward, answered by a lowered step."""
+
+    def __init__(self, step: LoweredStep, forward: Any, config: Any) -> None:
+        self.step, self.config = step, config
+        self._parameters = list(inspect.signature(forward).parameters)[1:]
+        taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions}
+        self._known = taken | _SILENT | ({"attention_mask", "input_ids", "input_features"} if config.is_encoder_decoder else set())
+
+    def __call__(self, *args: object, **kwargs: Any) -> Outputs:
+        given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        self._check(given)
+        boundary = self.step.boundary
+        tokens = given[boundary.tokens]
+        cache = given.get("past_key_values")
+        cache = new_cache_of(self.config) if cache is None else cache
+        check_cache(cache, self.step.layout)
+        encoded = given.get("encoder_outputs")
+        hidden = None if encoded is None else encoded[0]
+        inputs, keep = self._inputs(given, tokens, cache, hidden)
+        logits = self.step(inputs, cache, hidden)
+        if keep and not boundary.rows:
+            logits = logits[:, -keep:]
+        return self._outputs(logits, cache if given.get("use_cache") is not False else None, hidden)
+
+    def flat(self, tokens: torch.Tensor, cache: HFCache, extra: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The graph's inputs of such a call."""
+        encoded = extra.get("encoder_outputs")
+        hidden = None if encoded is None else encoded[0]
+        inputs, _ = self._inputs({"logits_to_keep": 1}, tokens, cache, hidden)
+        return self.step.flat(inputs, cache, hidden)
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Refuse what no step computes.
+
+        Raises:
+            GuardError: an argument that changes the result, and that the step was not captured with.
+        """
+        boundary = self.step.boundary
+        if given.get(boundary.tokens) is None:
+            raise GuardError(f"A planned step takes {boundary.tokens}; embeddings in their place are not planned for.", place="inputs")
+        unknown = [name for name, value in given.items() if name not in self._known and value is not None and value is not False]
+        if unknown:
+            raise GuardError(
+                f"{unknown[0]} is not planned for: a step takes {', '.join(sorted(self._known - {''}))}. Leave it out, or run the model "
+                "itself.",
+                place=f"inputs[{unknown[0]!r}]",
+            )
+
+    def _inputs(
+        self, given: Mapping[str, Any], tokens: torch.Tensor, cache: HFCache, hidden: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], int]:
+        """The step's inputs by name, and of how many of the last positions logits are wanted (0: all)."""
+        boundary, past, new = self.step.boundary, seen_by(cache), tokens.shape[1]
+        mask = given.get(boundary.mask)
+        if mask is None:
+            mask = tokens.new_ones((tokens.shape[0], past + new))
+        if mask.dim() != 2 or mask.shape[1] != past + new:
+            raise GuardError(
+                f"{boundary.mask} is {list(mask.shape)}; the plan takes [{tokens.shape[0]} × {past + new}]: a 1 or 0 for each of the "
+                f"{past} past and {new} new tokens.",
+                place=f"inputs[{boundary.mask!r}]",
+            )
+        inputs = {"tokens": tokens.contiguous(), "mask": mask.to(torch.int64)}
+        keep = given.get("logits_to_keep") or 0
+        if boundary.rows:
+            rows = keep if isinstance(keep, torch.Tensor) else torch.arange(max(0, new - keep) if keep else 0, new, device=tokens.device)
+            inputs["rows"] = rows
+        if boundary.positions:
+            inputs["positions"] = self._positions(given.get(boundary.positions), inputs["mask"], past, tokens)
+        if boundary.source_mask:
+            inputs["source_mask"] = _source_mask(given.get("attention_mask"), hidden)
+        return inputs, keep if isinstance(keep, int) else 0
+
+    def _positions(self, given: torch.Tensor | None, mask: torch.Tensor, past: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Position ids as they were given, or as the model counts them."""
+        if given is not None:
+            return given.expand(tokens.shape).contiguous()
+        if self.step.boundary.counted:
+            return (mask.cumsum(1) - 1).clamp(min=0)[:, past:].contiguous()
+        return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape).contiguous()
+
+    def _outputs(self, logits: torch.Tensor, cache: HFCache | None, hidden: torch.Tensor | None) -> Outputs:
+        if self.config.is_encoder_decoder:
+            return modeling_outputs.Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)
+        return modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+def _source_mask(given: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Which positions of the encoder are read: all, where no mask says otherwise.
+
+    Raises:
+        GuardError: nothing says how many there are.
+    """
+    if given is not None:
+        return given.to(torch.int64)
+    if hidden is None:
+        raise GuardError("A decoder needs encoder_outputs, which generate() gives it.", place="inputs")
+    return hidden.new_ones(hidden.shape[:2], dtype=torch.int64)
+
+
+class LoweredEncoder(nn.Module):
+    """An encoder as generate() calls it, lowered."""
+
+    def __init__(self, step: LoweredStep, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self._step, self._names = step, names
+        self.main_input_name = names[0]
+
+    def forward(self, *args: torch.Tensor, **kwargs: Any) -> Outputs:
+        """The encoder's output.
+
+        Raises:
+            InputsError: no input.
+        """
+        given = {**dict(zip(self._names, args, strict=False)), **{k: v for k, v in kwargs.items() if v is not None}}
+        first = given.get(self._names[0])
+        if first is None or self._step.encoder is None:
+            raise InputsError(f"The encoder takes {', '.join(self._names)}.")
+        if "attention_mask" in self._names and "attention_mask" not in given:
+            given["attention_mask"] = torch.ones_like(first)
+        flat = [given[name] if name != "attention_mask" else given[name].to(torch.int64) for name in self._names]
+        return modeling_outputs.BaseModelOutput(last_hidden_state=self._step.encoder(*flat)[0])
+
+
+class GenerationExecutable(PlannedModel):
+    """A Hugging Face model whose generate() runs each step as planned: greedy, sampling, beams, streamers, criteria, caches handed back.
+
+    A call is the model's own forward: `executable(input_ids, past_key_values=cache)` returns logits and the longer cache. Weights are
+    those of the time of planning; a call after the model was changed is refused.
+    """
+
+    def __init__(self, model: HFModel, step: GenerationStep, lowered: LoweredStep, plan: Plan, parts: Mapping[str, Lowered]) -> None:
+        super().__init__()
+        self.fallback, self.training = None, False
+        self.original, self.lowered = model, lowered
+        self.config, self.generation_config = model.config, model.generation_config
+        self._parts, self._step = parts, step
+        self._stepper = Stepper(lowered, type(model).forward, model.config)
+        encoder = None if step.encoder is None else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
+        self._shell: HFModel = shell.around(model, self._stepper, encoder)
+        assert step.program.state is not None
+        self._state = step.program.state
+        self.plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self._state.settle()))))
+
+    def forward(self, *args: object, **kwargs: object) -> Outputs:
+        """One step: the model's forward.
+
+        Raises:
+            GuardError: arguments that the plan was not made for, or a model that is not as it was then.
+        """
+        self._state.check()
+        return self._shell(*args, **kwargs)
+
+    def generate(self, *args: object, **kwargs: object) -> Outputs:
+        """Generate as Hugging Face does, with all that it takes there.
+
+        Raises:
+            GuardError: more tokens than the plan's context, a cache of another kind, or a model that is not as it was.
+        """
+        self._state.check()
+        return self._shell.generate(*args, **kwargs)
+
+    def unplanned(self) -> nn.Module:
+        """The model itself."""
+        return self.original
+
+    def save(self, directory: str | os.PathLike[str], *, beside: Mapping[str, str] | None = None) -> Path:
+        """Write the plan, the graphs and the model's configs into a folder, which `effcompile.load` opens without the model.
+
+        Raises:
+            UsageError: the folder cannot be written, or holds files of others.
+        """
+        folder = Path(directory)
+        saved.save(self.plan, folder, artifact=self._write, beside=beside)
+        return folder
+
+    def _write(self, folder: Path) -> tuple[Path, ...]:
+        return files.write(folder, self._step, self.lowered, self._parts, self.original)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original model's, with its own names."""
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: object, **kwargs: object) -> Any:
+        """Refused: the lowered weights would no longer be the original's."""
+        raise InputsError(
+            "A planned model's weights are fixed when it is planned. Load them into the model, then call effcompile.optimize."
+        )
+
+
+def _device_of(lowered: LoweredStep) -> torch.device:
+    """Where a step's weights are; a runtime's are its own, on the processor."""
+    held = lowered.run.parameters() if isinstance(lowered.run, nn.Module) else iter(())
+    return next((p.device for p in held), torch.device("cpu"))
+
+
+class OpenedGeneration:
+    """A saved folder at work, without the model it was made of: generate(), and calls as the model's forward."""
+
+    def __init__(self, plan: Plan, lowered: LoweredStep, kind: HFClass, configs: tuple[Any, Any], encoder: tuple[str, ...]) -> None:
+        self.plan, self.lowered = plan, lowered
+        self.config, self.generation_config = configs
+        stepper = Stepper(lowered, kind.forward, self.config)
+        source = LoweredEncoder(lowered, encoder) if encoder else None
+        self._shell: HFModel = shell.empty(kind, *configs, stepper, source, _device_of(lowered))
+
+    def __call__(self, *args: object, **kwargs: object) -> Outputs:
+        """One step: the model's forward. Raises GuardError for arguments that the plan was not made for."""
+        return self._shell(*args, **kwargs)
+
+    def generate(self, *args: object, **kwargs: object) -> Outputs:
+        """Generate as Hugging Face does, with all that it takes there. Raises GuardError for more tokens than the plan's context."""
+        return self._shell.generate(*args, **kwargs)
+
+
+def open_generation(directory: Path) -> OpenedGeneration:
+    """What `GenerationExecutable.save` wrote, at work without the model.
+
+    Raises:
+        UsageError: no such folder, or a file of it is missing. FormatError: a file is another one.
+    """
+    plan, header = files.read(directory)
+    kind = files.kind_of(header)
+    lowered = files.opened(directory, plan, header)
+    return OpenedGeneration(plan, lowered, kind, files.configs_of(directory, kind), header.encoder)

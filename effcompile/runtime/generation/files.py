@@ -1,0 +1,147 @@
+"""The folder of a planned generation: its graphs, what their tensors are, the model's configs, and its tokenizer where it has one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+
+from effcompile.backends.base import Lowered
+from effcompile.backends.onnxruntime import backend as onnxruntime
+from effcompile.backends.onnxruntime.session import numpy_feeds
+from effcompile.backends.torch import lowered as torch_lowered
+from effcompile.capture.generation import Boundary, GenerationStep
+from effcompile.core.errors import FormatError
+from effcompile.core.files import read_bounded
+from effcompile.core.types import HFClass, HFModel
+from effcompile.ir.cache import CacheLayout
+from effcompile.ir.plan import Plan
+from effcompile.ir.program import Program, TensorSpec
+from effcompile.ir.saved import PLAN, check_artifact
+from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, Run, assembled
+
+HEADER = "generation.json"
+_MOST_BYTES = 16 << 20
+#: What tokenizers of transformers are held in.
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "chat_template*")
+
+
+class Graph(msgspec.Struct, kw_only=True, frozen=True):
+    """One graph: its file, and the names of its tensors in the order in which it is given them."""
+
+    file: str
+    inputs: tuple[str, ...]
+
+
+class Header(msgspec.Struct, kw_only=True, frozen=True):
+    """What stands beside the graphs.
+
+    Attributes:
+        kind: the model's class in transformers.
+        inputs: of the step.
+        graphs: part ("step", "source", "encoder") → what it is.
+    """
+
+    kind: str
+    boundary: Boundary
+    layout: CacheLayout
+    room: CacheRoom
+    inputs: tuple[TensorSpec, ...]
+    graphs: dict[str, Graph]
+
+    @property
+    def encoder(self) -> tuple[str, ...]:
+        """Names of the encoder's inputs; none where there is no encoder."""
+        return self.graphs["encoder"].inputs if "encoder" in self.graphs else ()
+
+
+def write(folder: Path, step: GenerationStep, lowered: LoweredStep, parts: Mapping[str, Lowered], model: HFModel) -> tuple[Path, ...]:
+    """Write all but the plan; returns the files."""
+    found: list[Path] = []
+    graphs: dict[str, Graph] = {}
+    programs = {"step": step.program, "source": step.source, "encoder": step.encoder}
+    for name, part in parts.items():
+        inner = folder / f".{name}"
+        for at, file in enumerate(part.save(inner)):
+            new = file.rename(folder / (f"{name}{file.suffix}" if at == 0 else file.name))
+            found.append(new)
+            graphs.setdefault(name, Graph(file=new.name, inputs=_names(programs[name])))
+        inner.rmdir()
+    header = Header(
+        kind=type(model).__name__, boundary=lowered.boundary, layout=lowered.layout, room=lowered.room, inputs=lowered.inputs,
+        graphs=graphs,
+    )  # fmt: skip
+    (folder / HEADER).write_bytes(msgspec.json.encode(header))
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    configs = [folder / name for name in ("config.json", "generation_config.json") if (folder / name).exists()]
+    return (*found, folder / HEADER, *configs, *_tokenizer(folder, model))
+
+
+def _tokenizer(folder: Path, model: HFModel) -> list[Path]:
+    """The tokenizer's files, where the model was read from a folder that has them."""
+    source = Path(str(getattr(model, "name_or_path", "") or "/nowhere"))
+    names = [name for pattern in _TOKENIZER for name in sorted(file.name for file in source.glob(pattern))] if source.is_dir() else []
+    return [Path(shutil.copyfile(source / name, folder / name)) for name in names]
+
+
+def _names(program: Program | None) -> tuple[str, ...]:
+    return () if program is None else tuple(spec.name for spec in program.inputs)
+
+
+def read(folder: Path) -> tuple[Plan, Header]:
+    """The plan and the header of a folder, whose files are those that were written.
+
+    Raises:
+        UsageError: a file is missing. FormatError: one is not ours, or another one.
+    """
+    plan = Plan.load(folder / PLAN)
+    check_artifact(plan, folder)
+    try:
+        header = msgspec.json.decode(read_bounded(folder / HEADER, _MOST_BYTES, "the header"), type=Header)
+    except msgspec.MsgspecError as error:
+        raise FormatError(f"{str(folder / HEADER)!r} is no header of a planned generation: {error}. Write the folder again.") from error
+    return plan, header
+
+
+def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
+    """The graphs at work again."""
+    runs: dict[str, Run] = {name: _open(folder / Path(graph.file).name, graph, plan) for name, graph in header.graphs.items()}
+    return assembled(header.boundary, header.layout, header.room, header.inputs, runs)
+
+
+def _open(file: Path, graph: Graph, plan: Plan) -> Run:
+    if file.suffix != ".onnx":
+        return torch_lowered.open_flat(file)
+    call = onnxruntime.load(file, plan.settings)
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in call(numpy_feeds(graph.inputs, tensors))]
+
+    return run
+
+
+def kind_of(header: Header) -> HFClass:
+    """The model's class, of transformers as it is installed here.
+
+    Raises:
+        FormatError: it has no such class.
+    """
+    kind = getattr(transformers, header.kind, None)
+    if not isinstance(kind, type):
+        raise FormatError(
+            f"transformers {transformers.__version__} has no {header.kind}, whose generate() the folder is opened with. "
+            "Install the version that the plan was made with (plan.json, versions)."
+        )
+    return kind
+
+
+def configs_of(folder: Path, kind: HFClass) -> tuple[Any, Any]:
+    """The model's config, and that of its generation."""
+    config = kind.config_class.from_pretrained(folder)
+    return config, transformers.GenerationConfig.from_pretrained(folder)

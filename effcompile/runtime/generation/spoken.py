@@ -1,0 +1,83 @@
+"""Text in, text out: a saved generation with its tokenizer, and the rates at which it reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+from effcompile.core.errors import UsageError
+from effcompile.core.stages import first_line
+from effcompile.runtime.generation.executable import open_generation
+
+#: Says a piece of text; `nl` is False, as typer.echo has it.
+Say = Callable[..., object]
+
+
+def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, Say | None], dict[str, Any]]:
+    """A function of a prompt, the most new tokens and who is told the text as it comes; returns the text and the rates.
+
+    Raises:
+        UsageError: no tokenizer there. FormatError: a folder that is none of ours.
+    """
+    opened = open_generation(directory)
+    try:
+        words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+    except Exception as error:  # whatever the many tokenizers raise
+        raise UsageError(
+            f"There is no tokenizer in {str(tokenizer)!r}: {first_line(error)}. Give the folder of the model that has one: --tokenizer DIR."
+        ) from error
+
+    def spoken(prompt: str, new: int | None, say: Say | None) -> dict[str, Any]:
+        ids = words(prompt, return_tensors="pt")["input_ids"]
+        room = opened.lowered.room.context - (0 if opened.config.is_encoder_decoder else ids.shape[1])
+        if not ids.shape[1] or room < 1:
+            raise UsageError(
+                f"The prompt has {ids.shape[1]} tokens, and the plan has room for context = {opened.lowered.room.context}, prompt and new "
+                "ones. Give a shorter prompt, or plan again with a longer context."
+            )
+        clock = _Clock(words, say)
+        found = opened.generate(ids, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False)
+        return {"text": words.decode(found[0], skip_special_tokens=True), "prompt_tokens": ids.shape[1], **clock.rates(ids.shape[1])}
+
+    return spoken
+
+
+class _Clock(BaseStreamer):
+    """Says each new piece of text, and keeps the time of every token."""
+
+    def __init__(self, words: Any, say: Say | None) -> None:
+        self._words, self._say = words, say
+        self._ids: list[int] = []
+        self._said, self._times, self._started = "", list[float](), perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        """A prompt, or a token."""
+        prompt = not self._times and not self._ids and value.dim() > 1
+        self._ids += value.flatten().tolist()
+        if prompt:
+            self._started = perf_counter()
+        else:
+            self._times.append(perf_counter())
+        text = self._words.decode(self._ids, skip_special_tokens=True)
+        if self._say is not None and not text.endswith("\ufffd"):  # half of a character of several bytes
+            self._say(text[len(self._said) :], nl=False)
+            self._said = text
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    def rates(self, prompt: int) -> dict[str, Any]:
+        """Tokens a second of the prompt, and of the new ones after the first."""
+        first, later = self._times[0] - self._started, self._times[-1] - self._times[0]
+        decode = (len(self._times) - 1) / later if later > 0 else 0.0
+        return {
+            "new_tokens": len(self._times),
+            "prefill_tokens_per_second": prompt / first if first > 0 else 0.0,
+            "decode_tokens_per_second": decode,
+        }

@@ -1,0 +1,153 @@
+"""A lowered step of generation at work: one call takes new tokens and a Hugging Face cache, and leaves that cache longer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from effcompile.backends.torch import TorchLowered
+from effcompile.backends.torch.in_place import in_place
+from effcompile.capture.caches import HFCache, fill, held, records, seen_by
+from effcompile.capture.generation import Boundary
+from effcompile.core.errors import GuardError
+from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
+from effcompile.ir.program import TensorSpec
+from effcompile.ops.append import buffer, last
+
+#: How the memory of a cache is taken: all at once, or as it is needed.
+CacheMemory = Literal["static", "growing"]
+Run = Callable[..., Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRoom:
+    """What a cache has room for.
+
+    Attributes:
+        context: tokens of a row at the most, past and new.
+        memory: "static" takes the rows of the whole context at the first token; "growing" those that are there.
+        chunk: tokens of a prompt that are given to the graph at once; 0: all.
+    """
+
+    context: int
+    chunk: int = 0
+    memory: CacheMemory = "static"
+
+    def capacity(self, leaf: CacheLeaf) -> int:
+        """Rows of a new buffer; 0: as many as are needed."""
+        return leaf.capacity(self.context) if self.memory == "static" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweredStep:
+    """Flat functions that a backend made, and what their tensors are."""
+
+    boundary: Boundary
+    layout: CacheLayout
+    room: CacheRoom
+    inputs: tuple[TensorSpec, ...]
+    run: Run
+    source: Run | None = None
+    encoder: Run | None = None
+
+    def __call__(self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """The logits of new tokens; the cache is longer by them afterwards.
+
+        Raises:
+            GuardError: more tokens than there is room for, or a cache of another kind.
+        """
+        tokens = given["tokens"]
+        past, new = seen_by(cache), tokens.shape[1]
+        if past + new > self.room.context:
+            raise GuardError(
+                f"{past} past and {new} new tokens are {past + new}; the plan has room for context = {self.room.context}. Give a shorter "
+                f"prompt or fewer new tokens, or plan again with context={past + new} or more.",
+                place="inputs",
+            )
+        chunk = self.room.chunk or new
+        parts = [self._chunk(given, cache, hidden, at, min(at + chunk, new)) for at in range(0, new, chunk)]
+        parts = [part for part in parts if part.shape[1]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _chunk(self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
+        """The logits of some of the new tokens, of those rows of them that are wanted."""
+        tokens = given["tokens"]
+        if (start, end) != (0, tokens.shape[1]):
+            given = _part(given, start, end)
+        flat, wanted = self.flat(given, cache, hidden), given.get("rows")
+        with torch.no_grad():
+            logits, *after = self.run(*flat)
+        del flat
+        if wanted is not None and not wanted.numel():
+            logits = logits[:, :0]
+        beside = end - start if records(cache) else 0
+        kept = [self._kept(self.layout.leaves[at], rows, beside) for at, rows in zip(self.layout.written, after, strict=True)]
+        fill(cache, self.layout, kept, end - start)
+        return logits
+
+    def flat(self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None) -> list[torch.Tensor]:
+        """The graph's inputs in order."""
+        leaves = iter(self._found(cache, given["tokens"], hidden))
+        return [next(leaves) if spec.name.startswith("past") else _given(given[spec.name], spec) for spec in self.inputs]
+
+    def _found(self, cache: HFCache, tokens: torch.Tensor, hidden: torch.Tensor | None) -> list[torch.Tensor]:
+        """The leaves of a cache; empty ones of an empty cache, and those of the encoder's output made now."""
+        found, specs = held(cache, self.layout), self.inputs[-len(self.layout) :]
+        places = [at for at, leaf in enumerate(self.layout) if leaf.growth is Growth.SOURCE and found[at] is None]
+        if places and self.source is not None:
+            if hidden is None:
+                raise GuardError("The first call of a decoder needs encoder_outputs, which generate() gives it.", place="inputs")
+            made = list(self.source(hidden, tokens))
+            fill(cache, self.layout, made, 0, places)
+            found = held(cache, self.layout)
+        return [
+            self._empty(leaf, spec, tokens) if tensor is None else tensor
+            for tensor, leaf, spec in zip(found, self.layout, specs, strict=True)
+        ]
+
+    def _empty(self, leaf: CacheLeaf, spec: TensorSpec, tokens: torch.Tensor) -> torch.Tensor:
+        like = torch.empty((tokens.shape[0], leaf.shape[0], 0, leaf.shape[1]), dtype=getattr(torch, spec.dtype), device=tokens.device)
+        return buffer(like, self.room.capacity(leaf))
+
+    def _kept(self, leaf: CacheLeaf, rows: torch.Tensor, beside: int) -> torch.Tensor:
+        """What is kept of the rows that a step returns: all, or a window and `beside` rows that may be taken back."""
+        if leaf.growth is not Growth.WINDOW:
+            return rows
+        return last(rows, leaf.window + beside, max(leaf.capacity(self.room.context), leaf.window) + beside)
+
+
+def _given(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """An input as the graph takes it: logits of no row are those of the first."""
+    return tensor.new_zeros(1) if spec.name == "rows" and not tensor.numel() else tensor
+
+
+def _part(given: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, torch.Tensor]:
+    """The inputs of the tokens from `start` to `end` alone."""
+    total = given["tokens"].shape[1]
+    made = dict(given)
+    made["tokens"] = given["tokens"][:, start:end].contiguous()
+    made["mask"] = given["mask"][:, : given["mask"].shape[1] - (total - end)].contiguous()
+    if "positions" in given:
+        made["positions"] = given["positions"][:, start:end].contiguous()
+    if "rows" in given:
+        rows = given["rows"]
+        made["rows"] = rows[(rows >= start) & (rows < end)] - start
+    return made
+
+
+def assembled(
+    boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...], runs: Mapping[str, Run]
+) -> LoweredStep:
+    """The parts of a step put together; the cache of torch's graphs grows in place."""
+    run = runs["step"]
+    graph = run.run if isinstance(run, TorchLowered) else run
+    if isinstance(graph, fx.GraphModule):
+        holders = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
+        run = in_place(graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written})
+    return LoweredStep(
+        boundary=boundary, layout=layout, room=room, inputs=inputs, run=run, source=runs.get("source"), encoder=runs.get("encoder")
+    )

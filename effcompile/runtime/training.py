@@ -1,0 +1,138 @@
+"""The planned model: the user's own class with the planned step in the place of its forward, while it trains."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Callable, Mapping
+from operator import is_
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from effcompile.backends.torch.training import StepRunner
+from effcompile.core.errors import GuardError, UsageError
+from effcompile.core.types import Args, Kwargs
+from effcompile.ir.plan import Plan
+from effcompile.runtime.planned import PlannedModel
+
+if TYPE_CHECKING:
+    pass
+
+
+class TrainingExecutable(PlannedModel):
+    """A model whose training step runs as planned. Made by `planned`, as a subclass of the model's class too.
+
+    It shares the model's parameters, buffers, submodules and attributes, so optimizers, state_dict, HF's Trainer and
+    save_pretrained see the model. In training mode with gradients enabled the planned step runs; in eval mode, or
+    without gradients, the model's own forward. `optimizer` is the planned one, where one was given. A step after a change of
+    what the plan took for granted is refused; `on_change` says what runs instead.
+    """
+
+    runner: StepRunner
+    optimizer: Optimizer | None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """Of a step in fp16: what scales its loss within the backward. Its state_dict belongs in a checkpoint; call none of its methods."""
+        return None if self.runner.loss_scale is None else self.runner.loss_scale.scaler
+
+    def __copy__(self) -> TrainingExecutable:
+        return planned(self.runner.model, self.runner, self.plan, self.optimizer)._in_mode_of(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingExecutable:
+        """A copy of the model with the same plan; without an optimizer, whose states are the original's."""
+        model = copy.deepcopy(self.runner.model, memo)
+        return planned(model, self.runner.bound_to(model), self.plan)._in_mode_of(self)
+
+    def _in_mode_of(self, other: nn.Module) -> TrainingExecutable:
+        self.training = other.training
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"A planned {type(self).__name__} cannot be pickled, for its step is bound to this process. Save its state_dict() and its "
+            "plan (save(folder)); effcompile.optimize(model, plan=...) applies it again without solving."
+        )
+
+    def save(self, directory: str | os.PathLike[str]) -> Path:
+        """Write plan.json, whole or not at all; `effcompile.optimize(model, plan=...)` applies it again.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
+        folder = Path(directory)
+        self.plan.save(folder / "plan.json")
+        return folder
+
+
+def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimizer | None = None) -> TrainingExecutable:
+    """The model with the planned step as its forward; the given model stays as it is."""
+    kind = type(model)
+    if isinstance(model, TrainingExecutable):
+        raise UsageError("This model is planned already. Give effcompile.optimize the original model.")
+    own, given = kind.forward, _Given(model)
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given.follow(self)
+        if not (self.training and torch.is_grad_enabled()):
+            return _unplanned(self, own, args, kwargs)
+        try:
+            return self.runner(args, kwargs)
+        except GuardError as error:
+            return self._refuse(error, args, kwargs)
+
+    def unplanned(self: nn.Module) -> nn.Module:
+        """The same model, with all that it holds, in its own class: its forward is the model's own."""
+        twin = object.__new__(kind)
+        twin.__dict__ = self.__dict__
+        return twin
+
+    result = copy.copy(model)
+    members = {"forward": forward, "unplanned": unplanned, "__module__": kind.__module__}
+    result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
+    notes = runner.state.settle()
+    _set(
+        result,
+        {"runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer, "_effcompile_fallback": None},
+    )
+    runner.state, runner.guarded = runner.state.bound_to(model, result), True
+    assert isinstance(result, TrainingExecutable)
+    if hasattr(model, "config"):
+        _set(result, {"accepts_loss_kwargs": runner.takes_items})  # whether HuggingFace's Trainer gives it num_items_in_batch
+    return result
+
+
+class _Given:
+    """The model that was given, whose attributes the planned one shares: those that are set on it later are handed on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held, self._known = vars(model), dict(vars(model))
+
+    def follow(self, planned: nn.Module) -> None:
+        held, known = self._held, self._known
+        if len(held) == len(known) and all(map(is_, held.values(), known.values())):
+            return
+        missing = object()
+        changed = {key: value for key, value in held.items() if key != "training" and known.get(key, missing) is not value}
+        _set(planned, changed)
+        for key in known.keys() - held.keys():
+            planned.__dict__.pop(key, None)
+        self._known = dict(held)
+
+
+def _unplanned(model: TrainingExecutable, own: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """What the model's own forward returns; of one whose parameters are sharded, on all ranks together."""
+    with model.runner.whole(model):
+        return own(model, *args, **kwargs)
+
+
+def _set(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Past nn.Module.__setattr__, so that nothing is registered as a parameter or child."""
+    module.__dict__.update(attributes)

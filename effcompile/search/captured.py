@@ -1,0 +1,71 @@
+"""The model as a program to plan for: captured, its attentions in normal form, and proven to compute what the model does."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+
+from effcompile.capture import capture, verify_capture, without_unproven_ones
+from effcompile.core.errors import CaptureError
+from effcompile.core.findings import Equals, Of
+from effcompile.core.reasons import Reason
+from effcompile.core.units import format_error
+from effcompile.ir.program import Program
+from effcompile.runtime.inputs import as_captured
+from effcompile.search.request import Task
+from effcompile.sites.attention.normalise import normalised
+
+#: `Program.left` of a program whose attentions stay as the model writes them.
+LEFT_AS_WRITTEN = {"": "fused, it rounds otherwise, and this model makes more of that than an exact plan allows"}
+
+
+def in_normal_form(task: Task) -> Program:
+    """The captured program, its attentions one node each, with the user's calibration inputs.
+
+    Raises:
+        CaptureError, InputsError: it cannot be captured, or calibration inputs are others than the example.
+    """
+    with task.request.progress.step("capture"):
+        return _with_calibration(normalised(_captured(task)), task)
+
+
+def as_written(task: Task) -> Program:
+    """The captured program, its attentions as the model writes them: where these in normal form do not verify."""
+    return _with_calibration(replace(_captured(task), left=LEFT_AS_WRITTEN), task)
+
+
+def verified(task: Task) -> tuple[Program, tuple[Reason, ...]]:
+    """The program, proven to compute what the model does, and a note saying so.
+
+    Raises:
+        CaptureError: the captured graph differs from the model (a mask or a size baked into it).
+    """
+    program = in_normal_form(task)
+    with task.request.progress.step("verify the capture"):
+        checks = verify_capture(program, task.model)
+        if not all(check.passed for check in checks):  # top-k routing turns a difference in rounding into another expert
+            program = as_written(task)
+            checks = verify_capture(program, task.model)
+    for check in checks:
+        if not check.passed:
+            raise CaptureError(
+                f"The captured graph of {program.name} differs from the model on {check.name}: relative error "
+                f"{format_error(check.error)}{f' ({check.note})' if check.note else ''}. Capture it with static shapes (--static)."
+            )
+    program = without_unproven_ones(program, task.model)
+    return program, (Equals(inputs=tuple(Of(check.name, check.note) for check in checks)),)
+
+
+def _captured(task: Task) -> Program:
+    return capture(task.model, task.args, task.kwargs, dynamic=task.request.dynamic)
+
+
+def _with_calibration(program: Program, task: Task) -> Program:
+    """The program with the user's calibration inputs, positional and by keyword as at capture.
+
+    Raises:
+        InputsError: others than the example has.
+    """
+    signature = inspect.signature(task.model.forward)
+    given = task.request.calibration or ()
+    return replace(program, calibration=tuple(as_captured(program, signature, tuple(args), kwargs) for args, kwargs in given))

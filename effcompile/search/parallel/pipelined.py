@@ -1,0 +1,192 @@
+"""A pipeline's stages, each planned by itself within what its rank has left, and the bytes of a rank task by task.
+
+On a rank there are, throughout: its parameters, their summed gradients, the batch, and a buffer for every message of the step. A
+micro-batch adds what its stage keeps between its forward and its backward. The stages of a rank are planned for the largest part of the
+room with which its simulated peak is within the budget (bisection: a larger room keeps more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor
+
+from effcompile.core.causes import NoRoom
+from effcompile.core.errors import InfeasibleError, UsageError
+from effcompile.ir.footprint import excess
+from effcompile.ir.resident import resident_bytes
+from effcompile.ir.step import DividedStep
+from effcompile.passes.training.base import Case, StepChoice
+from effcompile.passes.training.microbatch import Microbatch, examples, label
+from effcompile.passes.training.pipeline import Pipeline
+from effcompile.planner.parallel.pipeline import order
+from effcompile.search.parallel.stages import Stage, stages_of
+from effcompile.search.training.prepare import Prepared, prepare
+from effcompile.search.training.solve import Schedule, keeping_everything, leanest, schedule
+from effcompile.search.training.work import Work
+
+#: Sizes of a rank's room that are tried.
+_TRIED = 6
+
+
+#: Bytes of the loss so far, of a micro-batch's share in it and of that share's gradient, fp32 each.
+_SCALARS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """A step in stages.
+
+    Attributes:
+        work: the request. asked: the pipeline. whole: the step of the batch, as it was captured. case: that of one micro-batch.
+        division: how the batch is divided. stages: in the model's order. known: those that are ready to be planned.
+    """
+
+    work: Work
+    asked: Pipeline
+    whole: Case
+    case: Case
+    division: DividedStep
+    stages: tuple[Stage, ...]
+    known: dict[int, Prepared] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches."""
+        return self.division.count
+
+    def tasks(self, rank: int) -> list[tuple[str, int, int]]:
+        """What a rank does, in order."""
+        return [(what, stage, i) for what, stage, i in order(self.asked.strategy, rank, self.count)]
+
+    def own(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank."""
+        return tuple(range(rank, len(self.stages), self.asked.ranks))
+
+    def parameters(self, rank: int) -> frozenset[str]:
+        """The names of those that a rank has."""
+        return frozenset(name for stage in self.own(rank) for name in self.stages[stage].parameters)
+
+    @cached_property
+    def shared(self) -> Mapping[str, tuple[int, ...]]:
+        """Parameter → the ranks that have it, where there are several."""
+        ranks = range(self.asked.ranks)
+        having = {name: tuple(r for r in ranks if name in self.parameters(r)) for r in ranks for name in sorted(self.parameters(r))}
+        return {name: found for name, found in having.items() if len(found) > 1}
+
+    def prepared(self, stage: int) -> Prepared:
+        """A stage, ready to be planned; it hands its gradients on to be summed."""
+        if stage not in self.known:
+            assert self.case.last is not None
+            step, work = self.case.last(self.stages[stage].step), self.work
+            with work.progress.step(f"prepare stage {stage}"):
+                made = prepare(step, [Case(step=step)], work.passes.checkpoint, work.figures, solved=work.fronts)
+            self.known[stage] = made.variants[0]
+        return self.known[stage]
+
+    def message_bytes(self, stage: int) -> int:
+        """Of what a stage hands on."""
+        value = self.stages[stage].step.loss.meta["val"]
+        return int(value.numel() * value.element_size())
+
+    def base_bytes(self, rank: int) -> int:
+        """What is on a rank throughout the step."""
+        model, mine = self.work.model, self.parameters(rank)
+        known = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+        summed = {name: _bytes(self.division.part.gradients[name].meta["val"]) for name in mine if name in self.division.part.gradients}
+        constants = {id(v): _bytes(v) for s in self.own(rank) for v in self.stages[s].step.constants.values()}
+        messages = sum(self.message_bytes(s - 1) for s in self.own(rank) if s)
+        messages += sum(self.message_bytes(s) for s in self.own(rank) if s < len(self.stages) - 1)
+        here = resident_bytes(model, self.work.args, self.work.kwargs) - sum(known.values()) + sum(known[name] for name in mine)
+        return here + sum(summed.values()) + sum(constants.values()) + self.count * messages + _SCALARS
+
+    def peak_bytes(self, rank: int, made: Mapping[int, Schedule]) -> int:
+        """The most bytes alive on a rank, task by task."""
+        held = {stage: _Held.of(one) for stage, one in made.items()}
+        live = peak = self.base_bytes(rank)
+        last = len(self.stages) - 1
+        for what, stage, _ in self.tasks(rank):
+            one = held[stage]
+            if what == "F":
+                peak, live = max(peak, live + one.forward), live + one.kept
+                continue
+            peak = max(peak, live - one.kept + one.backward)
+            live -= one.kept + (self.message_bytes(stage - 1) if stage else 0) + (self.message_bytes(stage) if stage < last else 0)
+        gradients = self.division.part.gradients
+        joined = [_bytes(gradients[name].meta["val"]) * len(ranks) for name, ranks in self.shared.items() if rank in ranks]
+        return max(peak, live + max(joined, default=0))
+
+    def planned(self, rank: int) -> dict[int, Schedule]:
+        """The schedules of a rank's stages within the budget.
+
+        Raises:
+            InfeasibleError: there are none.
+        """
+        own, budget = self.own(rank), self.work.goal.memory
+        free = {stage: keeping_everything(self.prepared(stage)) for stage in own}
+        if budget is None or not excess(self.peak_bytes(rank, free), budget):
+            return free
+        least = max(leanest(self.prepared(stage)) for stage in own)
+        most = max(one.trace.peak_bytes for one in free.values())
+        best = {stage: schedule(self.prepared(stage), least) for stage in own}
+        if excess(needed := self.peak_bytes(rank, best), budget):
+            parts = (("what is on the rank throughout", self.base_bytes(rank)),)
+            raise InfeasibleError(NoRoom(beside=parts), nearest={"memory": float(needed)})
+        for _ in range(_TRIED):
+            room = (least + most) // 2
+            tried = {stage: schedule(self.prepared(stage), room) for stage in own}
+            if excess(self.peak_bytes(rank, tried), budget):
+                most = room
+            else:
+                best, least = tried, room
+        return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Of one micro-batch in a stage: bytes at the highest instant of its forward and of its backward, and between the two.
+
+    What is received is not among them, nor, once its forward is over, what is handed on, unless it is kept.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+
+    @classmethod
+    def of(cls, made: Schedule) -> _Held:
+        cut, trace = made.prepared.cut, made.trace
+        kept = {s for node in made.emitted.handed if node in made.emitted.origin for s in cut.held.of[made.emitted.origin[node]]}
+        gone = sum(cut.held.nbytes[s] for s in cut.held.of[cut.step.loss] if s not in kept)
+        most = {"forward": cut.base_bytes, "backward": cut.base_bytes}
+        for at in trace.instants:
+            most[at.phase] = max(most[at.phase], at.live)
+        return cls(most["forward"] - cut.base_bytes, most["backward"] - cut.base_bytes - gone, trace.saved_bytes - gone)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+def pipelined(work: Work, asked: Pipeline) -> Pipelined:
+    """A request's step in stages.
+
+    Raises:
+        UsageError: it has no such stages, or its batch no such micro-batches. Refusal: the batch cannot be divided.
+    """
+    whole = work.capture()
+    assert whole.source is not None
+    count = asked.count(examples(whole.source))
+    micro = Microbatch(count=count)
+    choice = next(found for found in micro.propose(whole, work.context) if isinstance(found, StepChoice))
+    case = micro.apply(whole, choice, choice.option(label(count, examples(whole.source))))
+    division, source = case.division, case.source
+    assert division is not None and source is not None
+    if case.front is None:
+        why = "; ".join(map(str, case.step.mends))
+        raise UsageError(f"A pipeline is cut out of what torch.export gives, which does not take this model: {why}. Leave pp out.")
+    tensors = division.part.leaves(source.args, dict(source.kwargs))
+    stages = stages_of(case.front, division.part, work.model, tensors, asked.strategy)
+    return Pipelined(work=work, asked=asked, whole=whole, case=case, division=division, stages=tuple(stages))

@@ -1,0 +1,136 @@
+"""What each option costs and how much error it makes, and the best plan of every backend under these prices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from effcompile.backends import load_backend, usable_backends
+from effcompile.backends.base import Backend
+from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
+from effcompile.core.findings import Failed
+from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Unsupported
+from effcompile.core.types import Inputs
+from effcompile.estimate import sensitivity
+from effcompile.estimate.inputs import stress_inputs
+from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.formats import FP32, Form, WeightFormat
+from effcompile.ir.plan import Candidate, Plan
+from effcompile.ir.program import Program
+from effcompile.machine.machines import load_target
+from effcompile.machine.target import Target
+from effcompile.passes import Pass
+from effcompile.search.machine import Machine, is_here
+from effcompile.search.progress import Progress
+from effcompile.search.search import Regimes, Search, explain_infeasible, stored_notes
+
+#: Seconds for measuring how much each low-precision option changes the output.
+SENSITIVITY_SECONDS = 15.0
+
+
+def backends_for(
+    target: str | Target, backend: str | None, place: torch.device, *, lowered: bool = True
+) -> tuple[list[Backend], dict[str, str]]:
+    """For this machine: what runs here. For another one: only what is named, else what would run there.
+
+    `place`: where the model lies. `lowered`: the plan is carried out here, so that a backend that is named has to run here.
+    """
+    here = is_here(target, place)
+    if backend is not None and not here and not lowered:
+        return [load_backend(backend)], {}
+    if here or backend is not None:
+        return usable_backends(backend)
+    device = (target if isinstance(target, Target) else load_target(target)).device
+    return [load_backend(name) for name in (("onnxruntime", "torch-inductor") if device == "cpu" else ("torch-inductor",))], {}
+
+
+def standing_in(backends: list[Backend], program: Program, goal: Goal) -> list[Backend]:
+    """Of backends that stand in for those of a machine that is not here: the first that takes the program."""
+    return [backend for backend in backends if backend.refuses(program, goal) is None][:1] or backends
+
+
+def search_for(program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], progress: Progress) -> Search:
+    """What may be decided, priced on this machine, with the errors of what is not exact measured."""
+    options = {} if goal.exact else measured_options(passes)
+    measured, text = _sensitivity(program, goal, passes, options, progress)
+    notes = (*machine.notes, *stored_notes(program), *program.mends, *(Because("fixed: {name}", (line,)) for line in program.fixed))
+    return Search(
+        program=program, regimes=Regimes.of_call(program),
+        goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
+        formats=formats(options),
+    )  # fmt: skip
+
+
+def formats(options: Mapping[str, tuple[Form, ...]]) -> tuple[WeightFormat, ...]:
+    """What a dense linear may be held in, fp32 first."""
+    return (FP32, *(form.weights for form in options.get("linear", ()) if form.weights is not None))
+
+
+def measured_options(passes: tuple[Pass, ...]) -> dict[str, tuple[Form, ...]]:
+    """kind → options whose error has to be measured; several passes may add some to one kind of site."""
+    options: dict[str, tuple[Form, ...]] = {}
+    for each in passes:
+        for kind, forms in each.measured_options().items():
+            options[kind] = tuple(dict.fromkeys((*options.get(kind, ()), *forms)))
+    return options
+
+
+def _sensitivity(
+    program: Program, goal: Goal, passes: tuple[Pass, ...], options: Mapping[str, tuple[Form, ...]], progress: Progress
+) -> tuple[Sensitivity, str]:
+    """Errors of every low-precision option, where the goal allows any; and which inputs they were measured on."""
+    if goal.exact:
+        return Sensitivity(errors={}, method="the goal allows no error"), ""
+    given = program.calibration
+    inputs = [*(given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]), *stress_of(program, goal)]
+    text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
+    weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
+    for each in passes:
+        weights |= each.replaced_weights(program)
+    with progress.step("measure sensitivity"):
+        tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
+        measured = sensitivity.measure(program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell)
+    return measured, f"{text}; {measured.method}"
+
+
+def plans_for(
+    search: Search, backends: Sequence[Backend], absent: Mapping[str, str], progress: Progress
+) -> tuple[list[tuple[Backend, Plan]], list[Candidate]]:
+    """A plan per backend, best predicted first, and a candidate line for each backend.
+
+    Raises:
+        InfeasibleError: no backend can meet the goal. InternalError, LoweringError: none can be priced; the first one's.
+    """
+    plans: list[tuple[Backend, Plan]] = []
+    candidates = [Candidate(backend=name, note=Unsupported(reason)) for name, reason in absent.items()]
+    infeasible: dict[str, InfeasibleError] = {}
+    failed: list[EffcompileError] = []
+    for backend in backends:
+        try:
+            with progress.step(f"price and solve for {backend.name}"):
+                if (reason := backend.refuses(search.program, search.goal)) is None:
+                    plans.append((backend, search.plan_for(backend)))
+                else:
+                    candidates.append(Candidate(backend=backend.name, note=Unsupported(reason)))
+        except InfeasibleError as error:
+            infeasible[backend.name] = error
+            candidates.append(Candidate(backend=backend.name, note=Unsupported(f"infeasible: {error}")))
+        except (InternalError, LoweringError) as error:  # the others are there
+            failed.append(error)
+            candidates.append(Candidate(backend=backend.name, note=Failed(message=str(error))))
+    if not plans:
+        if infeasible:
+            raise explain_infeasible(infeasible)
+        if failed:
+            raise failed[0]
+        raise UsageError("No backend takes this model: " + "; ".join(f"{c.backend}: {c.note}" for c in candidates))
+    plans.sort(key=lambda pair: pair[1].certificate.objective)
+    candidates = [Candidate(backend=b.name, predicted_seconds=p.predicted.seconds) for b, p in plans] + candidates
+    return plans, candidates
+
+
+def stress_of(program: Program, goal: Goal) -> list[Inputs]:
+    """What a robust goal also calibrates with."""
+    return [(args, kwargs) for _, args, kwargs in stress_inputs(program)] if goal.robust else []

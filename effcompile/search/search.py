@@ -1,0 +1,379 @@
+"""Passes propose, z3 decides: one solve per backend, every choice of every pass in it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from effcompile import planner
+from effcompile.backends.base import Backend
+from effcompile.core.causes import Limits, MachineTooSmall
+from effcompile.core.cost import Cost, Provenance, total
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.core.reasons import Because, Reason, Unsupported
+from effcompile.estimate.nodes import estimate
+from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.estimate.timeline import timeline
+from effcompile.ir.formats import BF16, FP32, WeightFormat
+from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.ir.program import Program
+from effcompile.machine.target import Target
+from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
+from effcompile.search.machine import BASELINE, Machine
+from effcompile.search.refine import Constraints
+from effcompile.search.told import decision, not_taken, objective
+from effcompile.sites.parts import linears
+
+#: The solver proves that nothing is cheaper by more than this share.
+GAP = 0.01
+
+#: The backend whose graphs write where they read what they go on from.
+IN_PLACE = "torch-eager"
+#: What the first solve holds to beyond the goal: nothing.
+FREE = Constraints()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """One way in which a model is called: its graph at these sizes, and how often."""
+
+    name: str
+    program: Program
+    calls: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regimes:
+    """How a model is called, and what memory has to hold for it. An option is one choice for all of them.
+
+    weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those what a runtime that copies what
+    it is given to go on from holds once more.
+    """
+
+    each: tuple[Regime, ...]
+    weight_bytes: int
+    kept_bytes: int
+    copied_bytes: int = 0
+
+    @classmethod
+    def of_call(cls, program: Program) -> Regimes:
+        """One call at the example inputs."""
+        memory = timeline(program)
+        kept = memory.activation_bytes + memory.input_bytes
+        return cls(each=(Regime(name="call", program=program),), weight_bytes=memory.weight_bytes, kept_bytes=kept)
+
+    def kept(self, backend: str) -> int:
+        """Bytes beside the weights at the highest instant on a backend."""
+        return self.kept_bytes + (0 if backend == IN_PLACE else self.copied_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Everything that may be decided for one backend, and what no choice changes."""
+
+    backend: str
+    choices: tuple[Choice, ...]
+    declined: tuple[Declined, ...]
+    rest: Cost  # nodes that no choice covers; parameters that no choice stores; peak activations
+    provenance: Provenance
+
+    def at_most_bytes(self) -> int:
+        """Bytes with the largest option everywhere."""
+        largest = (max(option.cost.weight_bytes for option in choice.options) for choice in self.choices)
+        return self.rest.weight_bytes + self.rest.bytes_kept + sum(largest)
+
+    def problem(self, goal: Goal) -> planner.Problem:
+        """As plain numbers for the planner."""
+        limits: dict[str, float] = {"error_squared": (goal.max_error or 0.0) ** 2}
+        if goal.memory is not None:
+            limits["memory"] = float(goal.memory)
+        return planner.Problem(
+            sites={choice.site: tuple(_alternative(option, goal) for option in choice.options) for choice in self.choices},
+            limits=limits,
+            base={"memory": float(self.rest.weight_bytes + self.rest.bytes_kept)},
+            base_objective=objective(self.rest, goal),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """One model, one goal, one machine; `plan_for` answers for each backend, again under what running it taught.
+
+    explained: adds to an error what is known beyond it.
+    """
+
+    program: Program
+    regimes: Regimes
+    goal: Goal
+    machine: Machine
+    passes: tuple[Pass, ...]
+    formats: tuple[WeightFormat, ...]  # what a dense linear may be held in
+    sensitivity: Sensitivity
+    calibration_inputs: str
+    notes: tuple[Reason, ...] = ()
+    explained: Callable[[InfeasibleError], InfeasibleError] = lambda error: error
+    _proposals: dict[str, Proposal] = field(default_factory=dict)
+
+    def plan_for(self, backend: Backend, constraints: Constraints = FREE) -> Plan:
+        """The best plan on one backend, predicted and certified.
+
+        Raises:
+            InfeasibleError: nothing meets the goal and the constraints on this backend.
+        """
+        proposal = self._proposal(backend)
+        scaled = replace(proposal, choices=tuple(_scaled(choice, constraints.error_scale) for choice in proposal.choices))
+        asked = self.goal if constraints.budget is None else replace(self.goal, memory=constraints.budget)
+        beyond = (self.goal.memory or 0) - (asked.memory or 0)  # what running took and nobody had foreseen
+        plans: list[Plan] = []
+        infeasible: list[InfeasibleError] = []
+        for part in _without_conflicts(scaled, backend.conflicts):
+            goal = self._on_the_machine(part, asked)
+            problem = part.problem(goal)
+            try:
+                solution = planner.solve(problem, gap=GAP)
+            except InfeasibleError as error:
+                error = _with_errors(error)
+                error = error.needing(error.needed + beyond) if beyond and error.needed else error
+                infeasible.append(error if goal is asked else too_large(error, self.machine.target))
+                continue
+            plans.append(self._plan(part, problem, solution, constraints))
+        if not plans:
+            raise self.explained(infeasible[0])
+        return min(plans, key=lambda plan: plan.certificate.objective)
+
+    def frontier(self, backend: Backend, points: int) -> list[Plan]:
+        """Plans along the memory-time Pareto front on one backend, least memory first."""
+        proposal = self._proposal(backend)
+        goal = self._on_the_machine(proposal, self.goal)
+        problem = proposal.problem(goal)
+        try:
+            solutions = planner.frontier(problem, "memory", points)
+        except InfeasibleError as error:
+            error = _with_errors(error)
+            raise error if goal is self.goal else too_large(error, self.machine.target) from error
+        return [self._plan(proposal, problem, solution, FREE) for solution in solutions]
+
+    def _on_the_machine(self, proposal: Proposal, goal: Goal) -> Goal:
+        """The goal with the machine's memory as its limit, where that is less than what was allowed and what may be needed."""
+        size, allowed = self.machine.target.memory_bytes, goal.memory
+        fits = size <= 0 or (allowed is not None and allowed <= size) or proposal.at_most_bytes() <= size
+        return goal if fits else replace(goal, memory=size)
+
+    def baseline(self) -> Totals:
+        """Predicted figures of the unplanned model in stock torch."""
+        target, regimes = self.machine.target, self.regimes
+        seconds = sum(regime.calls * estimate(regime.program, target, BASELINE).seconds for regime in regimes.each)
+        peak = regimes.weight_bytes + regimes.kept_bytes
+        return Totals(seconds=seconds, weight_bytes=self.program.weight_bytes(), peak_bytes=peak, error=0.0)
+
+    def _proposal(self, backend: Backend) -> Proposal:
+        name = backend.name
+        if name not in self._proposals:
+            context = Context(
+                goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
+                formats=self.formats, stored=stored_format(self.program), lacks=backend.lacks,
+            )  # fmt: skip
+            found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
+            made = [choices for choices, _ in found]
+            choices = tuple(_merged(self.regimes.each, made))
+            first, *others = (declined for _, declined in found)
+            said = {(d.site, d.option) for d in first}
+            self._proposals[name] = Proposal(
+                backend=name,
+                choices=choices,
+                declined=(*first, *(d for more in others for d in more if (d.site, d.option) not in said)),
+                rest=self._rest(name, made, choices),
+                provenance=total([o.cost for c in choices for o in c.options]).provenance,
+            )
+        return self._proposals[name]
+
+    def _rest(self, backend: str, made: Sequence[Sequence[Choice]], choices: Sequence[Choice]) -> Cost:
+        """Seconds of nodes that no choice covers, bytes of weights that no choice stores, and what is held beside them."""
+        decided, seconds = {choice.site for choice in choices}, 0.0
+        for regime, of_regime in zip(self.regimes.each, made, strict=True):
+            covered = frozenset[fx.Node]().union(*(choice.covers for choice in of_regime if choice.site in decided))
+            predicted = estimate(regime.program, self.machine.target, backend, overrides=dict.fromkeys(covered, 0.0))
+            seconds += regime.calls * predicted.seconds
+        stored = sum(choice.option(choice.baseline).cost.weight_bytes for choice in choices)
+        weights = max(self.regimes.weight_bytes - stored, 0)
+        return Cost(seconds=seconds, weight_bytes=weights, bytes_kept=self.regimes.kept(backend))
+
+    def _plan(self, proposal: Proposal, problem: planner.Problem, solution: planner.Solution, constraints: Constraints) -> Plan:
+        chosen = {choice.site: choice.option(solution.choice[choice.site]) for choice in proposal.choices}
+        cost = total([proposal.rest, *(option.cost for option in chosen.values())])
+        return Plan(
+            model=self.program.name,
+            fingerprint=fingerprint(self.program),
+            parameters=self.program.parameter_count(),
+            goal=self.goal,
+            target=self.machine.target.name,
+            target_line=self.machine.target.describe(),
+            backend=proposal.backend,
+            decisions=tuple(decision(choice, chosen[choice.site]) for choice in proposal.choices),
+            declined=(*proposal.declined, *not_taken(proposal.choices, chosen, problem, solution, self.goal)),
+            certificate=_certificate(solution, constraints),
+            baseline=self.baseline(),
+            predicted=Totals(
+                seconds=cost.seconds,
+                weight_bytes=cost.weight_bytes,
+                peak_bytes=cost.weight_bytes + cost.bytes_kept,
+                error=cost.error,
+            ),
+            inputs=describe_inputs(self.program),
+            calibration_inputs=self.calibration_inputs,
+            notes=(*self.notes, *constraints.notes),
+            versions=versions(),
+        )
+
+
+def _merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:
+    """Choices of all regimes as one: an option's seconds are those of all its calls. What one regime does not offer is offered by none."""
+    first, *others = ({choice.site: choice for choice in of_regime} for of_regime in made)
+    for site, choice in first.items():
+        twins = [choice, *(of_regime[site] for of_regime in others if site in of_regime)]
+        if len(twins) < len(regimes):
+            continue
+        options = []
+        for option in choice.options:
+            same = [other for twin in twins for other in twin.options if other.name == option.name]
+            if len(same) == len(regimes):
+                seconds = sum(regime.calls * other.cost.seconds for regime, other in zip(regimes, same, strict=True))
+                options.append(replace(option, cost=replace(option.cost, seconds=seconds)))
+        if any(option.name == choice.baseline for option in options):
+            yield replace(choice, options=tuple(options))
+
+
+def fingerprint(program: Program) -> str:
+    """A short hash of the graph's operators, constants' shapes and inputs: a plan fits only the model it was made for."""
+    digest = hashlib.sha256()
+    for spec in program.inputs:
+        digest.update(f"{spec.name}{spec.dtype}{len(spec.shape)};".encode())
+    for node in program.graph.nodes:
+        tensor = program.tensor(node)
+        digest.update(f"{node.op}:{node.target}:{tuple(tensor.shape) if tensor is not None else ''};".encode())
+    return digest.hexdigest()[:16]
+
+
+def describe_inputs(program: Program) -> tuple[str, ...]:
+    """One line for each input with its example sizes: `input_ids [batch=1 × seq=128] int64`."""
+    lines = []
+    for spec, tensor in zip(program.inputs, program.flat_inputs(), strict=True):
+        dims = [str(size) if isinstance(dim, int) else f"{dim}={size}" for dim, size in zip(spec.shape, tensor.shape, strict=True)]
+        lines.append(f"{spec.name} [{' × '.join(dims)}] {spec.dtype}")
+    return tuple(lines)
+
+
+def too_large(error: InfeasibleError, target: Target) -> InfeasibleError:
+    """The error where the limit on memory is the machine's own: asking for more of it is no remedy."""
+    nearest = {limit: value for limit, value in error.nearest.items() if limit != "memory"}
+    machine = MachineTooSmall(target=target.name, memory_bytes=target.memory_bytes, needed=error.needed or None)
+    return InfeasibleError(machine, *error.why, binding=error.binding, nearest=nearest)
+
+
+def stored_format(program: Program) -> WeightFormat:
+    """What the model's own linears are held in: BF16 stands for 16 bits of either kind."""
+    weights = [program.tensor(site.weight) for site in linears(program)]
+    return BF16 if weights and all(w is not None and w.element_size() == 2 for w in weights) else FP32
+
+
+def stored_notes(program: Program) -> tuple[Reason, ...]:
+    """What "fp32" stands for in a plan of a model in 16 bits."""
+    if stored_format(program) == FP32:
+        return ()
+    return (Because("the model's weights have 16 bits: where the plan says fp32, they stay as they are"),)
+
+
+def explain_infeasible(errors: Mapping[str, InfeasibleError]) -> InfeasibleError:
+    """One error for a goal that no backend meets: the nearest misses."""
+    return min(errors.values(), key=lambda e: sum(e.nearest.values(), start=0.0))
+
+
+def _with_errors(error: InfeasibleError) -> InfeasibleError:
+    """With errors as errors, and not as the squares that add up."""
+    limit, root = {"error_squared": "max_error"}, {"error_squared": math.sqrt}
+    nearest = {limit.get(name, name): root.get(name, float)(value) for name, value in error.nearest.items()}
+    why = tuple(
+        replace(cause, limits=tuple((limit.get(name, name), root.get(name, float)(value)) for name, value in cause.limits))
+        if isinstance(cause, Limits) else cause
+        for cause in error.why
+    )  # fmt: skip
+    binding = tuple(limit.get(name, name) for name in error.binding)
+    return InfeasibleError(*why, binding=binding, nearest=nearest, untried=error.untried)
+
+
+def _alternative(option: Option, goal: Goal) -> planner.Alternative:
+    cost = option.cost
+    return planner.Alternative(
+        name=option.name,
+        objective=objective(cost, goal),
+        resources={"error_squared": cost.error_squared, "memory": float(cost.weight_bytes)},
+        requires=option.requires,
+    )
+
+
+def _scaled(choice: Choice, factor: float) -> Choice:
+    if factor == 1.0:
+        return choice
+    return replace(choice, options=tuple(replace(o, cost=o.cost.with_error_scaled(factor)) for o in choice.options))
+
+
+def _without_conflicts(proposal: Proposal, conflicts: Sequence[tuple[str, str]]) -> list[Proposal]:
+    """The proposal once without each side of every pair of options that cannot stand side by side in one model.
+
+    The best of the parts is the best of the whole, and the bound of each part holds for its share.
+    """
+    parts = [proposal]
+    for pair in conflicts:
+        parts = [_without(part, option) for part in parts for option in pair]
+    return parts
+
+
+def _without(proposal: Proposal, option: str) -> Proposal:
+    """The proposal with an option of the linears left out, and what requires it; sites that offer nothing else keep it."""
+    refused = Declined(site="", kind="linear", option=option, by="quantize", reason=Unsupported(f"{proposal.backend} runs all or none so"))
+    choices, gone = [], set()
+    for choice in proposal.choices:
+        kept = tuple(o for o in choice.options if not (choice.kind == "linear" and o.name == option))
+        if kept and len(kept) < len(choice.options):
+            gone.add(choice.site)
+        choices.append(replace(choice, options=kept or choice.options))
+    possible = [
+        replace(
+            choice, options=tuple(o for o in choice.options if not any(r in gone and set(a) == {option} for r, a in o.requires.items()))
+        )
+        for choice in choices
+    ]
+    return replace(proposal, choices=tuple(possible), declined=(*proposal.declined, refused))
+
+
+def _certificate(solution: planner.Solution, constraints: Constraints) -> Certificate:
+    return Certificate(
+        status=solution.status,
+        objective=solution.objective,
+        bound=solution.bound,
+        gap=solution.gap,
+        sites=solution.sites,
+        alternatives=solution.alternatives,
+        seconds=solution.seconds,
+        solver=solution.solver,
+        rounds=constraints.round,
+        error_scale=constraints.error_scale,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Package → version, of what a plan's figures depend on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("effcompile", "torch", "onnxruntime", "openvino", "z3-solver", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

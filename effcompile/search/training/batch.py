@@ -1,0 +1,199 @@
+"""The batch as a decision: the example inputs at other sizes, each size planned within the memory, and what the plan says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils import _pytree as pytree
+
+from effcompile.core.cost import Cost
+from effcompile.core.errors import FormatError, InfeasibleError, UsageError
+from effcompile.core.reasons import Because, OverBudget, Reason
+from effcompile.core.types import Args, Kwargs
+from effcompile.ir.plan import Decision, Declined, Plan
+from effcompile.passes.training.base import Case, setting_of
+from effcompile.passes.training.microbatch import examples_in
+from effcompile.planner.batch import BY, LARGEST, BatchSearch, Trial, wanted_sizes
+from effcompile.planner.learning_rate import LearningRate, law
+from effcompile.search.request import Task
+from effcompile.search.training.branches import Branches
+from effcompile.search.training.cases import Joint
+from effcompile.search.training.fit import room_elsewhere
+from effcompile.search.training.solve import keeping_everything
+from effcompile.search.training.work import Work
+
+SITE, KIND = "batch", "batch size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A size's step, and its plan. `branches`: what it was chosen from."""
+
+    work: Work
+    case: Case
+    branches: Branches
+    joint: Joint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sized:
+    """The size that was chosen, and what a plan says of it."""
+
+    planned: Planned
+    decision: Decision
+    declined: tuple[Declined, ...]
+    notes: tuple[Reason, ...]
+
+    def told_in(self, plan: Plan) -> Plan:
+        """The plan with the batch among its decisions."""
+        return replace(
+            plan,
+            decisions=(self.decision, *plan.decisions),
+            declined=(*self.declined, *plan.declined),
+            notes=(*plan.notes, *self.notes),
+        )
+
+
+def resized(args: Args, kwargs: Kwargs, size: int) -> tuple[Args, Kwargs]:
+    """The inputs with so many examples: those that are there, over and over.
+
+    Raises:
+        UsageError: no axis of the inputs is one of examples.
+    """
+    there = examples_in(args, kwargs)
+    if there == size:
+        return tuple(args), dict(kwargs)
+    if there == 1:
+        raise UsageError(
+            "batch: it cannot be told which axis of the inputs is that of the examples, as the example inputs have but one. "
+            "Give inputs of two examples or more."
+        )
+
+    def rows(value: torch.Tensor) -> torch.Tensor:
+        if not value.dim() or value.shape[0] != there:
+            return value
+        picked = value.detach()[torch.arange(size, device=value.device) % there]
+        return picked.requires_grad_(value.requires_grad)
+
+    given: tuple[tuple[object, ...], dict[str, object]] = pytree.tree_map_only(torch.Tensor, rows, (tuple(args), dict(kwargs)))
+    return given
+
+
+def sized(task: Task, work: Work) -> Sized:
+    """The size of those asked for that takes the most examples a second within the memory.
+
+    Raises:
+        InfeasibleError: no size fits; that of the smallest. UsageError: the sizes are none, or the inputs have one example.
+    """
+    asked = task.request
+    assert asked.batch is not None
+    if asked.lr is not None and work.optimizer is not None:
+        law(type(work.optimizer).__name__)  # raises before anything is planned
+    wanted, there = wanted_sizes(asked.batch), examples_in(work.args, work.kwargs)
+    failed: dict[int, InfeasibleError] = {}
+
+    def attempt(size: int) -> Trial[Planned]:
+        with work.progress.step(f"plan a batch of {size}"):
+            return _attempt(work, size, asked.keep_outputs, failed)
+
+    search = BatchSearch[Planned](sizes=wanted, memory=_budget(work), attempt=attempt)
+    best = search.best(there)
+    if best is None or best.made is None:
+        raise failed[min(failed)]
+    tried = sorted(search.tried.values(), key=lambda trial: trial.batch)
+    given = next((trial for trial in tried if trial.batch == there), None)
+    return Sized(
+        planned=best.made,
+        decision=_decision(best, given, there, len(tried), len(wanted)),
+        declined=tuple(_declined(best, [trial for trial in tried if trial is not best], failed)),
+        notes=tuple(_notes(task, best, work)),
+    )
+
+
+def as_saved(task: Task, plan: Plan) -> Task:
+    """The request at the size that a saved plan was made for.
+
+    Raises:
+        FormatError: the plan says a size that is none.
+    """
+    found = next((d for d in plan.decisions if d.by == BY), None)
+    if found is None:
+        return task
+    size = setting_of(found.settings, f"{SITE}: {KIND}", "examples", int)
+    if not 0 < size <= LARGEST:
+        raise FormatError(f"The plan's batch has {size} examples: 1 to {LARGEST:,} are wanted. Plan again, or restore the file.")
+    args, kwargs = resized(task.args, task.kwargs, size)
+    return replace(task, args=args, kwargs=kwargs)
+
+
+def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, InfeasibleError]) -> Trial[Planned]:
+    args, kwargs = resized(work.args, work.kwargs, size)
+    mine = replace(work, args=args, kwargs=kwargs, fronts={})
+    branches = Branches(work=mine, case=(case := mine.capture(keep_outputs)))
+    fastest = min(branches.whole.variants, key=lambda variant: variant.least_seconds)
+    size_of_all = (keeping_everything(fastest).trace.footprint + fastest.case.beside).peak_bytes
+    try:
+        joint = branches.solve(_budget(work))
+    except InfeasibleError as error:
+        failed[size] = error
+        return Trial(batch=size, unlimited=fastest.least_seconds, bytes=size_of_all)
+    made = Planned(work=mine, case=case, branches=branches, joint=joint)
+    unlimited = min(fastest.least_seconds, joint.seconds)
+    return Trial(batch=size, unlimited=unlimited, bytes=size_of_all, seconds=joint.seconds, made=made)
+
+
+def _budget(work: Work) -> int:
+    """What a step may take: the user's limit, and never more than the machine has, with the error of predictions for one elsewhere."""
+    target = work.figures.target
+    room = target.memory_bytes if work.figures.here else room_elsewhere(target)
+    return room if work.goal.memory is None else min(work.goal.memory, room)
+
+
+# ------------------------------------------------------------------ what the plan says
+
+
+def _decision(best: Trial[Planned], given: Trial[Planned] | None, there: int, tried: int, wanted: int) -> Decision:
+    """The size, beside that of the example inputs where it was tried and fits."""
+    assert best.made is not None and best.seconds is not None
+    before = given if given is not None and given.made is not None else best
+    return Decision(
+        site=SITE, kind=KIND, option=_name(best.batch), baseline=_name(there), by=BY,
+        cost=_cost(best), baseline_cost=_cost(before), settings={"examples": best.batch},
+        why=Because("{} examples a second, the most of {} sizes; {} were planned", (_short(best.rate), wanted, tried)),
+    )  # fmt: skip
+
+
+def _declined(best: Trial[Planned], others: list[Trial[Planned]], failed: dict[int, InfeasibleError]) -> Iterator[Declined]:
+    for trial in others:
+        reason: Reason = Because("{} examples a second: {share} fewer", (_short(trial.rate), 1 - trial.rate / best.rate))
+        if trial.seconds is None:
+            reason = OverBudget(needed=int(failed[trial.batch].needed))
+        yield Declined(site=SITE, kind=KIND, option=_name(trial.batch), by=BY, reason=reason)
+
+
+def _notes(task: Task, best: Trial[Planned], work: Work) -> Iterator[Reason]:
+    """What the user has to do with it."""
+    there = examples_in(task.args, task.kwargs)
+    if best.batch != there:
+        text = "the step is of {} examples: the {} of the example inputs were repeated; give it batches of {}"
+        yield Because(text, (best.batch, there, best.batch))
+    if task.request.lr is not None and work.optimizer is not None:
+        given, name = LearningRate.of(task.request.lr), type(work.optimizer).__name__
+        text = "learning rate {} for {} examples, from {} for {} by the {name} law of {name}: a law, not a measurement; it was not set"
+        yield Because(text, (_short(given.at(best.batch, name)), best.batch, _short(given.rate), given.batch, law(name), name))
+
+
+def _cost(trial: Trial[Planned]) -> Cost:
+    assert trial.made is not None and trial.seconds is not None
+    return Cost(seconds=trial.seconds, bytes_transient=trial.made.joint.peak_bytes)
+
+
+def _name(size: int) -> str:
+    return f"{size} example{'s' * (size > 1)}"
+
+
+def _short(rate: float) -> float:
+    """To three digits."""
+    return float(f"{rate:.3g}")

@@ -1,0 +1,183 @@
+"""The schedule of a step within its budget: solve, emit, simulate; where the simulation is above, say so and solve again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from effcompile.core.causes import NotReached
+from effcompile.core.errors import InfeasibleError
+from effcompile.ir.footprint import excess
+from effcompile.passes.training.checkpoint import carried_out
+from effcompile.planner import OPTIMAL, UNPROVEN
+from effcompile.planner.remat import (
+    BlockFront,
+    BlockOption,
+    ChainProblem,
+    ChainSolution,
+    Group,
+    chain_frontier,
+    smallest_budget,
+    solve_chain,
+)
+from effcompile.schedules.emit import Emitted
+from effcompile.schedules.simulate import Trace, per_stage
+from effcompile.search.training.prepare import Prepared
+
+#: Solves at the most per variant: a schedule above its budget is corrected and solved again.
+MAX_ROUNDS = 8
+#: Emitted schedules of a variant that are kept. More than two spare nothing: of 73 schedules of a test 34 are one of the last two.
+KEPT = 2
+#: The solver of a step whose budget leaves everything kept.
+NOTHING_TO_SOLVE = "everything kept fits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A variant with a choice for every block, emitted and simulated.
+
+    Attributes:
+        prepared: the variant. problem: as it was solved, corrections included. solution: the planner's.
+        chosen: per block its option. fronts: kind of block → its options, where they were looked for.
+        emitted, trace: what it became, and the bytes at every instant of it.
+        rounds: solves that it took.
+    """
+
+    prepared: Prepared
+    problem: ChainProblem
+    solution: ChainSolution
+    chosen: tuple[BlockOption, ...]
+    emitted: Emitted
+    trace: Trace
+    rounds: int
+    fronts: Mapping[str, BlockFront] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step."""
+        return self.prepared.seconds + self.solution.seconds
+
+    @property
+    def bound(self) -> float:
+        """No schedule of this variant takes less: proven."""
+        return self.prepared.seconds + self.solution.bound
+
+
+def schedule(prepared: Prepared, budget: int | None, *, gap: float = 0.01) -> Schedule:
+    """One variant's schedule. Its simulated peak is within the budget.
+
+    Where everything kept fits there is nothing to solve: no schedule of the variant is faster, and the options of its blocks are
+    not looked for. Where the planner's model, which is a little above the simulation, says that nothing fits, the leanest schedule may
+    still: it is taken then, without a proof that none is faster.
+
+    Raises:
+        InfeasibleError: there is none with these options.
+    """
+    whole = keeping_everything(prepared, budget)
+    if budget is None or not excess(whole.trace.peak_bytes, budget):
+        return whole
+    try:
+        return _solved(prepared, budget, gap)
+    except InfeasibleError as error:
+        least = leanest(prepared)
+        if excess(least, budget):
+            raise error.needing(least) from error
+        lean = _lean(prepared)
+        extra = lean.solution.seconds
+        return replace(lean, solution=replace(lean.solution, status=UNPROVEN, bound=0.0, gap=extra / max(prepared.seconds, 1e-12)))
+
+
+def keeping_everything(prepared: Prepared, budget: int | None = None) -> Schedule:
+    """One variant's schedule that recomputes nothing, and holds nothing in another form."""
+    start, cut = time.monotonic(), prepared.cut
+    options = {kind: (made,) for kind, made in prepared.whole.items()}
+    problem = replace(prepared.checkpoint.chain(cut, options, budget), groupable=())
+    chosen = tuple(made for stage in problem.stages for made in options[stage.kind])
+    emitted, trace = _emitted(prepared, chosen, ())
+    solution = ChainSolution(
+        choice=(0,) * len(chosen), groups=(), seconds=0.0, bound=0.0, gap=0.0, status=OPTIMAL, peak=trace.peak_bytes,
+        instant=f"{trace.peak.phase} {cut.blocks[trace.peak.stage].name}", smallest=trace.peak_bytes, host=0, solver=NOTHING_TO_SOLVE,
+        solve_seconds=time.monotonic() - start,
+    )  # fmt: skip
+    return Schedule(
+        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=1
+    )  # fmt: skip
+
+
+def _solved(prepared: Prepared, budget: int | None, gap: float) -> Schedule:
+    problem = prepared.checkpoint.chain(prepared.cut, prepared.blocks, budget)
+    for rounds in range(1, MAX_ROUNDS + 1):
+        solution = solve_chain(problem, reference_seconds=prepared.seconds, gap=gap)
+        made = _carried_out(prepared, problem, solution, rounds)
+        if budget is None or not excess(made.trace.peak_bytes, budget):
+            return made
+        problem = _corrected(made, budget)
+    peak = made.trace.peak_bytes
+    last = NotReached(rounds=MAX_ROUNDS, over=peak - (budget or 0), node=made.trace.peak.node)
+    raise InfeasibleError(last, nearest={"memory": float(peak)})
+
+
+def leanest(prepared: Prepared) -> int:
+    """The simulated peak of a variant's leanest schedule: a budget that is known to be feasible."""
+    if "leanest" not in prepared.known:
+        prepared.known["leanest"] = _lean(prepared).trace.peak_bytes
+    return prepared.known["leanest"]
+
+
+def _lean(prepared: Prepared) -> Schedule:
+    """The leaner, as simulated, of what the planner takes for the leanest and of what is fastest without a budget.
+
+    So no step needs more than it does with all kept: the planner's numbers have not all that a group holds while it is run again.
+    """
+    free = prepared.checkpoint.chain(prepared.cut, prepared.blocks, None)
+    problems = (replace(free, budget=smallest_budget(free)), free)
+    solved = ((p, solve_chain(p, reference_seconds=prepared.seconds, gap=1.0)) for p in problems)  # no proof is wanted
+    return min((_carried_out(prepared, p, solution, 1) for p, solution in solved), key=lambda made: made.trace.peak_bytes)
+
+
+def frontier(prepared: Prepared, points: int) -> list[Schedule]:
+    """Schedules of one variant from the least budget to the unlimited one."""
+    problem = prepared.checkpoint.chain(prepared.cut, prepared.blocks, None)
+    found = chain_frontier(problem, reference_seconds=prepared.seconds, points=points)
+    return [_carried_out(prepared, problem, solution, 1) for solution in found]
+
+
+def _carried_out(prepared: Prepared, problem: ChainProblem, solution: ChainSolution, rounds: int) -> Schedule:
+    chosen = tuple(problem.options[stage.kind][i] for stage, i in zip(problem.stages, solution.choice, strict=True))
+    emitted, trace = _emitted(prepared, chosen, solution.groups)
+    return Schedule(
+        prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=rounds,
+        fronts=prepared.fronts,
+    )  # fmt: skip
+
+
+def _emitted(prepared: Prepared, chosen: Sequence[BlockOption], groups: Sequence[Group]) -> tuple[Emitted, Trace]:
+    """What a choice becomes. Budgets near each other, and the leanest schedule, ask for the same ones again and again."""
+    key = tuple((option.kept, frozenset(option.forms.items())) for option in chosen), tuple(groups)
+    found = prepared.made.pop(key, None) or carried_out(prepared.cut, chosen, groups)
+    prepared.made[key] = found
+    if len(prepared.made) > KEPT:
+        del prepared.made[next(iter(prepared.made))]
+    return found
+
+
+def _corrected(made: Schedule, budget: int) -> ChainProblem:
+    """The problem with what the simulation found above the budget added to those instants."""
+    slack = {"forward": dict(made.problem.forward_slack), "backward": dict(made.problem.backward_slack)}
+    names = [block.name for block in made.prepared.cut.blocks]
+    for phase, stage, live in per_stage(made.trace):
+        if excess(live, budget):
+            name = names[stage]
+            expected = _expected(made, phase, stage)
+            slack[phase][name] = slack[phase].get(name, 0) + live - min(expected, budget)
+    return replace(made.problem, forward_slack=slack["forward"], backward_slack=slack["backward"])
+
+
+def _expected(made: Schedule, phase: str, i: int) -> int:
+    """What the planner's model has at an instant, its slack included; groups, which only lower it, left out."""
+    problem, stage, option = made.problem, made.problem.stages[i], made.chosen[i]
+    before = problem.base + sum(o.kept_bytes for o in made.chosen[:i])
+    if phase == "forward":
+        return before + stage.forward_base + option.forward_peak + problem.forward_slack.get(stage.name, 0)
+    return before + stage.backward_base + option.backward_peak + problem.backward_slack.get(stage.name, 0)
