@@ -141,45 +141,22 @@ def _own_code(function: Any) -> Any:
 
 
 def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int) -> list[Way]:
-    """Our step at every budget, captured and prepared once. Exactness is checked by every user's run; here it is timed."""
-    from effcompile.backends.torch.training import StepRunner
-    from effcompile.capture import capture_training
+    """Our step at every budget, planned and verified as a user has it."""
+    import effcompile
     from effcompile.core.errors import InfeasibleError
-    from effcompile.core.goal import Goal
-    from effcompile.passes import load_training_passes
-    from effcompile.passes.training.base import Case, forms
-    from effcompile.search.machine import AUTO, resolve
-    from effcompile.search.training.cases import fastest
-    from effcompile.search.training.figures import keep_figures, known_figures
-    from effcompile.search.training.prepare import Figures, prepare
-    from effcompile.search.training.solve import leanest
 
-    passes = load_training_passes(None)
-    checkpoint = passes.checkpoint
-    figures = Figures(target=resolve(AUTO, []).target, here=True, known=known_figures())
-    with told("effcompile: capture"):
-        step = capture_training(model, (), batch)
-    with told("effcompile: prepare (kernels, operator times, block options)"):
-        made, _ = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
-        found = prepare(step, made, checkpoint, figures)
-    keep_figures(figures.known)
-    least = min(leanest(prepared) for prepared in found.variants) - base
-    print(f"\n  smallest feasible peak above the parameters: {least / MB:.1f} MB")
     ways = []
     for budget in budgets:
         start = time.perf_counter()
         try:
-            best = fastest(found, int(budget * MB + base))
+            with told(f"effcompile: plan and verify within {budget:.0f} MB"):
+                step = effcompile.optimize(model, inputs=batch, mode="training", memory=int(budget * MB + base))
         except InfeasibleError as error:
             print(f"  {error}")
             continue
         seconds = time.perf_counter() - start
-        runner = StepRunner(model, best.prepared.step, best.emitted)
-        predicted = (best.trace.peak_bytes - base) / MB
-        note = f"predicted {predicted:.1f} MB, +{100 * best.solution.seconds / best.prepared.seconds:.1f} %, gap {best.solution.gap:.4f}, "
-        note += f"solved in {seconds:.1f} s, {best.prepared.case.label}"
-        way = Way(name=f"effcompile, ≤ {budget:.0f} MB", step=lambda r=runner: r((), batch).loss, model=model, ours=True, budget=budget)
-        way.note = note
+        way = Way(name=f"effcompile, ≤ {budget:.0f} MB", step=lambda s=step: s(**batch).loss, model=model, ours=True, budget=budget)
+        way.note = f"predicted {(step.plan.predicted.peak_bytes - base) / MB:.1f} MB, planned in {seconds:.0f} s"
         ways.append(way)
     return ways
 
