@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from effcompile import report
 from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
-from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Request, TrainingExecutable, load
+from effcompile.compiler import QUIET, AnyOptimizer, Batch, Dynamic, Executable, OnChange, Progress, Request, TrainingExecutable, load
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal, GoalFields, Limits, Mode
 from effcompile.core.types import Example, Forward, Inputs, Outputs
@@ -54,6 +55,7 @@ class Options(Limits, total=False):
     keep_outputs: bool
     on_change: OnChange | None
     mesh: DeviceMesh | None
+    progress: bool | Progress
 
 
 class Decorator:
@@ -117,6 +119,7 @@ def optimize(
     on_change: OnChange | None = None,
     mesh: DeviceMesh | None = None,
     shapes: Shapes | None = None,
+    progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> Executable | TrainingExecutable | Bucketed | GenerationExecutable | Deferred | Decorator | Callable[..., Deferred]:
     """Turn a model into one that meets the goal, verified against the original.
@@ -154,6 +157,7 @@ def optimize(
             made for all, `memory` is each rank's, and the model's parameters become DTensors: make the optimizer of those of the result.
         shapes: in training (examples, tokens) of the batches that come, [(8, 128), (8, 256)]: each is planned now, smaller batches are
             padded where that is exact, and others run eagerly with a word; "auto" chooses them for the batches of a loader, `inputs`.
+        progress: True to show on stderr what is being done, or a Progress that is told.
         **goal_fields: mode="training", memory="6GiB", minimize="memory", max_error=0.01, reads="last".
 
     Returns:
@@ -179,6 +183,7 @@ def optimize(
         lr=lr,
         on_change=on_change,
         mesh=mesh,
+        progress=_told(progress),
     )
     if mesh is not None and (model is None or inputs is None):
         raise UsageError("A step on a mesh is planned by all ranks together: give the model and `inputs`.")
@@ -216,6 +221,7 @@ def plan(
     strategy: Strategy | StrategyFields | None = None,
     global_batch: int | None = None,
     batch_tokens: int | None = None,
+    progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> Plan:
     """Decide without lowering; works for machines that are not here (target="h100-sxm"). Arguments as in `optimize`.
@@ -239,6 +245,7 @@ def plan(
         optimizer=optimizer,
         batch=batch,
         lr=lr,
+        progress=_told(progress),
         devices=_devices(devices, nodes, strategy, global_batch, batch_tokens),
     )
     return make_plan(request, _ready(as_module(model), request), *as_inputs(inputs))
@@ -274,6 +281,7 @@ def frontier(
     calibration: Iterable[Example] | None = None,
     loss: Loss | None = None,
     keep_outputs: bool = False,
+    progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> list[Plan]:
     """Predicted plans along the memory-time front, least memory first; of inference those of the best backend.
@@ -288,8 +296,16 @@ def frontier(
     request = Request(
         goal=declare(goal, goal_fields), target=target, backend=backend, passes=passes, dynamic=dynamic,
         calibration=_calibration(calibration), loss=loss, keep_outputs=keep_outputs, optimizer=optimizer,
+        progress=_told(progress),
     )  # fmt: skip
     return make_frontier(request, _ready(as_module(model), request), *as_inputs(inputs), points)
+
+
+def _told(progress: bool | Progress) -> Progress:
+    """Who is told what is being done."""
+    if isinstance(progress, bool):
+        return report.Shown() if progress else QUIET
+    return progress
 
 
 def _ready(model: nn.Module, request: Request, stacklevel: int = 3) -> nn.Module:

@@ -192,7 +192,9 @@ def test_corrupted_calibration_cache(
     path = calibration.calibration_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    outcome = Outcome(capsys, "plan", write(GOOD), *QUICK, "--json")
+    outcome = Outcome(capsys, "plan", write(GOOD), *QUICK, "--json", "--profile")
+    ends = [line.split() for line in outcome.err.splitlines() if line.split()[-1:] in (["share"], ["100%"])]
+    assert [words[0] for words in ends] == ["planning", "in"], "where the time went is asked for, also beside a document"
     assert outcome.status == 0, outcome.err
     assert any("calibration" in str(note["figures"]) for note in json.loads(outcome.out)["notes"] if "figures" in note)
 

@@ -17,6 +17,7 @@ from effcompile.cli.options import (
     AsJson,
     Devices,
     Output,
+    Profile,
     SavedPlan,
     StrategyText,
     Verbose,
@@ -40,6 +41,7 @@ def optimize(
     plan: SavedPlan = None,
     output: Output = None,
     verbose: Verbose = False,
+    profile: Profile = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan, lower and verify a model; print what was decided and measured."""
@@ -50,7 +52,7 @@ def optimize(
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []
-    with console.steps(as_json, verbose) as steps:
+    with console.steps(as_json, verbose, profile) as steps:
         wanted = job.load(steps, given)
         with console.explaining(wanted.request.goal, as_json, context.obj):
             if axes.several:
@@ -81,6 +83,7 @@ def plan(
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write plan.json and report.html there.", rich_help_panel=OUTPUT)
     ] = None,
     verbose: Verbose = False,
+    profile: Profile = False,
     as_json: AsJson = False,
 ) -> None:
     """Decide without lowering; --target h100-sxm for a machine that is not here, --devices 64 for many. Of a file's stages, a run."""
@@ -94,7 +97,7 @@ def plan(
     if output is not None:
         saved.check_folder(output)
     written: list[Path] = []
-    with console.steps(as_json, verbose) as steps:
+    with console.steps(as_json, verbose, profile) as steps:
         wanted = job.load(steps).among(many)
         if wanted.loaded.stages:
             with console.explaining(wanted.request.goal, as_json, context.obj):
@@ -122,6 +125,7 @@ def frontier(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the picture there, as report.html.", rich_help_panel=OUTPUT)
     ] = None,
+    profile: Profile = False,
     as_json: AsJson = False,
 ) -> None:
     """What each byte of memory buys: predicted plans, none both larger and slower than another; of a saved plan, an estimate."""
@@ -131,7 +135,7 @@ def frontier(
     job.check()
     if output is not None:
         check_writable(output)
-    with console.steps(as_json) as steps:
+    with console.steps(as_json, profile=profile) as steps:
         wanted = job.load(steps)
         with console.explaining(wanted.request.goal, as_json, context.obj):
             plans = wanted.frontier(points)

@@ -78,6 +78,7 @@ Output = Annotated[
     typer.Option("--output", "-o", metavar="DIR", help="Write plan.json, report.html and the artifact there.", rich_help_panel=OUTPUT),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="One row per site, all refusals.", rich_help_panel=OUTPUT)]
+Profile = Annotated[bool, typer.Option("--profile", help="Say on stderr what each step of planning took.", rich_help_panel=OUTPUT)]
 MANY = "Many devices"
 DeviceCount = Annotated[
     str | None,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from effcompile.report.html import frontier_html, html_report
     from effcompile.report.infeasible import flag, print_infeasible
     from effcompile.report.passes import print_passes
-    from effcompile.report.progress import Steps
+    from effcompile.report.progress import Shown, Steps
     from effcompile.report.questions import TOP, curve, print_curve, print_ranked, print_what_if, ranked, what_if
     from effcompile.report.sparsity import print_sparsity
     from effcompile.report.targets import targets_table
@@ -31,6 +31,7 @@ _HOME = {
     "flag": "infeasible",
     "print_infeasible": "infeasible",
     "print_passes": "passes",
+    "Shown": "progress",
     "Steps": "progress",
     "TOP": "questions",
     "curve": "questions",
@@ -46,6 +47,7 @@ _HOME = {
 
 __all__ = [
     "TOP",
+    "Shown",
     "Steps",
     "curve",
     "diff",

@@ -1,10 +1,12 @@
-"""Progress of a command on stderr: a spinner or bar while a step runs, one line for each step longer than a second."""
+"""Progress on stderr: a spinner or bar while a step runs, one line for each step longer than a second, and where the time went."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
@@ -12,9 +14,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from effcompile.core.units import format_seconds
-from effcompile.report.page import BAD, DIM, GOOD, Page
+from effcompile.report.page import BAD, DIM, GOOD, Column, Page, Row
 
 _WORTH_TELLING = 1.0  # seconds
+_WORTH_SHOWING = 0.001  # of the whole, in a profile
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """What a step took: seconds, and those of processors, of compilers that it started too. `depth`: of how many steps it is a part."""
+
+    name: str
+    depth: int
+    seconds: float
+    cpu: float
 
 
 class Steps:
@@ -25,10 +38,13 @@ class Steps:
     Args:
         console: where to; default stderr, as stdout belongs to the result.
         enabled: False silences everything (`--json`).
+        profile: say at the end what each step took.
     """
 
-    def __init__(self, console: Console | None = None, *, enabled: bool = True) -> None:
-        self.enabled = enabled
+    def __init__(self, console: Console | None = None, *, enabled: bool = True, profile: bool = False) -> None:
+        self.enabled, self.profile = enabled, profile
+        self.took: list[Took] = []
+        self._began = time.perf_counter(), _processors()
         self._page = Page(console or Console(stderr=True))
         self._live = Progress(
             SpinnerColumn(style="cyan"),
@@ -50,11 +66,14 @@ class Steps:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._live.stop()
+        if self.profile:
+            self._tell_profile()
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """A named step; steps may nest. Its time is printed when it ends, if longer than a second or if it failed."""
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), _processors()
+        at = len(self.took)
         task = self._live.add_task(name, total=None)
         self._running.append((name, task))
         done = False
@@ -66,7 +85,9 @@ class Steps:
             self._live.remove_task(task)
             if not self._running:
                 self._forget_counts()
-            self._tell(name, time.perf_counter() - started, done)
+            seconds = time.perf_counter() - started
+            self.took.insert(at, Took(name, len(self._running), seconds, _processors() - cpu))
+            self._tell(name, seconds, done)
 
     def update(self, name: str, done: int, total: int) -> None:
         """Show `done` of `total`, on the running step of that name or on a line of its own below it."""
@@ -92,6 +113,54 @@ class Steps:
         mark = self._page.text("✔" if done else "✘", GOOD if done else BAD)
         indent = " " + "  " * len(self._running)
         self._page.line(Text(indent), mark, self._page.text(f" {name} "), self._page.text(format_seconds(seconds), DIM))
+
+    def _tell_profile(self) -> None:
+        """Seconds of every step, those of its parts among them, and what lies between the steps."""
+        seconds, cpu = time.perf_counter() - self._began[0], _processors() - self._began[1]
+        outer = [step for step in self.took if step.depth == 0]
+        rest = Took("between these steps", 0, seconds - sum(s.seconds for s in outer), cpu - sum(s.cpu for s in outer))
+        shown = [step for step in (*self.took, rest) if step.seconds >= _WORTH_SHOWING * seconds]
+        rows = [("  " * step.depth + step.name, step.seconds, step.cpu) for step in shown]
+        figures = Column(header="seconds", right=True), Column(header="CPU", right=True), Column(header="share", right=True)
+        self._page.blank()
+        self._page.table(
+            [Column(header="planning", fit="cut"), *figures],
+            [
+                Row(cells=[name, f"{took:.1f}", f"{used:.1f}", f"{took / seconds:.0%}"])
+                for name, took, used in (*rows, ("in all", seconds, cpu))
+            ],
+        )
+
+
+class Shown:
+    """Progress of a call from Python: its display lives while a step runs, so that what holds this may be copied."""
+
+    def __init__(self) -> None:
+        self._steps: Steps | None = None
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A step, with a display where it is the first."""
+        if self._steps is not None:
+            with self._steps.step(name):
+                yield
+            return
+        with Steps() as self._steps:
+            try:
+                with self._steps.step(name):
+                    yield
+            finally:
+                self._steps = None
+
+    def update(self, name: str, done: int, total: int) -> None:
+        """Counts, on the display."""
+        if self._steps is not None:
+            self._steps.update(name, done, total)
+
+
+def _processors() -> float:
+    """Seconds that processors worked for this process, and for those that it waited for."""
+    return sum(os.times()[:4])
 
 
 class _BarWhenCounted(BarColumn):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 
 import pytest
 from rich.console import Console
 
-from effcompile.report import Steps, progress
+from effcompile.report import Shown, Steps, progress
 
 
 def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -42,7 +43,7 @@ def test_short_steps_are_not_told_on_a_pipe() -> None:
 
 
 def test_long_and_nested_steps_are_told_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 10.0, 12.5, 13.0])
+    clock = iter([0.0, 0.0, 10.0, 12.5, 13.0])
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     out, stream = console()
     with Steps(out) as steps, steps.step("calibrate"), steps.step("kernels"):
@@ -67,3 +68,29 @@ def test_counts_show_on_a_terminal() -> None:
         steps.update("kernels [raw]", 60, 60)
         assert len(steps._live.tasks) == 1
     assert not steps._live.live.is_started
+
+
+def test_a_profile_says_what_each_step_took_and_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 2.0, 6.0, 7.0, 8.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(progress, "_processors", lambda: 0.0)
+    out, stream = console()
+    with Steps(out, enabled=False, profile=True) as steps, steps.step("calibrate"), steps.step("kernels"):
+        pass
+    assert [line.split() for line in stream.getvalue().splitlines()[2:]] == [
+        ["calibrate", "6.0", "0.0", "75%"],
+        ["kernels", "4.0", "0.0", "50%"],
+        ["between", "these", "steps", "2.0", "0.0", "25%"],
+        ["in", "all", "8.0", "0.0", "100%"],
+    ]
+
+
+def test_a_call_shows_its_steps_and_can_be_copied(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_WORTH_TELLING", 0.0)
+    shown = Shown()
+    with shown.step("solve"):
+        shown.update("solve", 1, 2)
+        with shown.step("prove"):
+            pass
+    copy.deepcopy(shown).update("solve", 2, 2)
+    assert [line.split()[1] for line in capfd.readouterr().err.splitlines()] == ["prove", "solve"]
