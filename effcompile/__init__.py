@@ -22,10 +22,12 @@ if TYPE_CHECKING:
         CaptureError,
         EffcompileError,
         FormatError,
+        GuardError,
         InfeasibleError,
         InputsError,
         LoweringError,
         MissingPackageError,
+        OutOfMemoryError,
         UnknownNameError,
         UsageError,
         VerificationError,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from effcompile.machine.cluster import Cluster
     from effcompile.machine.target import Target
     from effcompile.runs import Run, Scores, Stage, schedule, scores
+    from effcompile.runtime.training import TrainingExecutable
     from effcompile.sparse.controller import DynamicSparsity
 
 _HOME = {
@@ -49,6 +52,7 @@ _HOME = {
     "schedule": "runs",
     "scores": "runs",
     "Executable": "api",
+    "TrainingExecutable": "runtime.training",
     "compilations": "dynamo",
     "DynamicSparsity": "sparse.controller",
     "Goal": "core.goal",
@@ -61,6 +65,8 @@ _HOME = {
     "InputsError": "core.errors",
     "FormatError": "core.errors",
     "CaptureError": "core.errors",
+    "GuardError": "core.errors",
+    "OutOfMemoryError": "core.errors",
     "MissingPackageError": "core.errors",
     "InfeasibleError": "core.errors",
     "LoweringError": "core.errors",
@@ -75,16 +81,19 @@ __all__ = [
     "Executable",
     "FormatError",
     "Goal",
+    "GuardError",
     "InfeasibleError",
     "InputsError",
     "LoweringError",
     "MissingPackageError",
+    "OutOfMemoryError",
     "Plan",
     "Run",
     "Scores",
     "Stage",
     "Strategy",
     "Target",
+    "TrainingExecutable",
     "UnknownNameError",
     "UsageError",
     "VerificationError",

