@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import entry_points
 
 from effcompile.backends.base import Backend
 from effcompile.core.errors import MissingPackageError, UnknownNameError, UsageError
+from effcompile.core.installed import entry_points
 
 #: name → where its class is. Loaded on demand, as each needs packages of its own.
 BACKENDS: dict[str, str] = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
 
 from effcompile.core.errors import UnknownNameError
+from effcompile.core.installed import entry_points
 
 #: Of an inference plan, in order of application.
 INFERENCE_PASSES: Mapping[str, str] = {

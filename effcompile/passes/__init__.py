@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
 from effcompile.core.errors import UnknownNameError, UsageError
+from effcompile.core.installed import entry_points
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.fold import Fold

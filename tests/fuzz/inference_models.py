@@ -302,8 +302,8 @@ class Setting:
 
 
 @st.composite
-def drawn(draw: st.DrawFn, backends: tuple[str, ...], several: int) -> tuple[Case, list[Setting]]:
-    """A model, and at most `several` settings that are planned for it."""
+def drawn(draw: st.DrawFn, backends: tuple[str, ...], several: int, least: int = 1) -> tuple[Case, list[Setting]]:
+    """A model, and from `least` to `several` settings that are planned for it."""
     attention = st.tuples(
         st.sampled_from(["sdpa", "matmul", "einsum"]),
         st.sampled_from(["none", "causal", "window", "learned", "of the input"]),
@@ -333,7 +333,7 @@ def drawn(draw: st.DrawFn, backends: tuple[str, ...], several: int) -> tuple[Cas
         passes=st.sampled_from([None, None, None, ("no-merge",), ("no-fuse", "no-rows"), ("no-attention",), ("no-quantize",)]),
         saved=st.sampled_from([False] * 5 + [True]),
     )
-    return case, draw(st.lists(setting, min_size=1, max_size=several, unique=True))
+    return case, draw(st.lists(setting, min_size=least, max_size=several, unique=True))
 
 
 Undo = Callable[[], object]

@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 import traceback
+import unittest
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,12 +45,14 @@ class Fuzzer:
 
 FUZZERS = {
     "training": Fuzzer(
-        st.tuples(training_models.MODELS, st.lists(training_models.LEVERS, min_size=1, max_size=3)),
+        st.tuples(training_models.MODELS, st.lists(training_models.LEVERS, min_size=2, max_size=4)),
         test_training_fuzz.check,
         test_training_fuzz.quick,
     ),
     **{
-        backend: Fuzzer(inference_models.drawn((backend,), 6), test_inference_fuzz.check, lambda folder: test_inference_fuzz.quick())
+        backend: Fuzzer(
+            inference_models.drawn((backend,), 10, least=4), test_inference_fuzz.check, lambda folder: test_inference_fuzz.quick()
+        )
         for backend in ("torch-eager", *test_inference_fuzz.OTHERS)
     },
 }
@@ -69,15 +72,18 @@ def main() -> None:
 
 
 def many(arguments: argparse.Namespace, fuzzer: Fuzzer, tally: Counter[str]) -> None:
-    """So many models of one seed; prints one line of JSON."""
-    start = time.process_time()
+    """So many models of one seed, none of them twice; prints one line of JSON."""
+    start, seen = time.process_time(), set[str]()
 
     @seed(arguments.seed)
     @settings(max_examples=arguments.models, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(drawn=fuzzer.drawn)
     def run(drawn: tuple[Any, Any]) -> None:
         if arguments.seconds is not None and time.process_time() - start > arguments.seconds:
+            raise unittest.SkipTest  # the one thing that ends hypothesis without a failure
+        if repr(drawn) in seen:
             return
+        seen.add(repr(drawn))
         try:
             fuzzer.check(*drawn, tally)
         except Exception:
@@ -85,7 +91,8 @@ def many(arguments: argparse.Namespace, fuzzer: Fuzzer, tally: Counter[str]) -> 
             name = f"{arguments.kind}-{arguments.seed}-{tally['failures']}.txt"
             (arguments.failures / name).write_text(f"{drawn!r}\n{traceback.format_exc()}")
 
-    run()
+    with contextlib.suppress(unittest.SkipTest):
+        run()
     cases = sum(count for name, count in tally.items() if name.endswith(": cases"))
     spent = time.process_time() - start
     print(json.dumps({"kind": arguments.kind, "seed": arguments.seed, "seconds_per_case": round(spent / max(1, cases), 3), **tally}))

@@ -124,6 +124,7 @@ def trials(drawn: Drawn, model: nn.Module, levers: Levers, tally: Counter[str]) 
     least = 0
     for budget in levers.budgets:
         tally["training: cases"] += 1
+        model.load_state_dict(drawn.model().state_dict())  # as it was: tens of steps of one after the other diverge
         inputs, twin = drawn.inputs(), copy.deepcopy(model)
         try:
             if budget != "none" and not least:
@@ -166,6 +167,10 @@ class Trial:
             found = step(self.planned, self.inputs, ours, seed, self.model, self.levers, measured=number < 2)
             wanted = step(self.twin, given, theirs, seed, self.twin, self.levers, measured=number == 1)
             self.check_least(wanted)
+            if not wanted.finite:
+                assert bool(found.loss.isfinite()) == bool(wanted.loss.isfinite()), "eager's step diverges, and ours does not"
+                self.tally["training: steps that diverge in eager"] += 1
+                return
             if self.exact:
                 self.check_values(found, wanted)
             self.check_peak(found)
@@ -257,6 +262,11 @@ class Stepped:
 
     def __init__(self, loss: Tensor, gradients: dict[str, Tensor | None], state: Tensor, nbytes: int | None) -> None:
         self.loss, self.gradients, self.state, self.nbytes = loss, gradients, state, nbytes
+
+    @property
+    def finite(self) -> bool:
+        """Whether the loss and all gradients are numbers."""
+        return all(bool(t.isfinite().all()) for t in (self.loss, *self.gradients.values()) if t is not None)
 
 
 def step(
