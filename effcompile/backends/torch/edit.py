@@ -253,17 +253,23 @@ def _int8(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
 
 def _w8_channel(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     q, scale = numerics.quantize_w8(weight)
-    operands = (editor.constant(q), editor.constant(scale))
-    y = _on_rows(editor, site, editor.bf16(site.x), lambda x: editor.call(site, aten._weight_int8pack_mm.default, x, *operands))
-    return _in_fp32(editor, y, site.bias)
+    return _weight_only(editor, site, aten._weight_int8pack_mm.default, editor.constant(q), editor.constant(scale))
 
 
 def _w4(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     nibbles, scales = numerics.quantize_w4(weight, held.group)
-    packed, int4 = editor.constant(nibbles), aten._weight_int4pack_mm_for_cpu.default
-    scales_node = editor.constant(scales)
-    y = _on_rows(editor, site, editor.bf16(site.x), lambda x: editor.call(site, int4, x, packed, held.group, scales_node))
-    return _in_fp32(editor, y, site.bias)
+    return _weight_only(
+        editor, site, aten._weight_int4pack_mm_for_cpu.default, editor.constant(nibbles), held.group, editor.constant(scales)
+    )
+
+
+def _weight_only(editor: _Editor, site: LinearSite, product: Callable[..., object], *operands: object) -> fx.Node:
+    """In bf16, of rows that lie one after the other: torch's kernels take no others, and neither x nor a cast or view of it need be so."""
+
+    def of_rows(x: fx.Node) -> fx.Node:
+        return editor.call(site, product, editor.call(None, aten.contiguous.default, x), *operands)
+
+    return _in_fp32(editor, _on_rows(editor, site, editor.bf16(site.x), of_rows), site.bias)
 
 
 def _sparse(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
@@ -308,6 +314,8 @@ def _edit_embeddings(program: Program, editor: _Editor) -> None:
         with program.graph.inserting_before(site.node):
             nodes = editor.constant(weight), editor.constant(scale)
             (rows,) = editor.inline(numerics.lookup_int8, *nodes, site.node.args[1])
+            if table.dtype != torch.float32:
+                rows = editor.call(None, aten.to.dtype, rows, table.dtype)
         assert isinstance(rows, fx.Node)
         next(u for u in nodes[0].users).meta[SITE] = site.site
         rows.meta = {**site.node.meta, **rows.meta}

@@ -79,6 +79,41 @@ def test_a_model_stays_in_its_dtype(option: str, dtype: torch.dtype) -> None:
     assert {site: lowered.applied[site].name for site in planned} == planned
 
 
+class Turned(nn.Module):
+    """A linear of what lies column by column, and of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.linear(self.linear(x).permute(2, 0, 1).contiguous().permute(1, 2, 0))
+        return out
+
+
+@pytest.mark.parametrize("option", ["w8_channel", "w4"])
+def test_weight_only_products_take_any_strides(option: str) -> None:
+    torch.manual_seed(0)
+    model, x = Turned().eval(), torch.randn(1, 8, 64)
+    program = capture(model, (x,), {})
+    lowered = TorchEager().lower(program.tagged(forms({site.site: option for site in linears(program)}), "test"), None, [[x]])
+    for given_x in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        with torch.no_grad():
+            (found,), wanted = lowered(given_x), model(given_x)
+        assert float((found - wanted).norm() / wanted.norm()) <= 2 * LIMITS[option]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_rows_of_a_table_come_in_its_dtype(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, ids = nn.Embedding(40, 16).to(dtype).eval(), torch.randint(0, 40, (3, 2))
+    program = capture(model, (ids,), {})
+    tags = forms({site.site: "int8_rows" for site in embeddings(program)})
+    (found,) = TorchEager().lower(program.tagged(tags, "test"), None, [[ids]])(ids)
+    wanted = model(ids).detach()
+    assert found.dtype == dtype and float((found - wanted).norm() / wanted.norm()) < 0.01
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mixture_is_applied_where_planned(program: Program, data: st.DataObject) -> None:
