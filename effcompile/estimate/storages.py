@@ -1,4 +1,4 @@
-"""Which storages a graph makes, and which nodes share one: the graph is run once on fake tensors.
+"""Which storages a graph makes, and which nodes share one: each operator is run once on fake tensors (layouts.py).
 
 Fake tensors have shapes, strides and storages but no data, so views, in-place ops and `reshape` or `contiguous`
 calls that turn out not to copy share a storage here exactly as they do in a real run. Nothing is computed.
@@ -11,9 +11,10 @@ convolution weights) is not visible here.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.core import gpu, torch_compat
 from effcompile.core.types import Value
+from effcompile.estimate.layouts import REMEMBERED, Known, Layout, Unlike, key_of, layout, mapped, remember, settings
 from effcompile.ir.program import Program, shape_of
 
 Storage = int  # an index, equal for nodes that share memory
@@ -129,16 +131,18 @@ _COPY_WHOLE_STORAGE = (
 
 
 class _Tracer:
-    """Runs the graph node by node under one FakeTensorMode and numbers the storages as they appear."""
+    """Follows the graph node by node and numbers the storages as they appear; what is not known yet is run under one FakeTensorMode."""
 
     def __init__(self, graph: fx.Graph, given: Callable[[fx.Node], object]) -> None:
         self.graph, self.given = graph, given
         self.mode = torch_compat.fake_mode()
-        self.values: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Value] = {}
         self.numbers: dict[int, Storage] = {}
-        self.alive: list[Any] = []  # keeps every storage alive, so that no address is given out twice
+        self.storages: dict[Storage, torch.UntypedStorage] = {}  # kept alive, so that no address is given out twice
+        self.allocated: dict[Storage, int] = {}
         self.nbytes: dict[Storage, int] = {}
-        self.inside = Allocations()
+        self.fakes: dict[Layout, torch.Tensor] = {}
+        self.settings = settings()
 
     def run(self) -> Storages:
         of: dict[fx.Node, tuple[Storage, ...]] = {}
@@ -147,32 +151,86 @@ class _Tracer:
         fixed: set[Storage] = set()
         for node in self.graph.nodes:
             before = len(self.nbytes)
-            self.inside = Allocations()
-            self.values[node] = self._value(node)
-            of[node] = self._number(self.values[node])
+            self.values[node], peak = self._value(node)
+            of[node] = self._held(self.values[node])
             made[node] = tuple(s for s in of[node] if s >= before)
             if node.target in _COPY_WHOLE_STORAGE:
                 behind = sum(self.nbytes[s] for s in of[node.args[0]])
                 self.nbytes.update({s: max(self.nbytes[s], behind) for s in made[node]})
-            workspace[node] = max(0, self.inside.peak - sum(self.nbytes[s] for s in made[node]))
+            workspace[node] = max(0, peak - sum(self.nbytes[s] for s in made[node]))
             if node.op in ("get_attr", "placeholder"):
                 fixed.update(of[node])
         written = frozenset(node for node in self.graph.nodes if _writes(node))
         return Storages(of=of, nbytes=self.nbytes, made=made, workspace=workspace, fixed=frozenset(fixed), written=written)
 
-    def _value(self, node: fx.Node) -> Value:
+    def _value(self, node: fx.Node) -> tuple[Value, int]:
+        """A node's value, its tensors as layouts where they have one; and the most bytes that were allocated at once while it ran."""
         if node.op in ("placeholder", "get_attr"):
-            return self._fake(self.given(node))
+            return self._described(self._fake(self.given(node))), 0
         if node.op == "output":
-            return fx.map_arg(node.args, self.values.__getitem__)
+            return fx.map_arg(node.args, self.values.__getitem__), 0
         if node.op != "call_function":
-            return None  # torch.export's guard module: checks the inputs and returns nothing
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+            return None, 0  # torch.export's guard module: checks the inputs and returns nothing
+        if node.target is operator.getitem and not isinstance(value := self.values[node.args[0]], Layout | torch.Tensor):  # type: ignore[index]
+            return value[node.args[1]], 0
         try:
-            with self.mode, torch.no_grad(), self.inside:
-                return node.target(*args, **kwargs)  # type: ignore[operator]
+            key, seen = key_of(node, self.values, self.allocated, self.settings)
+        except Unlike:
+            return self._run(node)[:2]
+        known = REMEMBERED.get(key)
+        if known is None:
+            before = len(self.nbytes)
+            given = [self.values[arg] for arg in node.all_input_nodes]
+            value, peak, follows = self._run(node)
+            if follows and all(self.values[arg] is old for arg, old in zip(node.all_input_nodes, given, strict=True)):
+                self._remember(key, seen, before, value, peak)
+            return value, peak
+        places = [*seen, *map(self._new, known.nbytes)]
+
+        def placed(each: object) -> object:
+            return each._replace(storage=places[each.storage]) if isinstance(each, Layout) else each
+
+        return mapped(known.result, placed), known.peak
+
+    def _run(self, node: fx.Node) -> tuple[Value, int, bool]:
+        """As `_value`, by running the operator; and whether its result follows from its arguments."""
+        inside, follows = Allocations(), True
+        args: Any = mapped(fx.map_arg(node.args, self.values.__getitem__), self._tensor)
+        kwargs: Any = mapped(fx.map_arg(node.kwargs, self.values.__getitem__), self._tensor)
+        try:
+            with self.mode, torch.no_grad(), inside:
+                value = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception:  # an op without a fake kernel, or a shape that depends on data: what capture saw stands in
-            return self._captured(node)
+            value, follows = self._captured(node), False
+        if _writes(node):
+            self._follow_changes(node)
+        return self._described(value), inside.peak, follows
+
+    def _follow_changes(self, node: fx.Node) -> None:
+        """An operator in place may have changed an argument's own layout (`transpose_`): it has that from now on."""
+        for arg in node.all_input_nodes:
+            before = self.values[arg]
+            if isinstance(before, Layout) and layout(fake := self.fakes[before], before.storage) != before:
+                del self.fakes[before]
+                self.values[arg] = self._described(fake)
+
+    def _remember(self, key: object, seen: Sequence[Storage], before: int, value: Value, peak: int) -> None:
+        """Keep what a node did with layouts of its arguments, which are still theirs, and storages of its own."""
+        fresh = range(before, len(self.nbytes))
+        places = {storage: at for at, storage in enumerate((*seen, *fresh))}
+
+        def numbered(each: object) -> object:
+            if isinstance(each, Layout):
+                if each.storage not in places:
+                    raise Unlike
+                return each._replace(storage=places[each.storage])
+            if isinstance(each, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
+                raise Unlike
+            return each
+
+        with contextlib.suppress(Unlike):
+            result = mapped(value, numbered)
+            remember(key, Known(result, tuple(self.nbytes[s] for s in fresh), peak))
 
     def _fake(self, value: object) -> Value:
         if not isinstance(value, torch.Tensor):
@@ -191,16 +249,50 @@ class _Tracer:
         with self.mode:
             return torch.empty(shape_of(node), dtype=value.dtype, device=value.device)
 
-    def _number(self, value: object) -> tuple[Storage, ...]:
+    def _described(self, value: Value) -> Value:
+        """The value with layouts in the place of its tensors; those that no layout describes stay."""
+        return mapped(value, lambda each: self._layout(each) if isinstance(each, torch.Tensor) else each)
+
+    def _layout(self, tensor: torch.Tensor) -> Layout | torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.numbers:
+            number = self.numbers[storage._cdata] = self._new(int(storage.nbytes()))
+            self.storages[number] = storage
+        try:
+            found = layout(tensor, self.numbers[storage._cdata])
+        except Unlike:
+            return tensor
+        self.fakes.setdefault(found, tensor)
+        return found
+
+    def _new(self, nbytes: int) -> Storage:
+        number = len(self.nbytes)
+        self.nbytes[number] = self.allocated[number] = nbytes
+        return number
+
+    def _tensor(self, value: object) -> object:
+        """A fake tensor of a layout, on its storage."""
+        if not isinstance(value, Layout):
+            return value
+        if value not in self.fakes:
+            with self.mode, torch.no_grad():
+                if value.storage not in self.storages:
+                    whole = torch.empty(self.allocated[value.storage], dtype=torch.uint8, device=value.device).untyped_storage()
+                    self.storages[value.storage], self.numbers[whole._cdata] = whole, value.storage
+                piece = torch.empty(0, dtype=value.dtype, device=value.device)
+                self.fakes[value] = piece.set_(self.storages[value.storage], value.offset, value.shape, value.stride)
+        return self.fakes[value]
+
+    def _held(self, value: object) -> tuple[Storage, ...]:
         found: dict[Storage, None] = {}
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.numbers:
-                    number = self.numbers[storage._cdata] = len(self.numbers)
-                    self.nbytes[number] = int(storage.nbytes())
-                    self.alive.append(storage)
-                found[self.numbers[storage._cdata]] = None
+
+        def see(each: object) -> None:
+            if isinstance(each, Layout):
+                found[each.storage] = None
+            elif isinstance(each, torch.Tensor):
+                found[self.numbers[each.untyped_storage()._cdata]] = None
+
+        mapped(value, see)
         return tuple(found)
 
 
