@@ -161,7 +161,7 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
         module.graph.erase_node(node)
     module.graph.lint()
     return Joint(
-        module=fx.GraphModule({}, module.graph, class_name=type(model).__name__ + "Step"),
+        module=torch_compat_aot.graph_module({}, module.graph, type(model).__name__ + "Step"),
         roles=Roles({node: entry for node, entry in entering.items() if node not in gone}, tuple(result for result, _ in returned)),
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -40,11 +41,30 @@ def joint_graph(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> tupl
         tensors = _as_on_cpu(module, tensors)
     with contextlib.ExitStack() as stack:  # fallback_random: or else fx removes random operators whose result is not used
         stack.enter_context(torch._inductor.config.patch(fallback_random=True))
+        stack.enter_context(_without_code())
         joint = aot_export_joint_with_descriptors(stack, module, tuple(tensors)).graph_module
     joint.graph.set_codegen(fx.graph.CodeGen())
     inputs = [_role(node.meta["desc"]) for node in joint.graph.find_nodes(op="placeholder")]
     results = [_role(descriptor) for descriptor in joint.graph.output_node().meta["desc"]]
     return joint, inputs, results
+
+
+def graph_module(root: nn.Module | Mapping[str, Any], graph: fx.Graph, class_name: str) -> fx.GraphModule:
+    """A graph with its attributes, whose Python code is written when it is called or printed: most forms of a step never are."""
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return fx.GraphModule(root, graph, class_name)  # type: ignore[arg-type]
+    return _LazyGraphModule(root, graph, class_name)  # type: ignore[arg-type]
+
+
+def _without_code() -> AbstractContextManager[None]:
+    """The same for the graphs that PyTorch traces."""
+    try:
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    except ImportError:
+        return contextlib.nullcontext()
+    return _use_lazy_graph_module(True)
 
 
 def _as_on_cpu(module: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.core import torch_compat_aot
 from effcompile.core.errors import EffcompileError
 from effcompile.ir.step import Step
 
@@ -33,7 +34,7 @@ def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
     old = step.graph.output_node()
     nodes[old] = graph.output(result)
     nodes[old].meta = dict(old.meta)
-    module = fx.GraphModule(step.module, graph, step.module.__class__.__name__)
+    module = torch_compat_aot.graph_module(step.module, graph, step.module.__class__.__name__)
     module.meta = dict(step.module.meta)
     return replace(step, module=module, roles=step.roles.moved(nodes)), nodes
 
