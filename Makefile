@@ -11,14 +11,17 @@ demo: .venv/demo
 # Forks by thousands, which takes a process without torch a third of the time, and of one late in the suite far less.
 FORKS := tests/fuzz/test_saves_fuzz.py
 
-# Examples of a page share their names, so that the docs are run by one process. worksteal: tests of a file, which share what they capture,
+# Of every import of every process that the tests start, Python would compile what it may not keep.
+test: export PYTHONDONTWRITEBYTECODE =
+
+# Examples of a page share their names, so that a page is run by one process. worksteal: tests of a file, which share what they capture,
 # stay in one process where they can.
 test: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=2 $(BIN)/mypy
 	$(BIN)/mypy tests/test_overloads.py
-	OMP_NUM_THREADS=1 $(BIN)/pytest docs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 $(FORKS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests --ignore $(FORKS)
 

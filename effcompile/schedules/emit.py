@@ -291,7 +291,9 @@ class _Emitter:
 
     def _copy(self, graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
-        return self._noted(graph.call_function(node.target, args, kwargs), node)  # type: ignore[arg-type]
+        copy = graph.call_function(node.target)  # type: ignore[arg-type]
+        copy.args, copy.kwargs = args, kwargs  # set later: torch looks for sizes without a value in what a node is made with
+        return self._noted(copy, node)
 
     def _noted(self, copy: fx.Node, node: fx.Node) -> fx.Node:
         copy.meta = dict(node.meta)

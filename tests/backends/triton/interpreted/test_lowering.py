@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from captured_once import programs_once
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import effcompile
@@ -19,7 +22,13 @@ from effcompile.proof.training import confirm
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
+def _shared_programs() -> Iterator[None]:
+    with programs_once():
+        yield
+
+
+@pytest.fixture(scope="module")
 def llama() -> tuple[LlamaForCausalLM, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=64, attn_implementation="sdpa")
@@ -73,6 +82,23 @@ def test_a_plan_of_inference(llama: Any, launched: list[str], monkeypatch: pytes
     assert launched == ["attention_forward"]
 
 
+#: The linears by K and N → the form that is made to seem cheap.
+FORMS = {(32, 32): "w4", (32, 64): "w8", (64, 32): "int8_channel"}
+
+
+def test_weights_in_codes(llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Found in what was built, within the error that was predicted and measured; the kernel ran, not its stand-in."""
+    model, inputs = llama
+    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))  # times that were made up for another test
+    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == f"linear/{FORMS.get(call.dims[1:3])}" else 1e-3)
+    plan = effcompile.optimize(model, inputs=inputs, backend="triton", max_error=0.3).plan
+    found = [d.applied for d in plan.decisions if d.kind == "linear" and d.option in linears.FAMILIES]
+    assert set(found) == set(linears.FAMILIES)
+    assert all(check.passed for check in plan.checks)
+    assert "quantized_linear ×" in plan.settings["kernels"]
+    assert "quantized_product" in launched
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_norms_gates_and_rotations(kind: str, llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planned as cheaper, found in what was built, within an exact goal, and run by the kernels: each as often as the model has it."""
@@ -93,23 +119,6 @@ def test_norms_gates_and_rotations(kind: str, llama: Any, launched: list[str], m
     assert sorted(launched) == sorted(["rms_norm_kernel"] * norms + ["rotary_kernel"] * 2 + ["swiglu_kernel"])
 
 
-#: The linears by K and N → the form that is made to seem cheap.
-FORMS = {(32, 32): "w4", (32, 64): "w8", (64, 32): "int8_channel"}
-
-
-def test_weights_in_codes(llama: Any, launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Found in what was built, within the error that was predicted and measured; the kernel ran, not its stand-in."""
-    model, inputs = llama
-    monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))  # times that were made up for another test
-    monkeypatch.setattr(Triton, "measure", lambda _, call: 1e-9 if call.kernel == f"linear/{FORMS.get(call.dims[1:3])}" else 1e-3)
-    plan = effcompile.optimize(model, inputs=inputs, backend="triton", max_error=0.3).plan
-    found = [d.applied for d in plan.decisions if d.kind == "linear" and d.option in linears.FAMILIES]
-    assert set(found) == set(linears.FAMILIES)
-    assert all(check.passed for check in plan.checks)
-    assert "quantized_linear ×" in plan.settings["kernels"]
-    assert "quantized_product" in launched
-
-
 def test_kernels_are_timed_where_they_run(launched: list[str]) -> None:
     assert Triton().measure(KernelCall("attention/tiled", (1, 1, 16, 16, 16, 8))) is not None
     assert "attention_forward" in launched
@@ -128,7 +137,7 @@ def test_kernels_are_timed_where_they_run(launched: list[str]) -> None:
 
 def test_a_training_step(llama: Any, launched: list[str]) -> None:
     model, inputs = llama
-    model.train()
+    model = copy.deepcopy(model).train()
     executable = effcompile.optimize(model, inputs={**inputs, "labels": inputs["input_ids"]}, mode="training")
     assert any("Triton's kernels run attention" in str(note) for note in executable.plan.notes)
     assert {"attention_forward", "attention_dq", "attention_dkdv"} <= set(launched)
