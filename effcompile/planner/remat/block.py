@@ -45,7 +45,7 @@ _WORTH_KEEPING = 0.02  # seconds of search
 #: Problem and points (their hash) → seconds that were given, and the front: subsets of levers have most of their problems in common.
 _known: dict[str, tuple[float, BlockFront]] = {}
 _fresh: dict[str, KeptFront] = {}  # found here and not yet kept for later processes
-_from_disk: dict[Path, dict[str, KeptFront]] = {}
+_from_disk: dict[Path, kept.Kept] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,7 @@ def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
 def keep_fronts() -> None:
     """Keep what was found since the last time for later processes."""
     if _fresh:
-        kept.write(kept.path(), _fresh)
-        _from_disk.pop(kept.path(), None)
+        _from_disk[kept.path()] = kept.write(kept.path(), _fresh)
         _fresh.clear()
 
 
@@ -108,7 +107,8 @@ def _read(key: str, problem: BlockProblem) -> tuple[float, BlockFront | None]:
     file = kept.path()
     if file not in _from_disk:
         _from_disk[file] = kept.read(file)
-    found = _from_disk[file].get(key)
+    raw = _from_disk[file].get(key)
+    found = kept.decoded(raw) if raw is not None else None
     options = found.options(problem) if found is not None else None
     if found is None or options is None:
         return 0.0, None

@@ -5,6 +5,7 @@ A block is known by the hash of its problem, figures and all: a block whose oper
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,6 +21,8 @@ from effcompile.planner.remat.simulate import option
 
 #: Fronts in the file, bytes of it, options of one: more is none of ours.
 _MOST, _MOST_BYTES, _MOST_OPTIONS = 2_000, 32 << 20, 1_000
+#: Fronts by what they are kept under, in JSON: a plan reads a few of thousands.
+Kept = dict[str, msgspec.Raw]
 
 
 class KeptFront(msgspec.Struct, kw_only=True, frozen=True):
@@ -73,18 +76,26 @@ def path() -> Path:
     return cache_folder() / f"fronts-1-z3-{z3.get_version_string()}.json"
 
 
-def read(file: Path) -> dict[str, KeptFront]:
-    """The fronts of a file; none where there is none, or it is not ours."""
+def read(file: Path) -> Kept:
+    """The fronts of a file, each of them not decoded before it is asked for; none where there is none, or it is not ours."""
     try:
-        return dict(msgspec.json.decode(read_bounded(file, _MOST_BYTES, "the fronts of blocks"), type=dict[str, KeptFront]))
+        return dict(msgspec.json.decode(read_bounded(file, _MOST_BYTES, "the fronts of blocks"), type=Kept))
     except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
 
 
-def write(file: Path, fronts: Mapping[str, KeptFront]) -> None:
-    """Keep the fronts beside those that others kept meanwhile; where nothing can be written, the next plan searches again."""
-    every = {**read(file), **fronts}
+def decoded(front: msgspec.Raw) -> KeptFront | None:
+    """A front of a file; None where it is none."""
     try:
-        write_atomically(file, msgspec.json.encode(dict(list(every.items())[-_MOST:])))
-    except (EffcompileError, OSError):
-        return
+        return msgspec.json.decode(front, type=KeptFront)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def write(file: Path, fronts: Mapping[str, KeptFront]) -> Kept:
+    """Keep the fronts beside those that others kept meanwhile, and give all; where nothing can be written, the next plan searches again."""
+    every = {**read(file), **{key: msgspec.Raw(msgspec.json.encode(front)) for key, front in fronts.items()}}
+    every = dict(list(every.items())[-_MOST:])
+    with contextlib.suppress(EffcompileError, OSError):
+        write_atomically(file, msgspec.json.encode(every))
+    return every
