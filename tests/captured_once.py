@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,14 +15,18 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.source import Source
 from effcompile.capture.state import ModelGuards
+from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ir.program import Program
 from effcompile.ir.step import Step
 from effcompile.search import captured
-from effcompile.search.training import work
+from effcompile.search.training import prepare, work
 
 #: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last, with all that was captured.
 _MOST = 16
 _sources: dict[object, tuple[Source, Source]] = {}
+#: Of the graphs that were traced last, by their identity, the storages: of a captured one they are asked for by every plan.
+_MOST_TRACED = 32
+_traced: dict[int, tuple[fx.Graph, Storages]] = {}
 #: Graphs that were captured, by their identity, as text.
 _texts: dict[int, tuple[fx.Graph, str]] = {}
 
@@ -80,6 +84,15 @@ def shared_source(**given: Any) -> Source:
     return found
 
 
+def shared_storages(graph: fx.Graph, given: Callable[[fx.Node], object]) -> Storages:
+    """The storages of a graph, traced once."""
+    if id(graph) not in _traced:
+        while len(_traced) >= _MOST_TRACED:
+            del _traced[next(iter(_traced))]
+        _traced[id(graph)] = graph, graph_storages(graph, given)
+    return _traced[id(graph)][1]
+
+
 def _unchanged(source: Source) -> None:
     """What was captured reads as it did when it was given on first."""
     for part in (part for made in source.made.values() if type(made) is tuple for part in made):
@@ -93,10 +106,12 @@ def captured_once() -> Iterator[None]:
     """Plans within share what is captured; what was captured is as it was afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "Source", shared_source)
+        patch.setattr(prepare, "graph_storages", shared_storages)
         yield
     for _, source in _sources.values():
         _unchanged(source)
     _texts.clear()
+    _traced.clear()
 
 
 @contextmanager

@@ -31,7 +31,6 @@ def quick_training(_calibrated: Path, _shared_captures: None, monkeypatch: pytes
     """The cache folder of these tests, which keep their operators' figures there; equal models with equal batches are captured once."""
     measured = operators._seconds
     monkeypatch.setattr(operators, "_seconds", lambda call, budget: measured(call, 0.0))
-    monkeypatch.setattr("effcompile.planner.remat.block._ROOMS", (600,))  # in tests/planner blocks are searched to the end
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(_calibrated))
     return _calibrated
 
