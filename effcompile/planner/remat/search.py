@@ -57,8 +57,7 @@ class Front:
             return np.zeros(len(points), dtype=np.bool_)
         if self._rows is None:
             self._rows = np.array(list(self.points), dtype=np.int64)
-        covered: NDArray[np.bool_] = (self._rows[None] <= points[:, None]).all(axis=2).any(axis=1)
-        return covered
+        return np.any(np.all(self._rows[None] <= points[:, None], axis=2), axis=1)
 
     def add(self, point: Point, kept: frozenset[int]) -> bool:
         if self.covers(point):
