@@ -16,6 +16,7 @@ from effcompile.compiler import TrainingExecutable, optimize_training, plan_trai
 from effcompile.compiler.training.compile import frontier_training
 from effcompile.core.errors import FormatError, InfeasibleError, InputsError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.units import format_bytes, format_seconds
 from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
 from effcompile.report.reasons import words
@@ -204,6 +205,19 @@ def test_states_do_not_go_over_a_link_that_carries_nothing() -> None:
     none = replace(load_target("v100-32gb"), link_bandwidth=0.0)
     plan = plan_training(model, (), batch, goal=Goal(mode="training"), target=none, passes=EXACT, optimizer=adamw)
     assert {words(d.reason) for d in plan.declined if d.option == "on the host"} == {"the link of the target 'v100-32gb' has 0 B/s"}
+
+
+def test_a_plan_says_what_crosses_the_link_for_states_on_the_host() -> None:
+    """Once in bytes: gradients there, and new weights back, are moved in every step."""
+    model, batch = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(4)]), (torch.randn(1, 128),)
+    asked: dict[str, Any] = {"target": "v100-32gb", "optimizer": adamw, "loss": lambda outputs, inputs: outputs.square().mean()}
+    whole = plan_training(model, batch, {}, goal=Goal(mode="training"), passes=EXACT, **asked)
+    budget = (whole.peak_bytes or 0) - whole.decision("optimizer").cost.bytes_kept // 2
+    plan = plan_training(model, batch, {}, goal=Goal(mode="training", memory=budget), passes=BACKWARD, **asked)
+    cost = plan.decision("optimizer").cost
+    told = next(note for note in map(words, plan.notes) if "cross the link" in note)
+    assert cost.bytes_link > 0
+    assert f"{format_bytes(cost.bytes_link)} cross the link in a step of {format_seconds(plan.predicted.seconds)}" in told
 
 
 def test_options_of_one_group_are_declined_for_all() -> None:

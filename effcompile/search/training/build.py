@@ -82,6 +82,7 @@ def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, n
             *_times(figures),
             *_reserved(joint, figures),
             *notes_of_fronts(prepared.cut, best.fronts, best.trace.host_bytes),
+            *_over_the_link(joint),
             *case.notes,
             *notes,
         ),
@@ -95,6 +96,17 @@ def _solving(joint: Joint) -> float:
     """Seconds that the solver took, for all cases."""
     made = [joint] if joint.record is None else joint.record.solutions
     return sum(one.schedule.solution.solve_seconds for one in made)
+
+
+def _over_the_link(joint: Joint) -> list[Reason]:
+    """What lies on the host with the optimizer's states, and the traffic of a step, as ZeRO-Offload's is told (Ren et al. 2021, 4.1)."""
+    states, best = joint.case.states, joint.schedule
+    if states is None or not states.link_bytes:
+        return []
+    values = 2 * sum(option.host_bytes for option in best.chosen)  # there and back
+    moved = states.link_bytes + joint.case.repeats * values
+    text = "on the host {bytes} in all; {bytes} cross the link in a step of {seconds}: {} GB/s"
+    return [Because(text, (joint.footprint.host, moved, joint.seconds, round(moved / joint.seconds / 1e9, 1)))]
 
 
 def _baseline(joint: Joint, found: Preparation) -> Totals:
