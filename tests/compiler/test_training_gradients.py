@@ -206,6 +206,33 @@ def test_a_frozen_parameter_is_not_updated_in_the_backward(net: Any) -> None:
         executable(x, y)
 
 
+def test_a_gradient_that_the_backward_has_consumed_cannot_be_clipped_or_read(net: Any) -> None:
+    model, x, y = net
+    eager = twin(model)
+    request = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "passes": ["no-pointwise", "states.in_backward=true"]}
+    front = frontier_training(model, (x, y), {}, goal=Goal(mode="training"), **request)
+    executable = optimize(model, (x, y), memory=front[0].peak_bytes, **request)
+    executable(x, y).backward()
+    for read in (
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),  # of no gradients at all it says 0 and clips nothing
+        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None),
+        lambda: torch.stack([p.grad for p in model.head.parameters()]),
+    ):
+        with pytest.raises(InputsError, match=r"that this plan's backward has consumed.*in_backward=false"):
+            read()
+    assert "consumed" in repr(model.head.weight.grad)
+    executable.optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+    executable.optimizer.step(lambda: executable(x, y).backward())
+    theirs = torch.optim.SGD(eager.parameters(), lr=0.1)
+    for _ in range(2):
+        eager(x, y).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters(), eager.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("passes", [["no-pointwise"], ["no-pointwise", "microbatch.count=2"]])
 def test_a_penalty_on_the_gradient_is_refused_in_words(net: Any, passes: list[str]) -> None:
     model, x, y = net

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from effcompile.backends.torch.consumed_gradient import ConsumedGradient
 from effcompile.backends.torch.host import host_copies, rest
 from effcompile.core.errors import FormatError, InputsError
 from effcompile.ops.one_by_one import OneByOne
@@ -39,12 +40,15 @@ class PlannedOptimizer(OneByOne):
         self._options: list[dict[str, object]] = []  # of all groups, as the backward read them
 
     def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Update all parameters that have a gradient; those that the backward has updated have none.
+        """Update all parameters that have a gradient; those that the backward has updated have none any more.
 
         Raises:
             InputsError: a learning rate or another option was changed since the backward, which has used it.
         """
-        loss = super().step(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for name in self._consumed:
+            self._by_name[name][0].grad = None
+        super().step()
         before, now = self._options, self._plain_options()
         used, self._options = bool(self._consumed), []
         self._consumed.clear()
@@ -76,6 +80,7 @@ class PlannedOptimizer(OneByOne):
         self._consumed.add(name)
         parameter, group = self._by_name[name]
         self.update(parameter, gradient, group)
+        parameter.grad = ConsumedGradient.of(parameter, name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned.
