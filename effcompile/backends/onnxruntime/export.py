@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from effcompile.backends.indices import raising
+from effcompile.backends.onnxruntime.not_numbers import as_in_torch
 from effcompile.core.errors import LoweringError
 from effcompile.core.quiet import quiet_libraries
 from effcompile.core.torch_compat_export import swift_onnx, synonyms
@@ -86,6 +87,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
         for value, spec in zip(model.graph.inputs, program.inputs, strict=True):
             value.name = spec.name
     _name_all(model)
+    as_in_torch(model.graph)
     by_fx = _nodes_by_fx_name(model)
     _without_source_paths(model)
     return Exported(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from effcompile.backends.openvino.measure import config
 from effcompile.core.arrays import Array
-from effcompile.core.errors import LoweringError
+from effcompile.core.errors import InputsError, LoweringError
 
 #: Where a model says that its last output tells whether all indices were in range.
 FLAG = ["effcompile", "indices_in_range"]
@@ -37,8 +39,15 @@ class Shaped:
         """One call.
 
         Raises:
-            RuntimeError: OpenVINO cannot compile or run it. LoweringError: an index that the model computed is in no row.
+            RuntimeError: OpenVINO cannot compile or run it. InputsError: an input has NaN, which OpenVINO takes for a number.
+            LoweringError: an index that the model computed is in no row.
         """
+        for port, array in zip(self._model.inputs, arrays, strict=True):
+            if array.dtype.kind == "f" and bool(np.isnan(array).any()):
+                raise InputsError(
+                    f"The input {port.get_any_name()} has NaN. OpenVINO's operators take it for a number (relu makes 0 of it, the largest "
+                    "value passes over it) where the model's answer is NaN. Mend the input, or choose another backend."
+                )
         sizes = tuple(array.shape for array in arrays)
         if self._sizes is None:
             self._for_sizes = self._request(self._sized(sizes))

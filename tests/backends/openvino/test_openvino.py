@@ -13,7 +13,8 @@ from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.backends.openvino import OpenVino, load
-from effcompile.core.errors import FormatError, LoweringError
+from effcompile.capture import capture
+from effcompile.core.errors import FormatError, InputsError, LoweringError
 from effcompile.core.goal import Goal
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -127,3 +128,14 @@ def test_measures_what_it_has() -> None:
     assert (OpenVino().measure(KernelCall("linear/int8_static", (8, 32, 32))) or 0) > 0
     assert (OpenVino().measure(KernelCall("attention/sdpa_int8", (1, 2, 8, 8, 16))) or 0) > 0
     assert OpenVino().measure(KernelCall("linear/w4", (8, 32, 32, 32))) is None
+
+
+@installed
+def test_nan_is_refused_and_infinity_is_not() -> None:
+    model, x = nn.Sequential(nn.ReLU()), torch.randn(2, 8)
+    lowered = OpenVino().lower(capture(model, (x,), {}), None, [[x]])
+    x[1, 3] = float("-inf")
+    assert torch.equal(lowered(x)[0], x.relu())
+    x[0, 2] = float("nan")
+    with pytest.raises(InputsError, match=r"NaN.*another backend"):
+        lowered(x)
