@@ -22,7 +22,7 @@ class ConsumedGradient(torch.Tensor):
         made.place = name
         return made
 
-    def __repr__(self, **_: object) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # what is shown has no contents
         return f"<the gradient of {self.place}, consumed in the backward>"
 
     @classmethod
@@ -35,4 +35,4 @@ class ConsumedGradient(torch.Tensor):
             "--pass states.in_backward=false, or leave clipping out (max_grad_norm=0 of Hugging Face's Trainer)."
         )
 
-    __torch_dispatch__ = __torch_function__
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]  # the base's has no name for what it is called with
