@@ -1,31 +1,47 @@
 """Is training feasible within what eager PyTorch needs? The smallest budget that the planner meets beside eager's measured peak.
 
-One process for each architecture of _architectures.py (tiny configs, random weights; batch 8, up to 64 tokens). Exact levers only, and no
-micro-batches: those would make any budget look met. The loss is the model's own where it makes one of labels, else the mean square of what
-it returns.
+One process for each architecture of _architectures.py (tiny configs, random weights; batch 8, up to 64 tokens), forked from one that has
+imported the libraries and nothing of a model: importing costs seconds, and what an architecture registers stays its own.
+Exact levers only, and no micro-batches: those would make any budget look met. The loss is the model's own where it makes one of labels,
+else the mean square of what it returns. The smallest budget is what the refusal of an impossible one names, and a step is then planned at
+it: its graphs are emitted and simulated, storage by storage. `--run` also runs, verifies and measures that step.
 
-    python benchmarks/feasible.py [--only gptj,mixtral] [--jobs 1] [--timeout 600]
+    python benchmarks/feasible.py [--only gptj,mixtral] [--batch 8] [--tokens 64] [--run] [--rows rows.jsonl] [--timeout 600]
 
+`--rows` adds each row to a file as it is found, and takes from there what is known: a run that was stopped goes on.
 Exit 0 when every architecture is feasible at 1.0x eager's peak, and at 0.8x where activations are more than half of that peak.
 """
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
+import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from _architectures import ARCHITECTURES, build
-from _children import answer, answers, arguments_of, names_in
+import msgspec
+from _architectures import ARCHITECTURES, Arch, build
+from _children import names_in
+from _common import header
 
-BATCH, LENGTH = 8, 64
 MIB = 2**20
+#: What every child needs, imported once.
+_LIBRARIES = ["torch._dynamo", "torch._functorch.aot_autograd", "transformers.modeling_utils", "effcompile.compiler.training.compile"]
+#: Fields of configs that bound the length.
+_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One architecture. Bytes: `eager` measured at its highest instant, `resident` of it the model and its inputs; `least` planned."""
+    """One architecture. Bytes: `eager` measured at its highest instant, `resident` of it the model and its inputs; `least` the smallest
+    budget, `planned` the simulated peak of the step planned at it, `ran` what it took when it was run (0: it was not)."""
 
     name: str
     family: str
@@ -33,6 +49,8 @@ class Row:
     resident: int = 0
     gradients: int = 0
     least: int = 0
+    planned: int = 0
+    ran: int = 0
     seconds: float = 0.0
     failure: str = ""
 
@@ -48,7 +66,8 @@ class Row:
     def state(self) -> str:
         if self.failure:
             return "failed"
-        return "ok" if self.share <= (0.8 if self.activations_dominate else 1.0) else "ABOVE"
+        holds = self.share <= (0.8 if self.activations_dominate else 1.0) and max(self.planned, self.ran) <= self.least
+        return "ok" if holds else "ABOVE"
 
 
 def loss_of(outputs: Any, inputs: Any) -> Any:
@@ -63,29 +82,44 @@ def loss_of(outputs: Any, inputs: Any) -> Any:
     return leaves[0].float().square().mean()
 
 
-def probe(name: str) -> Row:
+def probe(name: str, batch: int, tokens: int, *, run: bool) -> Row:
     """One architecture, in this process."""
-    import effcompile
-    from effcompile.core.errors import EffcompileError, InfeasibleError
+    from effcompile.core.errors import EffcompileError
 
-    arch = ARCHITECTURES[name]
+    arch = _long_enough(ARCHITECTURES[name], tokens)
     row = Row(name=name, family=arch.family)
-    model, inputs = build(arch, BATCH, LENGTH)
+    model, inputs = build(arch, batch, tokens)
     model.train()
     if "ForCausalLM" in arch.model or "LMHead" in arch.model:
         inputs["labels"] = inputs["input_ids"]
     _measure(row, model, inputs)
     start = time.perf_counter()
-    request = {"mode": "training", "passes": ["no-microbatch"], "loss": None if "labels" in inputs else loss_of, "target": "cpu-generic"}
     try:
-        effcompile.plan(model, inputs, memory=row.resident + 1, **request)
-        row.least = row.resident + 1
-    except InfeasibleError as error:
-        row.least = int(error.nearest["memory"])
+        _plan(row, model, inputs, run=run)
     except EffcompileError as error:
         row.failure = f"{type(error).__name__}: {error}"
     row.seconds = time.perf_counter() - start
     return row
+
+
+def _long_enough(arch: Arch, tokens: int) -> Arch:
+    """The architecture with positions for so many tokens."""
+    return replace(arch, fields=arch.fields | {name: max(tokens, arch.fields[name]) for name in _LONGEST if name in arch.fields})
+
+
+def _plan(row: Row, model: Any, inputs: dict[str, Any], *, run: bool) -> None:
+    """The smallest budget, and a step planned at it."""
+    import effcompile
+
+    request = {"mode": "training", "passes": ["no-microbatch"], "loss": None if "labels" in inputs else loss_of}
+    row.least = row.resident + 1
+    try:
+        row.planned = effcompile.plan(model, inputs, memory=row.least, target="cpu-generic", **request).predicted.peak_bytes
+    except effcompile.InfeasibleError as error:
+        row.least = int(error.nearest["memory"])
+        row.planned = effcompile.plan(model, inputs, memory=row.least, target="cpu-generic", **request).predicted.peak_bytes
+    if run:
+        row.ran = effcompile.optimize(model, inputs=inputs, memory=row.least, **request).plan.measured.peak_bytes
 
 
 def _measure(row: Row, model: Any, inputs: dict[str, Any]) -> None:
@@ -108,26 +142,79 @@ def _measure(row: Row, model: Any, inputs: dict[str, Any]) -> None:
 
 
 def line(row: Row) -> str:
-    """One line of the table."""
-    figures = [f"{size / MIB:9.2f}" for size in (row.eager, row.resident, row.least)]
-    dominate = "yes" if row.activations_dominate else "no"
-    share = f"{row.share:6.2f}" if row.eager and not row.failure else "     –"
-    return f"{row.name:30} {row.family:16} {' '.join(figures)} {share}  {dominate:11} {row.state:7} {row.seconds:5.0f}  {row.failure[:300]}"
+    """One row of the table."""
+    if row.failure:
+        return f"| {row.name} | {row.family} | {row.eager / MIB:.2f} | {row.resident / MIB:.2f} | – | – | – | {row.failure[:300]} |"
+    ran = f" (ran {row.ran / MIB:.2f})" if row.ran else ""
+    sizes = f"{row.eager / MIB:.2f} | {row.resident / MIB:.2f} | {row.least / MIB:.2f}{ran}"
+    return f"| {row.name} | {row.family} | {sizes} | {row.share:.2f} | {'yes' if row.activations_dominate else 'no'} | {row.state} |"
+
+
+def rows_of(names: list[str], arguments: argparse.Namespace) -> Iterator[Row]:
+    """The row of each name: from the file where it is known, else found now, and added to it."""
+    file = Path(arguments.rows) if arguments.rows else None
+    known = [msgspec.json.decode(text) for text in file.read_text().splitlines()] if file and file.exists() else []
+    rows = {told["name"]: Row(**told) for told in known}
+    yield from (rows[name] for name in names if name in rows)
+    multiprocessing.set_forkserver_preload(_LIBRARIES)
+    for name in names:
+        if name in rows:
+            continue
+        row = _in_a_child(name, arguments)
+        if file:
+            with file.open("ab") as opened:
+                opened.write(msgspec.json.encode(asdict(row)) + b"\n")
+        yield row
+
+
+def _in_a_child(name: str, arguments: argparse.Namespace) -> Row:
+    """The row of a process of its own, or that there is none."""
+    processes = multiprocessing.get_context("forkserver")
+    ours, theirs = processes.Pipe(duplex=False)
+    child = processes.Process(target=_answer, args=(theirs, name, arguments.batch, arguments.tokens, arguments.run))
+    child.start()
+    theirs.close()
+    try:
+        if ours.poll(arguments.timeout):
+            return Row(**ours.recv())
+        return Row(name=name, family=ARCHITECTURES[name].family, failure=f"no result within {arguments.timeout:.0f} s")
+    except EOFError:
+        child.join()
+        return Row(name=name, family=ARCHITECTURES[name].family, failure=f"ended with {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
+
+
+def _answer(told: Connection, name: str, batch: int, tokens: int, run: bool) -> None:
+    """What a child does."""
+    try:
+        row = probe(name, batch, tokens, run=run)
+    except Exception as error:  # every architecture has a row
+        traceback.print_exc()
+        row = Row(name=name, family=ARCHITECTURES[name].family, failure=f"not an effcompile error: {type(error).__name__}: {error}"[:400])
+    told.send(asdict(row))
 
 
 def main() -> int:
-    parser = arguments_of(__doc__, timeout=600.0)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated names")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per architecture")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--run", action="store_true", help="run, verify and measure the step at the smallest budget")
+    parser.add_argument("--rows", default="", help="a file of rows: what is there is not found again")
     arguments = parser.parse_args()
-    if arguments.child:
-        answer(arguments, asdict(probe(arguments.child)))
-        return 0
-    print(f"{'architecture':30} {'family':16} {'eager MiB':>9} {'model':>9} {'least':>9} {'least/':>6}  activations {'':7} {'s':>5}")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    print("\n".join(header("Training within eager's peak", 1)))
+    print(f"Batch {arguments.batch}, up to {arguments.tokens} tokens. MiB; `least`: the smallest budget.\n")
+    print("| architecture | family | eager | model | least | ÷ eager | activations dominate | |\n|---|---|---|---|---|---|---|---|")
     rows = []
-    for told in answers(__file__, names_in(parser, arguments.only), arguments):
-        rows.append(row := Row(**told))
+    for row in rows_of(names_in(parser, arguments.only), arguments):
+        rows.append(row)
         print(line(row), flush=True)
     good = sum(row.state == "ok" for row in rows)
-    print(f"{good} of {len(rows)} are feasible within eager's peak (0.8x of it where activations are more than half).")
+    print(f"\n{good} of {len(rows)} are feasible within eager's peak (0.8x of it where activations are more than half).")
     return 0 if good == len(rows) else 1
 
 
