@@ -19,6 +19,8 @@ from effcompile.ops.attention_terms import Terms, Wanted, part, sink_rows, wide
 
 #: Scores per block: 4 MB in fp32, which stays in a core's caches with its neighbours.
 SCORES = 1 << 20
+#: Scores per block where rows that see nothing get their gradients: they are rare, and every step's memory has to hold such a block.
+EMPTY_SCORES = 1 << 16
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -70,7 +72,7 @@ def finish(
         if bool(empty.any()):
             delta = delta_of(grad_out, out)
             everything = replace(terms, mask=None, q_ids=None, k_ids=None, valid=None, tiles=(), lo=None, hi=None, chunk=0)
-            for span in _blocks(everything, shape):
+            for span in _blocks(everything, shape, EMPTY_SCORES):
                 if bool(empty[span.batch, :, span.rows].any()):
                     _Block(q, k, v, everything, span).add_gradients(sums, grad_out, delta, lse, empty)
     return sums.results(q, k, v, terms)
@@ -87,21 +89,21 @@ def delta_of(grad_out: Tensor, out: Tensor) -> Tensor:
     return (grad_out.to(wide(out)) * out).sum(3)
 
 
-def _blocks(terms: Terms, shape: Shape) -> Iterator[Span]:
-    """Spans of about `SCORES` scores: some rows of all heads, of as many batch entries as fit; one at least."""
-    for span in spans(terms, shape, rows_per_block(shape, terms), whole=False):
+def _blocks(terms: Terms, shape: Shape, most: int = SCORES) -> Iterator[Span]:
+    """Spans of about `most` scores: some rows of all heads, of as many batch entries as fit; one at least."""
+    for span in spans(terms, shape, rows_per_block(shape, terms, most), whole=False):
         each = (span.heads.stop - span.heads.start) * (span.rows.stop - span.rows.start) * span.keys
-        entries = max(1, SCORES // each)
+        entries = max(1, most // each)
         for at in range(span.batch.start, span.batch.stop, entries):
             yield replace(span, batch=slice(at, min(at + entries, span.batch.stop)))
 
 
-def rows_per_block(shape: Shape, terms: Terms) -> int:
-    """So many rows that one batch entry's scores are about `SCORES`; 16 at least."""
+def rows_per_block(shape: Shape, terms: Terms, most: int = SCORES) -> int:
+    """So many rows that one batch entry's scores are about `most`; 16 at least."""
     _, h, sq, sk = shape
     band = sk if terms.lo is None or terms.hi is None else max(1, int(terms.hi) - int(terms.lo) + 64)
     keys = min(sk, band, int(terms.chunk) or sk)
-    return min(max(16, SCORES // max(1, h * keys)), 256, max(1, sq))
+    return min(max(16, most // max(1, h * keys)), 256, max(1, sq))
 
 
 def fill_empty(out: Tensor, lse: Tensor, v: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from effcompile.core.types import Kwargs
 from effcompile.ops.attention_flash import rows_per_span
-from effcompile.ops.attention_kernel import SCORES, rows_per_block, shape_of
+from effcompile.ops.attention_kernel import EMPTY_SCORES, SCORES, rows_per_block, shape_of
 from effcompile.ops.attention_terms import Terms, wide
 
 _FORM = {f.name for f in fields(Terms)}
@@ -37,7 +37,7 @@ def workspace_bytes(name: str, args: Sequence[object], kwargs: Kwargs) -> int | 
     flash = not terms.softcap and q.shape[3] == v.shape[3] and not derives_bias
     body = sizes.flash(backward=backward) if flash else sizes.tiled(backward=backward)
     if backward and terms.uniform_empty and terms.sink is None:
-        body = max(body, sizes.tiled(backward=True))
+        body = max(body, sizes.tiled(backward=True, most=EMPTY_SCORES))
     copies = sum(x.numel() * x.element_size() for x in (q, k, v, grad) if x is not None and not _reads(x))
     return copies + body + sizes.around(backward=backward)
 
@@ -110,11 +110,11 @@ class _Sizes:
         packed = (self.k.numel() + self.v.numel() + self.q.numel()) * self.q.element_size() if self.narrow else 0
         return torch.get_num_threads() * blocks * self.w * (2 if self.narrow else 1) + packed
 
-    def tiled(self, *, backward: bool) -> int:
+    def tiled(self, *, backward: bool, most: int = SCORES) -> int:
         """Blocks of scores and their like, and rows and keys in the wide dtype."""
         b, h, sq, sk = shape_of(self.q, self.k)
-        rows = max(rows_per_block((b, h, sq, sk), self.terms), self.terms.block_q if self.listed else 0)
-        scores = min(max(SCORES, h * min(rows, sq) * sk), b * h * sq * sk)
+        rows = max(rows_per_block((b, h, sq, sk), self.terms, most), self.terms.block_q if self.listed else 0)
+        scores = min(max(most, h * min(rows, sq) * sk), b * h * sq * sk)
         flat = (self.k.numel() + self.v.numel()) * self.w
         stacks = flat * (2 if backward else 1) + 4 * self.q.numel() // max(1, sq) * min(rows, sq) * self.w
         more = 1 + (self.terms.softcap > 0) + (self.terms.bias is not None) if backward else 0

@@ -52,6 +52,22 @@ def linears_as_matmul(exported: Exported, quantised: Collection[str]) -> None:
     ir.passes.common.RemoveUnusedNodesPass()(exported.model)
 
 
+def weights_as_read(graph: ir.Graph) -> None:
+    """Have weights that only one product reads, and that behind a Transpose, written as it reads them.
+
+    ONNX Runtime would transpose them as it loads them, beside the weights as written and those as it packs them.
+    """
+    for node in [node for node in graph if node.op_type == "Transpose"]:
+        weight, result = behind_transpose(node.outputs[0]), node.outputs[0]
+        readers = [use.node for use in result.uses()]
+        if weight is None or weight.const_value is None or len(weight.const_value.shape) != 2 or len(weight.uses()) != 1:
+            continue
+        if len(readers) == 1 and readers[0].op_type == "MatMul" and not result.is_graph_output():
+            readers[0].replace_input_with(1, _transposed(graph, weight))
+            graph.remove(node, safe=True)
+            del graph.initializers[str(weight.name)]
+
+
 def _constant(value: ir.Value | None) -> bool:
     return value is not None and value.const_value is not None
 
@@ -177,8 +193,10 @@ def _transposed(graph: ir.Graph, weight: ir.Value | None) -> ir.Value:
     assert weight.const_value is not None
     name = f"{weight.name}.transposed"
     if name not in graph.initializers:
-        tensor = ir.tensor(np.ascontiguousarray(weight.const_value.numpy().T), name=name)
-        shape = ir.Shape(list(weight.const_value.numpy().T.shape))
+        constant = weight.const_value
+        shape = ir.Shape(constant.numpy().T.shape)
+        made = lambda: ir.tensor(np.ascontiguousarray(constant.numpy().T), name=name)  # noqa: E731
+        tensor = ir.LazyTensor(made, dtype=constant.dtype, shape=shape, name=name)  # made as it is written
         graph.register_initializer(ir.Value(name=name, const_value=tensor, type=weight.type, shape=shape))
     return graph.initializers[name]
 

@@ -6,7 +6,10 @@ layer's weights have been pushed out by the others before they are read again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machines we saw
 _MOST_COPIES = 12
+#: Bytes of a tensor above which it stands in a file of its own.
+_LARGE = 1 << 20
 
 _Built = tuple[onnx.ModelProto, dict[str, np.ndarray], int]  # model, feeds, kernels per run
 
@@ -46,18 +51,27 @@ def measure(call: KernelCall) -> float | None:
     if call.kernel == "linear/sparse":
         custom_ops_library()
     try:
-        session, feeds, copies = _opened(builder, call.dims)
-        return median_seconds(lambda: run(session, feeds), min_rounds=5, budget=0.08) / copies
+        with _opened(builder, call.dims) as (session, feeds, copies):
+            return median_seconds(lambda: run(session, feeds), min_rounds=5, budget=0.08) / copies
     except LoweringError:
         return None
     finally:
-        give_back()  # a vocabulary's weights, several times over
+        give_back()  # a vocabulary's weights
 
 
-def _opened(builder: Callable[[Dims], _Built], dims: Dims) -> tuple[onnxruntime.InferenceSession, dict[str, np.ndarray], int]:
-    """A session of the kernels, their inputs, and how many there are; the model that it was made of is let go."""
+@contextlib.contextmanager
+def _opened(builder: Callable[[Dims], _Built], dims: Dims) -> Iterator[tuple[onnxruntime.InferenceSession, dict[str, np.ndarray], int]]:
+    """A session of the kernels, their inputs, and how many there are.
+
+    Large weights go through a file, which ONNX Runtime maps: from bytes it would parse and copy them, beside the model they are in.
+    """
     model, feeds, copies = builder(dims)
-    return open_session(model.SerializeToString(), default_settings()), feeds, copies
+    with tempfile.TemporaryDirectory(prefix="effcompile-kernel-", ignore_cleanup_errors=True) as folder:  # Windows keeps what is mapped
+        path = Path(folder) / "kernel.onnx"
+        onnx.save_model(model, path, save_as_external_data=True, location="weights", size_threshold=_LARGE)
+        del model
+        give_back()
+        yield open_session(path, default_settings()), feeds, copies
 
 
 def lacks(call: KernelCall) -> Reason | None:
@@ -75,7 +89,8 @@ def _linear(family: str) -> Callable[[Dims], _Built]:
         copies = max(1, min(_MOST_COPIES, _CACHE_BYTES // held.stored_bytes(n, k)))
         x = _noise(m, k)
         one = _model([helper.make_node("MatMul", ["x", "w"], ["p"], name="product"), helper.make_node("Add", ["p", "b"], ["y"])])
-        one.graph.initializer.extend([numpy_helper.from_array(_noise(k, n) * 0.02, "w"), numpy_helper.from_array(_noise(n), "b")])
+        _constant(one, "w", _noise(k, n, scale=0.02))
+        _constant(one, "b", _noise(n))
         _boundary(one, {"x": (m, k)}, {"y": (m, n)})
         one.graph.value_info.append(helper.make_tensor_value_info("p", TensorProto.FLOAT, (m, n)))
         if held != FP32:
@@ -98,7 +113,8 @@ def _sparse(dims: Dims) -> _Built:
     constants = {"v": _noise(kept, block, block), "crow": pattern.crow.numpy(), "col": pattern.col.numpy(), "b": _noise(n)}
     model = _model([block_sparse_node(["x", *constants], "y", rows=n, cols=k, block=block, name="product")])
     model.opset_import.append(helper.make_opsetid(DOMAIN, VERSION))
-    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    for name, array in constants.items():
+        _constant(model, name, array)
     _boundary(model, {"x": (m, k)}, {"y": (m, n)})
     copies = max(1, min(_MOST_COPIES, int(_CACHE_BYTES / (4 * kept * block**2))))
     return _repeated(model, copies), {"x": _noise(m, k)}, copies
@@ -211,7 +227,7 @@ def _embedding(held: WeightFormat) -> Callable[[Dims], _Built]:
         rows, cols = dims
         ids = np.random.default_rng(0).integers(0, 4096, rows)
         model = _model([helper.make_node("Gather", ["table", "ids"], ["y"], name="lookup")])
-        model.graph.initializer.append(numpy_helper.from_array(_noise(4096, cols), "table"))
+        _constant(model, "table", _noise(4096, cols))
         _boundary(model, {"ids": (rows,)}, {"y": (rows, cols)}, {"ids": TensorProto.INT64})
         if held != FP32:
             model = quantise(model, {"lookup": held}, {})
@@ -255,9 +271,17 @@ def _boundary(
     model.graph.output.extend(info(*item) for item in outputs.items())
 
 
+def _constant(model: onnx.ModelProto, name: str, array: np.ndarray) -> None:
+    """Add an initializer, made where it stays: a tensor that is added to a graph is copied."""
+    tensor = model.graph.initializer.add(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+    tensor.raw_data = array.tobytes()
+
+
 def _shape(name: str, dims: list[int]) -> onnx.TensorProto:
     return numpy_helper.from_array(np.array(dims, np.int64), name)
 
 
-def _noise(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+def _noise(*shape: int, scale: float = 1.0) -> np.ndarray:
+    noise = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    noise *= np.float32(scale)
+    return noise

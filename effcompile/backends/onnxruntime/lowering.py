@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from effcompile.backends.onnxruntime.export import OPSETS, Exported, export
-from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul
+from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul, weights_as_read
 from effcompile.backends.onnxruntime.quantise import found_formats, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
 from effcompile.backends.onnxruntime.session import numpy_feeds, open_session, run
@@ -25,6 +27,8 @@ from effcompile.machine.memory import give_back
 #: Bytes of weights above which they stand in a file beside the model. ONNX Runtime maps that file, one tensor at a time, where a model
 #: that holds its weights is serialised, read, parsed and copied whole: four times the weights at once.
 BESIDE = 64 << 20
+#: Bytes of a weight from which on it is worth a file's pages.
+_PAGES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +62,26 @@ def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], f
     written = ir.load(str(path))
     forms, weight_bytes = found_forms(written, linears.values()), _weight_bytes(written)
     del written
+    if weight_bytes > BESIDE:
+        _put_aside(program, folder)
+        gc.collect()
     give_back()  # what was exported and written, before a session holds the weights once more
     _check_runs(program, path)
     found = {site: Form(weights=forms[node]) for site, node in linears.items() if node in forms}
     return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes)
+
+
+def _put_aside(program: Program, folder: Path) -> None:
+    """Weights that passes made were written: from here on they are mapped from a file, for whoever reads them yet."""
+    for name in program.made:
+        parameter = program.module.get_parameter(name)
+        if parameter.device.type == "cpu" and parameter.nbytes > _PAGES:
+            file = folder / "aside"
+            parameter.detach().contiguous().view(torch.uint8).numpy().tofile(file)
+            mapped = torch.from_file(str(file), shared=False, size=parameter.numel(), dtype=parameter.dtype)
+            parameter.data = mapped.view(parameter.shape)
+            with contextlib.suppress(OSError):  # Windows keeps what is mapped
+                file.unlink()
 
 
 def _write(
@@ -75,10 +95,14 @@ def _write(
     formats, ranges = _planned(program, exported, calibration)
     if formats:
         linears_as_matmul(exported, formats)
+    elif _weight_bytes(exported.model) > BESIDE:
+        weights_as_read(exported.model.graph)
     model = _serialised(exported.model, path, quantising=bool(formats))
     if model is not None:
         model = quantise(model, formats, ranges)
         onnx.save_model(model, str(path))
+    for value in exported.model.graph.initializers.values():
+        value.const_value = None  # rules of the optimiser remember what they matched last, and with it the graph
     return {**applied, **_found(model, exported)}, exported.linears
 
 

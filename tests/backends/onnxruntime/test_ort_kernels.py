@@ -1,8 +1,10 @@
 """Every kernel that ONNX Runtime has can be timed; those it lacks are None."""
 
+from pathlib import Path
+
 import pytest
 
-from effcompile.backends.onnxruntime import OnnxRuntime
+from effcompile.backends.onnxruntime import OnnxRuntime, kernels
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 
@@ -29,3 +31,18 @@ def test_kernel(kernel):
 
 def test_weight_only_needs_whole_groups():
     assert OnnxRuntime().measure(KernelCall("linear/w4", (4, 48, 32, 32))) is None
+
+
+def test_large_weights_are_mapped_from_a_file_and_not_held_by_the_model(monkeypatch):
+    seen = []
+
+    def opened(path: Path, settings):
+        seen.extend((path.stat().st_size, (path.parent / "weights").stat().st_size))
+        return real(path, settings)
+
+    real = kernels.open_session
+    monkeypatch.setattr(kernels, "open_session", opened)
+    assert OnnxRuntime().measure(KernelCall("linear/fp32", (4, 1024, 4096, 0))) > 0
+    model, weights = seen
+    assert model < 400 << 10
+    assert weights >= 3 * 4 * 1024 * 4096  # copies that together exceed the caches

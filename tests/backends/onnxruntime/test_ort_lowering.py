@@ -1,9 +1,11 @@
 """Lowering to ONNX Runtime: planned options are found in the artifact, results are right, the file needs no effcompile."""
 
 import collections
+import gc
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -13,12 +15,13 @@ import torch
 from form_names import form, forms, names
 from torch.utils import _pytree as pytree
 
-from effcompile.backends.onnxruntime import OnnxRuntime
+from effcompile.backends.onnxruntime import OnnxRuntime, lowering
 from effcompile.backends.onnxruntime.quantise import found_formats
 from effcompile.capture import capture
 from effcompile.core.errors import LoweringError
 from effcompile.ir.export import resized
 from effcompile.ir.formats import NOT_FOUND
+from effcompile.passes.merge import Merge
 from effcompile.sites import parts as sites
 
 pytestmark = pytest.mark.usefixtures("exported_once")
@@ -158,3 +161,34 @@ def test_a_linear_of_rows_that_stays_in_fp32_is_a_gemm_which_hinders_no_other(op
     assert lowered.applied == forms({"0": "fp32", "2": option})
     with torch.no_grad():
         assert relative(lowered(*program.flat_inputs())[0], model(*program.args)) < 0.3
+
+
+class Shared(torch.nn.Module):
+    """Two linears of one input, whose merged weight a pass makes, and one behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = (torch.nn.Linear(320, 320) for _ in range(3))
+
+    def forward(self, x):
+        return self.out(self.q(x) * self.k(x))
+
+
+def test_weights_that_were_written_are_held_by_the_file_alone(monkeypatch):
+    """Those of the model stay as they are, those that a pass made are mapped; none is written for ONNX Runtime to transpose."""
+    monkeypatch.setattr(lowering, "BESIDE", 64)
+    torch.manual_seed(0)
+    model, x = Shared().eval(), torch.randn(2, 5, 320)
+    program = capture(model, (x,), {})
+    (site,) = sites.merges(program)
+    merged = Merge().apply(program, SimpleNamespace(forms=lambda: {site.site: form("merged")})).made_beside(program)
+    assert merged.made == (f"{site.merged_site}.weight", f"{site.merged_site}.bias")
+    weight = merged.module.get_parameter(merged.made[0])
+    before, at, own = weight.detach().clone(), weight.data_ptr(), model.out.weight.data_ptr()
+    lowered = OnnxRuntime().lower(merged, None, [])
+    assert weight.data_ptr() != at
+    assert not [o for o in gc.get_objects() if type(o) is torch.Tensor and o.shape == weight.shape and o.data_ptr() == at]
+    assert torch.equal(weight, before)
+    assert model.out.weight.data_ptr() == own
+    assert relative(lowered(x)[0], model(x).detach()) < 1e-5
+    assert "Transpose" not in {node.op_type for node in onnx.load(lowered._path).graph.node}
