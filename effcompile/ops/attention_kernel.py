@@ -30,7 +30,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
     if terms.sink is not None:
         lse.copy_(sink_rows(terms.sink).expand(shape[:3]))
-    for span in _blocks(terms, shape):
+    for span in _blocks(terms, shape, SCORES):
         block = _Block(q, k, v, terms, span)
         scores = block.scores()
         top = scores.amax(3, keepdim=True)
@@ -54,7 +54,7 @@ def backward(
     sums = Sums.of(q, k, v, terms, wanted)
     shape = shape_of(q, k)
     delta = delta_of(grad_out, out)
-    for span in _blocks(terms, shape):
+    for span in _blocks(terms, shape, SCORES):
         _Block(q, k, v, terms, span).add_gradients(sums, grad_out, delta, lse, None)
     return finish(sums, grad_out, q, k, v, out, lse, terms)
 
@@ -89,7 +89,7 @@ def delta_of(grad_out: Tensor, out: Tensor) -> Tensor:
     return (grad_out.to(wide(out)) * out).sum(3)
 
 
-def _blocks(terms: Terms, shape: Shape, most: int = SCORES) -> Iterator[Span]:
+def _blocks(terms: Terms, shape: Shape, most: int) -> Iterator[Span]:
     """Spans of about `most` scores: some rows of all heads, of as many batch entries as fit; one at least."""
     for span in spans(terms, shape, rows_per_block(shape, terms, most), whole=False):
         each = (span.heads.stop - span.heads.start) * (span.rows.stop - span.rows.start) * span.keys
@@ -98,7 +98,7 @@ def _blocks(terms: Terms, shape: Shape, most: int = SCORES) -> Iterator[Span]:
             yield replace(span, batch=slice(at, min(at + entries, span.batch.stop)))
 
 
-def rows_per_block(shape: Shape, terms: Terms, most: int = SCORES) -> int:
+def rows_per_block(shape: Shape, terms: Terms, most: int) -> int:
     """So many rows that one batch entry's scores are about `most`; 16 at least."""
     _, h, sq, sk = shape
     band = sk if terms.lo is None or terms.hi is None else max(1, int(terms.hi) - int(terms.lo) + 64)

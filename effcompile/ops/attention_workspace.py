@@ -35,7 +35,7 @@ def workspace_bytes(name: str, args: Sequence[object], kwargs: Kwargs) -> int | 
     sizes = _Sizes(q, k, v, terms, listed=len(rest) > 6 and bool(rest[6]))
     derives_bias = backward and terms.bias is not None and kwargs.get("bias_gradient", True)
     flash = not terms.softcap and q.shape[3] == v.shape[3] and not derives_bias
-    body = sizes.flash(backward=backward) if flash else sizes.tiled(backward=backward)
+    body = sizes.flash(backward=backward) if flash else sizes.tiled(backward=backward, most=SCORES)
     if backward and terms.uniform_empty and terms.sink is None:
         body = max(body, sizes.tiled(backward=True, most=EMPTY_SCORES))
     copies = sum(x.numel() * x.element_size() for x in (q, k, v, grad) if x is not None and not _reads(x))
@@ -110,7 +110,7 @@ class _Sizes:
         packed = (self.k.numel() + self.v.numel() + self.q.numel()) * self.q.element_size() if self.narrow else 0
         return torch.get_num_threads() * blocks * self.w * (2 if self.narrow else 1) + packed
 
-    def tiled(self, *, backward: bool, most: int = SCORES) -> int:
+    def tiled(self, *, backward: bool, most: int) -> int:
         """Blocks of scores and their like, and rows and keys in the wide dtype."""
         b, h, sq, sk = shape_of(self.q, self.k)
         rows = max(rows_per_block((b, h, sq, sk), self.terms, most), self.terms.block_q if self.listed else 0)

@@ -20,6 +20,7 @@ GPT = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_pos
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", GPT),
     "GPT-J": ("GPTJForCausalLM", {**GPT, "rotary_dim": 4}),
+    "MPT": ("MptForCausalLM", {"vocab_size": VOCABULARY, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_seq_len": 128}),
     "Llama": ("LlamaForCausalLM", LLAMA),
     "Mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "Qwen2-MoE": ("Qwen2MoeForCausalLM", {**LLAMA, **EXPERTS}),

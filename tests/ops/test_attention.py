@@ -126,7 +126,8 @@ LAYOUTS = ("contiguous", "length before heads", "width first", "spread", "expand
 def test_equals_the_reference(p: Problem, layouts: tuple[str, ...]) -> None:
     """With blocks as small as they come, so that short lengths have many."""
     p = replace(p, **{name: laid_out(getattr(p, name), layout) for name, layout in zip("qkv", layouts, strict=True)})
-    with mock.patch.object(attention_kernel, "SCORES", 1), mock.patch.object(attention_flash, "_SPAN_COST", 0):
+    blocks = mock.patch.multiple(attention_kernel, SCORES=1, EMPTY_SCORES=1)
+    with blocks, mock.patch.object(attention_flash, "_SPAN_COST", 0):
         assert_equal(p, 1e-11)
 
 
