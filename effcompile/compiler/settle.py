@@ -174,7 +174,7 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
             "Close what else holds memory, or let another backend do it (--backend torch-eager copies least)."
         )
     with shop.progress.step(f"lower to {backend.name}"):
-        tagged = apply_passes(shop.program, shop.passes, plan, next(iter(shop.cases), None)).made_beside(shop.program)
+        tagged = apply_passes(shop.program, shop.passes, plan, next(iter(shop.cases), None))
         lowered = backend.lower(tagged, plan, shop.calibration)
     with shop.progress.step(f"verify {backend.name}"):
         checks = verify(Executable(shop.model, tagged, lowered, plan), tagged, shop.cases, shop.goal)

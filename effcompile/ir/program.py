@@ -92,7 +92,7 @@ class Program(Traced):
         left: attention → why it stands as the model writes it.
         tags: site → form, set by passes for the backend to act on.
         history: names of the passes applied so far.
-        made: parameters of `module` that passes made: all others are the model's own.
+        made: parameters of `module` that a pass made anew, whose memory nothing else has.
         call: what must be so of the arguments at each call.
         carried: input → output, for state that enters and is updated (keys and values): the output is its next value.
     """
@@ -190,12 +190,6 @@ class Program(Traced):
         """Bytes of parameters and buffers, each storage once."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-    def made_beside(self, model: Program) -> Program:
-        """The same, knowing which of its parameters `model`, which it was made of, has not."""
-        theirs = {p.untyped_storage()._cdata for p in model.module.parameters()}
-        made = (name for name, p in self.module.named_parameters() if p.untyped_storage()._cdata not in theirs)
-        return replace(self, made=tuple(made))
 
     def parameter_count(self) -> int:
         """Number of distinct parameter elements."""

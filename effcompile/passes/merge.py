@@ -57,21 +57,21 @@ class Merge(Pass):
     def apply(self, program: Program, plan: Plan) -> Program:
         chosen = plan.forms()
         edited = program.editable(self.name)
-        tags = dict(program.tags)
+        tags, made = dict(program.tags), list(program.made)
         for site in merges(edited):
             form = chosen.get(site.site)
             if form is None:
                 continue
             tags[site.site] = form
             if form.word == MERGED:
-                _merge(edited, site)
+                made += _merge(edited, site)
                 common = {chosen[m.site] for m in site.members if m.site in chosen}
                 assert len(common) <= 1, f"the plan gives the members of {site.site} several formats: {sorted(f.name for f in common)}"
                 if common:
                     tags[site.merged_site] = common.pop()
         edited.graph.lint()
         edited.module.recompile()
-        return replace(edited, tags=tags)
+        return replace(edited, tags=tags, made=tuple(made))
 
 
 def _why_not(program: Program, site: MergeSite) -> str:
@@ -108,8 +108,8 @@ def _zero_bias_bytes(site: MergeSite) -> int:
     return 4 * sum(without) if len(without) < len(site.members) else 0
 
 
-def _merge(program: Program, site: MergeSite) -> None:
-    """Replace the members by one linear and a split of its result."""
+def _merge(program: Program, site: MergeSite) -> list[str]:
+    """Replace the members by one linear and a split of its result; the names of its parameters."""
     graph, first = program.graph, site.members[0]
     weight, bias = _register(program, site)
     with graph.inserting_before(min((m.node for m in site.members), key=list(graph.nodes).index)):
@@ -129,6 +129,7 @@ def _merge(program: Program, site: MergeSite) -> None:
             if unread is not None:
                 _remove_if_unread(program, unread)
     program.module.delete_all_unused_submodules()
+    return [name for name in (weight, bias) if name is not None]
 
 
 def _call(first: LinearSite, w: fx.Node, b: fx.Node | None) -> tuple[Any, tuple[Any, ...]]:

@@ -72,14 +72,19 @@ def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], f
 
 
 def _put_aside(program: Program, folder: Path) -> None:
-    """Weights that passes made were written: from here on they are mapped from a file, for whoever reads them yet."""
+    """Weights that a pass made were written: from here on they are mapped from a file, for whoever reads them yet.
+
+    What torch.export and torch.onnx leave behind refers to their old memory, which is freed all the same.
+    """
     for name in program.made:
         parameter = program.module.get_parameter(name)
         if parameter.device.type == "cpu" and parameter.nbytes > _PAGES:
             file = folder / "aside"
             parameter.detach().contiguous().view(torch.uint8).numpy().tofile(file)
             mapped = torch.from_file(str(file), shared=False, size=parameter.numel(), dtype=parameter.dtype)
+            held = parameter.untyped_storage()
             parameter.data = mapped.view(parameter.shape)
+            held.resize_(0)
             with contextlib.suppress(OSError):  # Windows keeps what is mapped
                 file.unlink()
 
