@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
+import mmap
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,45 +50,46 @@ def build(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folde
         LoweringError: no opset works; the reason is that of the newest.
     """
     failures: list[LoweringError] = []
+    apart = _mapped(program, folder)
     for opset in OPSETS:
         try:
-            return _build_at(program, calibration, folder, opset)
+            return _build_at(program, calibration, folder, opset, apart)
         except LoweringError as error:
             failures.append(error)
     raise failures[0]
 
 
-def _build_at(program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, opset: int) -> Built:
+def _build_at(
+    program: Program, calibration: Sequence[Sequence[torch.Tensor]], folder: Path, opset: int, apart: Sequence[mmap.mmap]
+) -> Built:
     path = folder / "model.onnx"
     applied, linears = _write(program, calibration, path, opset)
     written = ir.load(str(path))
     forms, weight_bytes = found_forms(written, linears.values()), _weight_bytes(written)
     del written
     if weight_bytes > BESIDE:
-        _put_aside(program, folder)
         gc.collect()
+        for pages in apart if hasattr(mmap, "MADV_DONTNEED") else ():
+            pages.madvise(mmap.MADV_DONTNEED)  # they are in the file
     give_back()  # what was exported and written, before a session holds the weights once more
     _check_runs(program, path)
     found = {site: Form(weights=forms[node]) for site, node in linears.items() if node in forms}
     return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes)
 
 
-def _put_aside(program: Program, folder: Path) -> None:
-    """Weights that a pass made were written: from here on they are mapped from a file, for whoever reads them yet.
-
-    What torch.export and torch.onnx leave behind refers to their old memory, which is freed all the same.
-    """
-    for name in program.made:
+def _mapped(program: Program, folder: Path) -> list[mmap.mmap]:
+    """Have the weights that a pass made mapped from files, whose pages can be dropped while torch.export's leavings refer to them."""
+    found: list[mmap.mmap] = []
+    for name in program.made if program.weight_bytes() > BESIDE else ():
         parameter = program.module.get_parameter(name)
         if parameter.device.type == "cpu" and parameter.nbytes > _PAGES:
-            file = folder / "aside"
-            parameter.detach().contiguous().view(torch.uint8).numpy().tofile(file)
-            mapped = torch.from_file(str(file), shared=False, size=parameter.numel(), dtype=parameter.dtype)
-            held = parameter.untyped_storage()
-            parameter.data = mapped.view(parameter.shape)
-            held.resize_(0)
-            with contextlib.suppress(OSError):  # Windows keeps what is mapped
-                file.unlink()
+            with tempfile.TemporaryFile(dir=folder) as file:
+                if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and not a signal at the copy
+                    os.posix_fallocate(file.fileno(), 0, parameter.nbytes)
+                file.truncate(parameter.nbytes)
+                found.append(mmap.mmap(file.fileno(), parameter.nbytes))
+            parameter.data = torch.frombuffer(found[-1], dtype=parameter.dtype).view(parameter.shape).copy_(parameter.detach())
+    return found
 
 
 def _write(
