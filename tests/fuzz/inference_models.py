@@ -311,6 +311,7 @@ def drawn(draw: st.DrawFn, backends: tuple[str, ...], several: int, least: int =
     )
     names = draw(st.lists(st.sampled_from(list(LAYERS)), min_size=1, max_size=4))
     steep = bool({"looked up", "gathered", "one hot"} & set(names))  # rounding chooses a row there
+    rough = steep or "in place, mask" in names  # an error chooses a branch there
     case = Case(
         names=names,
         attentions=draw(st.lists(attention, max_size=1)),
@@ -328,7 +329,7 @@ def drawn(draw: st.DrawFn, backends: tuple[str, ...], several: int, least: int =
     setting = st.builds(
         Setting,
         backend=st.sampled_from(backends),
-        max_error=st.none() if steep else st.sampled_from([None, None, 1e-3, 3e-2]),
+        max_error=st.none() if rough else st.sampled_from([None, None, 1e-3, 3e-2]),
         minimize=st.sampled_from(["time", "time", "memory"]),
         passes=st.sampled_from([None, None, None, ("no-merge",), ("no-fuse", "no-rows"), ("no-attention",), ("no-quantize",)]),
         saved=st.sampled_from([False] * 5 + [True]),

@@ -220,8 +220,17 @@ class Trial:
                 continue
             assert isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype, f"{place}: another shape or dtype"
             if b.is_floating_point():
-                least = scale * b.numel() ** 0.5 if self.setting.max_error else 0.0  # a mean of both signs may be nearly nothing
+                least = scale * self.terms(way, b, theirs) ** 0.5 if self.setting.max_error else 0.0
                 assert distance(a, b, least) <= limit, f"{place}: relative error {distance(a, b, least):.2e} > {limit:.0e}"
+
+    def terms(self, way: str, output: Tensor, outputs: Sequence[tuple[Any, Any]]) -> int:
+        """Of how many values an output is made: a mean or a sum of both signs may be nearly nothing beside the errors of its terms.
+
+        For what was planned for, the limit is of each output by itself; of its own values then.
+        """
+        if way.startswith("example"):
+            return output.numel()
+        return max(other.numel() for _, other in outputs if isinstance(other, Tensor))
 
     def allowed(self, way: str) -> float:
         rounding = 6e-2 if self.case.dtype == torch.bfloat16 else ROUNDING
