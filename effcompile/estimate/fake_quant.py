@@ -89,6 +89,8 @@ def activation(x: torch.Tensor, held: WeightFormat, within: Range | None) -> tor
     """What a linear in this format multiplies. `within`: the range that a static one is fixed to."""
     if held.activation == "bf16":
         return bf16(x)
+    if held.activation == "int8 rows":
+        return per_channel(x.reshape(-1, x.shape[-1])).view(x.shape)
     if held.activation == "int8 blocks":
         return block_int8(x, held.group)
     return x if held.activation == "as given" else uint8(x, within)

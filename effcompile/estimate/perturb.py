@@ -123,8 +123,9 @@ def delta_of(site: Site, option: Form, record: Record, limits: fake_quant.Range 
 
 
 def _stored(site: Site, option: Form) -> torch.Tensor:
-    """The weight as the option stores it; int8_channel and int8_static share theirs."""
-    key = Form(weights=INT8_CHANNEL) if option.weights is not None and option.weights.activation == "static int8" else option
+    """The weight as the option stores it; the formats of 8 bits with a scale per channel share theirs."""
+    shared = option.weights is not None and option.weights.activation in ("static int8", "int8 rows")
+    key = Form(weights=INT8_CHANNEL) if shared else option
     assert site.weight is not None
     if key not in site.cache:
         site.cache.clear()  # one copy at a time: tables of a vocabulary are large

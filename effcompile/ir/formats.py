@@ -14,7 +14,7 @@ from typing import Literal
 from effcompile.core.errors import UsageError
 
 Scale = Literal["none", "tensor", "channel", "group"]
-Activation = Literal["as given", "bf16", "dynamic int8", "static int8", "int8 blocks"]
+Activation = Literal["as given", "bf16", "dynamic int8", "static int8", "int8 rows", "int8 blocks"]
 
 #: The sizes that a group of weights with one scale may have, and the one that needs no mention.
 GROUPS = (16, 32, 64, 128, 256)
@@ -86,6 +86,8 @@ BF16 = WeightFormat(family="bf16", bits=16, activation="bf16")
 #: u8 activations with one scale taken at run time, times s8 weights with one scale for all.
 INT8_DYNAMIC = WeightFormat(family="int8_dynamic", bits=8, scale="tensor", scale_bytes=5, activation="dynamic int8")
 INT8_CHANNEL = WeightFormat(family="int8_channel", bits=8, scale="channel", scale_bytes=5, activation="dynamic int8")
+#: s8 activations with a scale for each row (token), taken at run time, times s8 weights with a scale per output channel.
+INT8_TOKEN = WeightFormat(family="int8_token", bits=8, scale="channel", scale_bytes=4, activation="int8 rows")
 #: The range of the activations is fixed from calibration inputs.
 INT8_STATIC = WeightFormat(family="int8_static", bits=8, scale="channel", scale_bytes=5, activation="static int8")
 W8 = WeightFormat(family="w8", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=4, activation="int8 blocks")
@@ -103,7 +105,7 @@ def _table(formats: Iterable[WeightFormat]) -> dict[str, WeightFormat]:
 
 
 #: Every format of a dense linear, by its family; the baseline first.
-LINEAR_FORMATS = _table((FP32, BF16, INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC, W8, W8_CHANNEL, W4))
+LINEAR_FORMATS = _table((FP32, BF16, INT8_DYNAMIC, INT8_CHANNEL, INT8_TOKEN, INT8_STATIC, W8, W8_CHANNEL, W4))
 #: Every format of an embedding's table; the baseline first.
 TABLE_FORMATS = _table((FP32, TABLE_INT8, TABLE_INT8_ROWS))
 

@@ -32,8 +32,18 @@ _SECONDS = 120  # for one compilation: some second of work on an idle machine
 #: Instruction set → the compiler's flags for it. Named flags and not -march=native, so that machines may share the cache.
 ISA_FLAGS: Mapping[str, tuple[str, ...]] = {
     "avx512": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mfma", "-mprefer-vector-width=512"),
+    "avx512_vnni": (
+        "-mavx512f",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512bw",
+        "-mavx512vnni",
+        "-mfma",
+        "-mprefer-vector-width=512",
+    ),
     "avx512_bf16": ("-mavx512f", "-mavx512vl", "-mavx512dq", "-mavx512bw", "-mavx512bf16", "-mfma", "-mprefer-vector-width=512"),
     "avx2": ("-mavx2", "-mfma"),
+    "avx_vnni": ("-mavx2", "-mfma", "-mavxvnni"),
     "generic": (),
 }
 

@@ -32,7 +32,7 @@ class KernelSpec:
 
 def _linear(held: WeightFormat) -> KernelSpec:
     """Integer products where both sides are integers; 16 bits where weights are floating and have them; else fp32."""
-    whole = held.activation in ("dynamic int8", "static int8")
+    whole = held.activation in ("dynamic int8", "static int8", "int8 rows")
     dtype = "int8" if whole else "bf16" if held.bits == 16 else "fp32"
     activation_bytes = 2.0 if dtype == "bf16" else 4.0
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError, UsageError
+from effcompile.machine.instructions import best_isa
 from effcompile.machine.native import compiled, library
 from effcompile.ops.block_sparse_dense import dense_weight, sampled_gradient
 
@@ -36,14 +36,6 @@ _BAD = {1: "crow must ascend from 0 to at most the number of values", 2: "col is
 
 _found: dict[tuple[torch.dtype, int, str], Kernels | str] = {}
 _building = threading.Lock()
-
-
-def best_isa() -> str:
-    """The widest instruction set of native.ISA_FLAGS that this CPU has and torch uses ($ATEN_CPU_CAPABILITY lowers it)."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability == "AVX512":
-        return "avx512_bf16" if torch_compat.has_avx512_bf16() else "avx512"
-    return "avx2" if capability == "AVX2" else "generic"
 
 
 def kernels(x: Tensor, block: int) -> Kernels | str:

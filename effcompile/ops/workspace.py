@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from effcompile.ops import attention_workspace, block_sparse, collectives, compress, consume, embedding, grouped, loss_head
+from effcompile.ops import attention_workspace, block_sparse, collectives, compress, consume, embedding, grouped, int8_linear, loss_head
 from effcompile.ops.products import Scratch, measured
+
+#: Whose operators allocate by themselves.
+_OTHERS = (embedding, block_sparse, compress, collectives, int8_linear)
 
 
 def workspace_bytes(
@@ -29,7 +32,7 @@ def workspace_bytes(
     with_products = (module.workspace_bytes(name.removesuffix(".default"), args, scratch) for module in (loss_head, grouped))
     if (found := next((nbytes for nbytes in with_products if nbytes is not None), None)) is not None:
         return found
-    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in (embedding, block_sparse, compress, collectives))
+    known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in _OTHERS)
     if (of_attention := attention_workspace.workspace_bytes(name.removesuffix(".default"), args, kwargs)) is not None:
         return of_attention
     return next((nbytes for nbytes in known if nbytes is not None), None)

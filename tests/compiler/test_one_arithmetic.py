@@ -23,7 +23,7 @@ from effcompile.sites.parts import embeddings, linears
 
 N, K = 96, 256
 LINEARS = {
-    "torch-eager": ("bf16", "int8_dynamic", "int8_channel", "int8_static", "w8_channel", "w4", "w4g64", "w4g128"),
+    "torch-eager": ("bf16", "int8_dynamic", "int8_channel", "int8_token", "int8_static", "w8_channel", "w4", "w4g64", "w4g128"),
     "onnxruntime": ("int8_dynamic", "int8_channel", "int8_static", "w8", "w8g64", "w4", "w4g16", "w4g128"),
 }
 TABLES = {"torch-eager": "int8_rows", "onnxruntime": "int8"}

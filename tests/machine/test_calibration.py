@@ -107,9 +107,9 @@ def test_a_measurement_that_raises_is_absent_and_says_why():
         return math.nan if call.kernel == "linear/bf16" else roofline(call)
 
     found = calibrate({"torch": broken}, quick=True).backends["torch"]
-    assert found.missing == {"linear/int8_dynamic", "linear/int8_channel", "linear/int8_static", "linear/bf16"}
+    assert found.missing == {"linear/int8_dynamic", "linear/int8_channel", "linear/int8_token", "linear/int8_static", "linear/bf16"}
     assert {"no such instruction" in reason for reason in found.failures.values()} == {True}
-    assert len(found.failures) == 3
+    assert len(found.failures) == 4
 
 
 def test_peaks_without_any_linear_are_torchs_own():

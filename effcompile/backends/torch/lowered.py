@@ -24,6 +24,8 @@ from effcompile.core.types import Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
+from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.int8_linear import told as int8_told
 
 ARTIFACT = "model.pt2"
 _HEADER = "effcompile.json"
@@ -152,7 +154,7 @@ def lower_eager(program: Program) -> TorchLowered:
         engine="eager",
         run=module,
         applied=found.applied(program, module),
-        settings={"threads": torch.get_num_threads()},
+        settings={"threads": torch.get_num_threads(), **_kernels(program)},
         weight_bytes=_artifact_bytes(program),
     )
 
@@ -175,9 +177,16 @@ def lower_inductor(program: Program) -> TorchLowered:
             "freezing": True,
             "compile_seconds": round(seconds, 1),
             "other_shapes": "run uncompiled, weights packed",
+            **_kernels(program),
         },
         weight_bytes=_artifact_bytes(program),
     )
+
+
+def _kernels(program: Program) -> dict[str, str]:
+    """Which instruction set multiplies bytes, where the program has such linears, and why not a better one."""
+    used = any(node.target is int8_linear.default for node in program.graph.nodes)
+    return {"int8 linears": int8_told()} if used else {}
 
 
 class _Shaped:

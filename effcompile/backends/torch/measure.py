@@ -14,10 +14,12 @@ from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
 from effcompile.core import gpu, torch_compat
 from effcompile.core.timing import median_seconds
-from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, W8_CHANNEL, WeightFormat
+from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, W8_CHANNEL, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
+from effcompile.ops.int8_codes import pack
+from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.ops.tiles import TileList
 from effcompile.sites.attention import predictor as _registers_too  # noqa: F401 - the same
@@ -79,6 +81,8 @@ def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
     if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
         return None
     x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+    if held == INT8_TOKEN:
+        return _int8_token(x, weight, bias)
     if held.bits > 8:
         return _float(held, x, weight, bias, engine)
     return (_int8 if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) else _weight_only)(held, x, weight, bias, engine)
@@ -121,6 +125,13 @@ def _int8(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch
         return lambda: qlinear.default(quantize(x), 8.0 / 255.0, 128, *tail)
     dynamic = _engine(numerics.quantize_dynamic, engine)
     return lambda: qlinear.tensor(*dynamic(x), *tail)
+
+
+def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
+    """One operator to every engine; None on a GPU."""
+    codes, scales = numerics.quantize_rows(weight)
+    packed, flat = pack(codes), scales.flatten()
+    return None if x.is_cuda else lambda: int8_linear.default(x, packed, flat, bias)
 
 
 def _weight_only(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:

@@ -10,8 +10,9 @@ import torch
 
 from effcompile.core import torch_compat
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
+from effcompile.ir.formats import INT8_TOKEN, LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
 from effcompile.machine.target import KernelCall
+from effcompile.ops import int8_linear
 
 aten = torch.ops.aten
 
@@ -92,6 +93,8 @@ def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
         return Unsupported(f"torch has no linear '{{name}}'{instead}", (held.name,))
     if held.family == "fp32":
         return None
+    if held == INT8_TOKEN:
+        return int8_linear.refusal(k)
     if held.group and held.group not in _W4_GROUPS:
         return Unsupported(f"torch's 4-bit weights come in groups of {', '.join(map(str, _W4_GROUPS))}, not of {{}}", (held.group,))
     if held.family == "w4" and (k % held.group or n % W4_COLUMNS):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from effcompile.backends.torch.edit import SITE
+from effcompile.backends.torch.edit import FOLLOWED, SITE
 from effcompile.core import torch_compat
 from effcompile.ir.formats import (
     BF16,
@@ -18,6 +18,7 @@ from effcompile.ir.formats import (
     INT8_CHANNEL,
     INT8_DYNAMIC,
     INT8_STATIC,
+    INT8_TOKEN,
     NOT_FOUND,
     TABLE_INT8_ROWS,
     TWO_OF_FOUR,
@@ -29,6 +30,7 @@ from effcompile.ir.formats import (
 )  # fmt: skip
 from effcompile.ir.program import Program, module_path
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
+from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.tile_predictors import STATIC
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
 from effcompile.sites.parts import add_norms, argument, linears
@@ -157,6 +159,12 @@ def _w4(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return W4.grouped_by(group), 2 * int(weight.shape[1]), int(weight.shape[0])
 
 
+def _int8_token(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """K as it is stored, to whole words of four codes."""
+    codes, scales = _constant(module, node.args[1]), _constant(module, node.args[2])
+    return None if codes is None or scales is None else (INT8_TOKEN, 4 * int(codes.shape[1]), int(scales.shape[0]))
+
+
 def _coded(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     """Our own products with codes: with those of x, or of the weight alone, a byte or half of one each."""
     codes, scales = _constant(module, node.args[1]), _constant(module, node.args[2])
@@ -206,6 +214,7 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     torch.ops.effcompile.block_sparse_linear: _sparse,
     torch.ops.effcompile.two_of_four_linear: _two_of_four,
     torch.ops.effcompile.quantized_linear: _coded,
+    int8_linear: _int8_token,
 }
 
 
@@ -253,11 +262,13 @@ def _gelus(module: fx.GraphModule) -> dict[str, Form]:
     taken: Counter[str] = Counter()
     found = {}
     for node in module.graph.nodes:
-        if node.target is aten.gelu.default:
-            name = f"{module_path(node) or node.name}:gelu"
+        fused = node.target is int8_linear.default and str(argument(node, "after")).startswith("gelu")
+        if fused or node.target is aten.gelu.default:
+            name = f"{node.meta[FOLLOWED] if fused else module_path(node) or node.name}:gelu"
             taken[name] += 1
             name = name if taken[name] == 1 else f"{name}#{taken[name]}"
-            found[name] = Form(word="tanh" if argument(node, "approximate") == "tanh" else "erf")
+            tanh = "tanh" in str(argument(node, "after" if fused else "approximate"))
+            found[name] = Form(word="tanh" if tanh else "erf")
     return found
 
 

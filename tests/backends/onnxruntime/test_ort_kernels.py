@@ -12,6 +12,7 @@ DIMS = {call.kernel: call.dims for call in grid(quick=True)}
 ABSENT = {
     "linear/bf16",
     "linear/2:4",
+    "linear/int8_token",
     "linear/w8_channel",
     "embedding/int8_rows",
     *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),

@@ -17,7 +17,7 @@ from effcompile.ir.program import Program
 from effcompile.sites.parts import linears
 
 pytestmark = pytest.mark.skipif(TorchInductor().unavailable() is not None, reason="no C++ compiler")
-MIXED = ("fp32", "bf16", "int8_dynamic", "int8_channel", "int8_static", "int8_static", "bf16")
+MIXED = ("int8_token", "bf16", "int8_dynamic", "int8_channel", "int8_static", "int8_static", "bf16")
 
 
 def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(model: nn.Module, program: Program) -> None:

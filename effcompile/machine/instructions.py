@@ -1,0 +1,27 @@
+"""The instruction sets of native.ISA_FLAGS that this CPU has and torch uses: $ATEN_CPU_CAPABILITY lowers what torch uses, and so these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from effcompile.core import torch_compat
+
+
+def best_isa() -> str:
+    """The widest for floating-point arithmetic."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability == "AVX512":
+        return "avx512_bf16" if torch_compat.has_avx512_bf16() else "avx512"
+    return "avx2" if capability == "AVX2" else "generic"
+
+
+def integer_isas() -> tuple[str, ...]:
+    """Those with products of bytes, the fastest first; none on other processors than x86."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    tell: Callable[[], Mapping[str, object]] = getattr(torch.cpu, "get_capabilities", dict)  # a torch that cannot tell has none
+    found = tell()
+    wide = ("avx512_vnni",) if found.get("avx512_vnni") else ()
+    narrow = ("avx_vnni", "avx2") if found.get("avx_vnni") else ("avx2",)
+    return {"AVX512": (*wide, "avx512", *narrow), "AVX2": narrow}.get(capability, ())

@@ -1,0 +1,56 @@
+"""Weights and activations as bytes, in torch: what the compiled 8-bit linears (`int8_linear.cpp`) compute, to the bit.
+
+    scale = max |x| of the row / 127        code = round(x · (127 / max |x|))        y = (codes · codesᵀ) · (scale of x · scale of W) + bias
+
+Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns are 128.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+__all__ = ["AFTER", "linear_by_torch", "pack", "unpack"]
+
+#: What may follow the bias, as `int8_linear.cpp` numbers it.
+AFTER = ("none", "gelu", "gelu_tanh", "silu")
+#: Rows without a larger value are rounded to 0.
+_LEAST = 1e-30
+
+
+def pack(codes: Tensor) -> Tensor:
+    """s8 codes (N, K), −127 to 127, in the order in which the kernels read them."""
+    n, k = codes.shape
+    padded = F.pad(codes, (0, -k % 4, 0, -n % 16))
+    tiles = padded.reshape(-1, 16, padded.shape[1] // 4, 4).transpose(1, 2)
+    return (tiles.to(torch.int16) + 128).to(torch.uint8).contiguous()
+
+
+def unpack(packed: Tensor, n: int, k: int) -> Tensor:
+    """The inverse."""
+    tiles = (packed.to(torch.int16) - 128).to(torch.int8).transpose(1, 2)
+    return tiles.reshape(16 * packed.shape[0], -1)[:n, :k]
+
+
+def row_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(codes as floats, scales (M, 1)); a row with an infinity or NaN has codes of 0 and the scale NaN."""
+    most = x.abs().amax(1, keepdim=True)
+    finite, some = most.isfinite(), most > _LEAST
+    inverse = torch.where(finite & some, torch.full_like(most, 127.0) / most, 0.0)
+    scale = torch.where(finite, torch.where(some, most / torch.full_like(most, 127.0), 0.0), torch.nan)
+    return torch.where(finite, x * inverse, 0.0).round(), scale
+
+
+def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
+    """What the kernels compute, slowly: the sums of products are exact in float64."""
+    n, k = scales.shape[0], x.shape[-1]
+    flat = x.reshape(-1, k)
+    if not flat.numel():
+        return x.new_zeros((*x.shape[:-1], n))
+    codes, row_scales = row_codes(flat)
+    sums = codes.double() @ unpack(weight, n, k).double().T
+    y = sums.float() * (scales * row_scales)
+    y = y if bias is None else y + bias
+    followed = {"none": lambda t: t, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "silu": F.silu}[after](y)
+    return followed.view(*x.shape[:-1], n)

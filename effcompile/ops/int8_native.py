@@ -1,0 +1,115 @@
+"""The compiled 8-bit linears (`int8_linear.cpp`): which instruction set they use here, and how they are called.
+
+The first use compiles them for the best set that this CPU has and compares them once with torch. What cannot be compiled or is wrong is
+not used: the next best set is tried, and `Kernels.instead` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from effcompile.core.errors import LoweringError
+from effcompile.machine.instructions import integer_isas
+from effcompile.machine.native import library
+from effcompile.ops import int8_codes
+
+_SOURCE = Path(__file__).with_name("int8_linear.cpp")
+
+#: Instruction set → words of a vector, rows and vectors of the register tile. A panel of two vectors of outputs stays in the L1 cache
+#: (measured on AVX512-VNNI, 128×768×3072: 14×2 297 GOP/s, 6×4 244, 8×3 256, 12×2 245).
+TILES = {"avx512_vnni": (16, 14, 2), "avx_vnni": (8, 5, 2), "avx512": (16, 8, 2), "avx2": (8, 4, 2)}
+
+#: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
+_CHUNK = 1 << 18
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = (_POINTER, _INT, _INT, _INT, *(_POINTER,) * 3, _INT, _INT, *(_POINTER,) * 4, _INT, _INT)
+
+
+@functools.cache
+def kernels() -> Kernels | str:
+    """The best kernels that this machine runs, or why there are none."""
+    failed: list[str] = []
+    for isa in integer_isas():
+        try:
+            made = Kernels(isa, "; ".join(failed))
+        except LoweringError as error:
+            failed.append(str(error))
+            continue
+        if (said := made.objection()) is None:
+            return made
+        failed.append(said)
+    return "; ".join(failed) or "the C++ kernels multiply bytes on x86 processors with AVX2 at least; this one has it not"
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    """Codes of x, and the scale and sum of each row, in one allocation."""
+
+    rows: int
+    summed: int
+
+    @property
+    def padded(self) -> int:
+        return -(-self.summed // 4) * 4
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * (self.padded + 8)
+
+    def addresses(self, start: int) -> tuple[int, int, int]:
+        """Of the codes, the scales and the sums."""
+        return start + 8 * self.rows, start, start + 4 * self.rows
+
+
+def workspace_bytes(x: Tensor) -> int:
+    """Bytes that a call holds beyond its arguments and result, where x (..., K) has adjacent columns."""
+    summed = int(x.shape[-1])
+    return _Workspace(int(x.numel()) // summed if summed else 0, summed).nbytes
+
+
+class Kernels:
+    """The compiled kernels of one instruction set. `instead`: why better sets are not used; "" where there is none."""
+
+    def __init__(self, isa: str, instead: str = "") -> None:
+        """Raises LoweringError when they cannot be compiled."""
+        self.isa, self.instead = isa, instead
+        width, rows, vecs = TILES[isa]
+        self._call = library(_SOURCE, {"WIDTH": width, "ROWS": rows, "VECS": vecs}, isa).int8_linear
+        self._call.argtypes, self._call.restype = _ARGUMENTS, None
+
+    def linear(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
+        """See `int8_linear.int8_linear`, which has checked the arguments."""
+        n, k = scales.shape[0], x.shape[-1]
+        result = x.new_empty((*x.shape[:-1], n))
+        flat = x.reshape(-1, k)
+        flat = flat if flat.stride(1) == 1 or k == 1 else flat.contiguous()
+        room = _Workspace(flat.shape[0], k)
+        workspace = torch.empty(room.nbytes, dtype=torch.uint8)
+        codes, row_scales, sums = room.addresses(workspace.data_ptr())
+        self._call(
+            flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
+            None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(), codes, row_scales, sums,
+            max(1, _CHUNK // room.padded), torch.get_num_threads(),
+        )  # fmt: skip
+        return result
+
+    def objection(self) -> str | None:
+        """None, or that a linear differs from what torch computes of the same codes: whole tiles and rests, the largest codes, a NaN."""
+        codes = (torch.arange(53 * 71) * 37 % 255 - 127).to(torch.int8).view(53, 71)
+        codes[0], scales = 127, (torch.arange(53) + 1) / 997
+        bias, weight = scales.cos(), int8_codes.pack(codes)
+        for rows in (1, 2, 33):
+            x = (torch.arange(rows * 71) * 0.7).sin().view(rows, 71)
+            x[0], x[-1, 3] = 1, torch.nan if rows == 2 else 1
+            for after in int8_codes.AFTER:
+                right = int8_codes.linear_by_torch(x, weight, scales, bias, after)
+                if not torch.allclose(self.linear(x, weight, scales, bias, after), right, rtol=1e-5, atol=1e-5, equal_nan=True):
+                    return f"the compiled {self.isa} kernels gave a wrong product of bytes"
+        return None

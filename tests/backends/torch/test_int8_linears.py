@@ -1,0 +1,57 @@
+"""Our linears in 8 bits in a lowered program: what follows them is computed inside, and the report says by what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from form_names import form, forms
+from torch import Tensor, nn
+
+from effcompile.backends.torch import TorchEager
+from effcompile.capture import capture
+from effcompile.ops.int8_linear import int8_linear, told
+from effcompile.sites.parts import linears
+
+ACTIVATIONS = {"gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "silu": nn.SiLU()}
+
+
+class Block(nn.Module):
+    """`shared`: somebody else reads the linear's result too."""
+
+    def __init__(self, activation: nn.Module, *, shared: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.activation, self.shared = nn.Linear(32, 80), nn.Linear(80, 32), activation, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.up(x)
+        y = self.activation(z)
+        return self.down(y + z if self.shared else y)
+
+
+def called(program: object) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("after", ACTIVATIONS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_follows_is_computed_inside_where_nobody_else_reads(after: str, shared: bool) -> None:
+    model, x = Block(ACTIVATIONS[after], shared=shared).eval(), torch.randn(2, 7, 32)
+    program = capture(model, (x,))
+    tags = {site.site: "int8_token" for site in linears(program)}
+    lowered = TorchEager().lower(program.tagged(forms(tags), "test"), None, [[x]])  # type: ignore[arg-type]
+    names = called(lowered.program)
+    assert names.count("effcompile.int8_linear.default") == 2 and any("gelu" in n or "silu" in n for n in names) == shared
+    assert {site: lowered.applied[site] for site in tags} == {site: form("int8_token") for site in tags}
+    gelu = {"gelu": "erf", "gelu_tanh": "tanh"}.get(after)
+    assert (lowered.applied["activation:gelu"].name if gelu else None) == gelu
+    with torch.no_grad():
+        wanted, found = model(x), lowered(x)[0]
+    assert 1e-5 < float((found - wanted).norm() / wanted.norm()) < 3e-2
+    assert lowered.settings["int8 linears"] == told()
+
+
+def test_nothing_is_said_where_there_are_none() -> None:
+    model, x = Block(nn.GELU()).eval(), torch.randn(2, 7, 32)
+    lowered = TorchEager().lower(capture(model, (x,)), None, [[x]])  # type: ignore[arg-type]
+    assert "int8 linears" not in lowered.settings and int8_linear.default not in {n.target for n in lowered.program.graph.nodes}
