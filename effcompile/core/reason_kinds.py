@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from effcompile.core import findings, reasons
+from effcompile.core import findings, mask, reasons
 from effcompile.core.reasons import Reason
 
 #: kind → its class: what a plan.json may hold.
@@ -25,7 +25,9 @@ KINDS: dict[str, type[Reason]] = {
     "kept": reasons.Kept,
     "frees": reasons.Frees,
     "divided": reasons.Divided,
-    "sees": reasons.Sees,
+    "sees": mask.Sees,
+    "stays dense": mask.StaysDense,
+    "only where": mask.OnlyWhere,
     "sparse speed": reasons.SparseSpeed,
     "recall": reasons.Recall,
     "together": findings.Together,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from string import Formatter
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 #: What may stand in a hole of a text, and so how it is printed: a plain number, bytes, seconds, an error, a share, the name of a place,
 #: any other name or somebody else's words.
@@ -48,6 +48,12 @@ class _Text(Reason):
         if self.figures:
             _fill(self.text, self.figures)
 
+    @classmethod
+    def of(cls, text: str, *figures: object) -> Self:
+        """Holes `{}` filled with numbers and names alike: `Unsupported.of("{} holds {} heads", node, 12)`; what is neither, as its text."""
+        kept = tuple(value if isinstance(value, (int, float, str)) and not isinstance(value, bool) else str(value) for value in figures)
+        return cls(text.format(*("{name}" if isinstance(value, str) else "{}" for value in kept)) if kept else text, kept)
+
     @property
     def parts(self) -> tuple[tuple[str, str | None, Figure], ...]:
         """(text before, hole, figure) of each hole; hole None for the text behind the last one."""
@@ -82,6 +88,21 @@ class Unsupported(_Text):
     """It cannot be had, or was not looked at, in a pass's own words."""
 
     kind: Literal["unsupported"] = "unsupported"
+
+
+class ReasonError(Exception):
+    """Left a computation with a reason: a text with holes `{}`, and what stands in them."""
+
+    def __init__(self, text: str, *figures: object) -> None:
+        self.reason = Unsupported.of(text, *figures)
+        super().__init__(self.reason)
+
+    @classmethod
+    def because(cls, reason: Unsupported) -> Self:
+        """With a reason that is there already."""
+        error = cls("")
+        error.reason, error.args = reason, (reason,)
+        return error
 
 
 # ------------------------------------------------------------------ why an option was not taken
@@ -251,16 +272,6 @@ class Divided(Reason):
 
 
 # ------------------------------------------------------------------ what is known of a place
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sees(Reason):
-    """An attention's mask, the share of the scores in its tiles, and what every call checks for it to hold."""
-
-    kind: Literal["sees"] = "sees"
-    mask: str
-    share: float | None = None
-    condition: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

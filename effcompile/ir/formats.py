@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from effcompile.core.errors import UsageError
+from effcompile.core.mask import MaskForm
 
 Scale = Literal["none", "tensor", "channel", "group"]
 Activation = Literal["as given", "bf16", "dynamic int8", "static int8", "int8 rows", "int8 blocks"]
@@ -124,16 +125,19 @@ class Form:
         weights: the format of the linear or table; of the linears that are changed with it, for another site.
         pruned: share of the units that go, for a structure.
         figures: parameters of what is done, by name; they are not printed.
+        mask: of an attention that knows its mask in closed form; the report prints it.
     """
 
     word: str = ""
     weights: WeightFormat | None = None
     pruned: float = 0.0
     figures: tuple[tuple[str, float], ...] = ()
+    mask: MaskForm | None = None
 
     def agrees(self, found: Form) -> bool:
         """Whether what was found is this, as far as it can be found: a built thing does not show all of its parameters."""
         same = (self.word, self.weights, self.pruned) == (found.word, found.weights, found.pruned)
+        same = same and (self.mask is None or found.mask is None or self.mask.same_terms(found.mask))
         return same and set(found.figures) <= set(self.figures)
 
     @property

@@ -17,6 +17,7 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
 from effcompile.core.files import read_bounded, write_atomically
 from effcompile.core.goal import Goal
+from effcompile.core.mask import Sees
 from effcompile.core.reason_kinds import KINDS
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.distributed import Distributed
@@ -67,7 +68,7 @@ class Decision:
         by: the pass that proposed it.
         cost, baseline_cost: predicted costs of the two.
         why: what speaks for it; None where it is the cheapest that fits with all others.
-        note: what is known of the place: an attention's mask.
+        note: what is known of the place; an attention's mask is in its form.
         applied: what the backend found in the lowered artifact at this site ("" before lowering).
         settings: what the option stands for, where its name does not say it: enough to apply the plan again.
 
@@ -87,6 +88,12 @@ class Decision:
     applied: str = ""
     settings: Mapping[str, Setting] = field(default_factory=dict, hash=False)
     form: Form | None = None
+
+    @property
+    def known(self) -> Reason | None:
+        """What is known of the place: the note, with the mask of the form."""
+        mask = self.form.mask if self.form is not None else None
+        return replace(self.note, form=mask) if isinstance(self.note, Sees) and mask is not None else self.note
 
     def __post_init__(self) -> None:
         if self.form is not None and self.form.name != self.option:

@@ -102,7 +102,7 @@ class Program(Traced):
     returned: tuple[Any, ...] = ()
     dynamic_shapes: Any = None
     fixed: tuple[str, ...] = ()
-    left: Mapping[str, str] = field(default_factory=dict)
+    left: Mapping[str, Reason] = field(default_factory=dict)
     tags: Mapping[str, Form] = field(default_factory=dict)
     history: tuple[str, ...] = ()
     made: tuple[str, ...] = ()

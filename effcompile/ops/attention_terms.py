@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from effcompile.core.errors import UsageError
+from effcompile.core.mask import Mask
 from effcompile.ops.devices import one_device
-from effcompile.ops.mask import OPERANDS, TILES, Mask
+from effcompile.ops.mask import OPERANDS, TILES
 
 #: Dtypes of q, k and v.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from effcompile.ops.mask import Mask
+from effcompile.core.mask import Mask
 from effcompile.ops.tile_bounds import Bounds, band_bounds, chunk_bounds, id_bounds, valid_bounds
 from effcompile.ops.tiles import TileList, check_blocks, once
 
@@ -50,15 +50,6 @@ class Visibility(Mask[Tensor, Tensor, int]):
         if not bounds.exact:
             partial = self._seen_in(partial, block_q, block_k, q_len, k_len)
         return TileList.from_grids(partial, full, q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k)
-
-    def describe(self, q_len: int, k_len: int) -> str:
-        """One line for a report: `causal ∧ window 64 ∧ padding`."""
-        words = [*_band_words(self.lo, self.hi, k_len - q_len)]
-        words += [f"chunks of {self.chunk}"] if self.chunk else []
-        words += ["documents"] if self.q_ids is not None else []
-        words += ["padding"] if self.valid is not None else []
-        words += ["dense"] if self.mask is not None else []
-        return " ∧ ".join(words) or "everything visible"
 
     def terms(self, b: Tensor, i: Tensor, j: Tensor) -> Iterator[Tensor]:
         """Each closed form at the elements (b, i, j), int64 indices that broadcast; `mask` is not among them."""
@@ -209,15 +200,3 @@ def _fewest(form: Visibility, mask: Tensor) -> Visibility:
         if getattr(form, name) is not nothing and _equals(slimmer, mask):
             form = slimmer
     return form
-
-
-def _band_words(lo: int | None, hi: int | None, aligned: int) -> Iterator[str]:
-    """`aligned` = Sk − Sq is where the last query sees the last key."""
-    if hi is not None and hi in (0, aligned):
-        yield "causal" if hi == 0 else "causal (bottom-right)"
-        if lo is not None:
-            yield f"window {hi - lo + 1}"
-    elif lo is not None and hi is not None and lo == -hi:
-        yield f"two-sided window ±{hi}"
-    elif lo is not None or hi is not None:
-        yield f"{'' if lo is None else f'{lo} ≤ '}k − q{'' if hi is None else f' ≤ {hi}'}"

@@ -11,12 +11,14 @@ import torch
 from torch import fx
 
 from effcompile.core.cost import Cost, Provenance
-from effcompile.core.reasons import NotMeasured, Reason, Sees, Unsupported
+from effcompile.core.errors import FormatError
+from effcompile.core.mask import OnlyWhere, Sees, StaysDense
+from effcompile.core.reasons import NotMeasured, Reason, Unsupported
 from effcompile.ir.formats import INT8_STATIC, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price, unsupported
+from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.sites.attention.closed_masks import in_closed_form, is_causal, mask_of, set_causal, set_flex, visible_keys
 from effcompile.sites.attention.expand import expand
 from effcompile.sites.attention.mask.graph_mask import GraphMask
@@ -56,7 +58,7 @@ class Attention(Pass):
 
     def propose(self, program: Program, context: Context) -> Iterable[Choice | Declined]:
         for module, reason in program.left.items():
-            yield Declined(site=module, kind="attention", option="fused", by=self.name, reason=Unsupported(reason))
+            yield Declined(site=module, kind="attention", option="fused", by=self.name, reason=reason)
         found = attentions(program)
         if found and self.int8 and context.goal.exact:
             yield no_error_allowed("attention", INT8, self.name)
@@ -71,6 +73,7 @@ class Attention(Pass):
         by_option: dict[str, list[fx.Node]] = {}
         for site in attentions(edited):
             word = tags[site.site].word if site.site in tags else ""
+            _check_mask(site, tags.get(site.site), mask_of(edited, site.node) if word in _SEEING else None)
             if site.ours or word in ("causal", "tiled", "flex"):
                 by_option.setdefault(word, []).append(site.node)
         if not by_option:
@@ -99,8 +102,10 @@ class Attention(Pass):
                 yield Declined(site=site.site, kind="attention", option=form, by=self.name, reason=reason, cost=cost)
             else:
                 assert cost is not None
-                note = _note(mask, site) if mask is not None and form in _SEEING else None
-                options.append(Option(form=Form(word=form), cost=cost, by=self.name, note=note))
+                seen = mask if form in _SEEING else None
+                note = _note(seen, site) if seen is not None else None
+                carried = Form(word=form, mask=seen.form if seen is not None else None)
+                options.append(Option(form=carried, cost=cost, by=self.name, note=note))
         if self.int8 and not context.goal.exact and options and not site.ours:
             option = self._int8(site, names, context, options[0])
             if isinstance(option, Option):
@@ -131,6 +136,17 @@ class Attention(Pass):
         return Option(form=Form(word=INT8), cost=replace(cost, error_squared=error), by=self.name, requires=requires)
 
 
+def _check_mask(site: AttentionSite, planned: Form | None, found: GraphMask | None) -> None:
+    """Hold the mask that a plan was made for against that of the model it is applied to.
+
+    Raises:
+        FormatError: they differ.
+    """
+    if planned is not None and planned.mask is not None and found is not None and not planned.mask.same_terms(found.form):
+        was, now = Sees(form=planned.mask), Sees(form=found.form)
+        raise FormatError(f"The plan was made where {site.site} {was}; in this model it {now}. Plan again.")
+
+
 #: Forms that know the mask in closed form.
 _SEEING = ("causal", "tiled", "flex")
 
@@ -147,9 +163,8 @@ def _price(form: str, site: AttentionSite, mask: GraphMask | None, context: Cont
 
 
 def _note(mask: GraphMask, site: AttentionSite) -> Sees:
-    """What is seen, how much of the scores that is in whole tiles, and under which guards."""
-    share = visible_keys(mask, site.dims[3]) / max(1, site.dims[3])
-    return Sees(mask=mask.text, share=share, condition=mask.condition if mask.guards else "")
+    """How much of the scores is seen, in whole tiles; what is seen is in the option's form."""
+    return Sees(share=visible_keys(mask, site.dims[3]) / max(1, site.dims[3]))
 
 
 def _sum_of_parts(site: AttentionSite, context: Context) -> Cost | None:
@@ -178,20 +193,15 @@ def _forms(site: AttentionSite, mask: GraphMask | None) -> Iterator[str]:
     yield "math"
 
 
-def _why_not(form: str, site: AttentionSite, mask: GraphMask | None) -> Unsupported | None:
+def _why_not(form: str, site: AttentionSite, mask: GraphMask | None) -> Reason | None:
     """Why a form is not possible at a site, whatever it costs; None if it is."""
     if form == "packed":
-        return unsupported(_why_not_packed(site))
+        return _why_not_packed(site)
     if form not in _SEEING or mask is None:
         return None
-    if mask.note:
-        return Unsupported(f"its mask stays dense: {mask.note}")
-    if not mask.guards:
-        return None
-    where = f"its mask is {mask.text} only where {mask.condition}"
-    if not mask.met:
-        return Unsupported(f"{where}, which the example inputs are not")
-    return Unsupported(where) if form != "tiled" else None
+    if mask.left is not None:
+        return StaysDense(because=mask.left)
+    return OnlyWhere(form=mask.form, unmet=not mask.met) if mask.guards and not (mask.met and form == "tiled") else None
 
 
 def _source(value: object) -> fx.Node:
@@ -202,14 +212,14 @@ def _source(value: object) -> fx.Node:
     return value
 
 
-def _why_not_packed(site: AttentionSite) -> str:
-    """Why the heads cannot be read packed, (B, S, H·D), as they are; "" if they can."""
+def _why_not_packed(site: AttentionSite) -> Unsupported | None:
+    """Why the heads cannot be read packed, (B, S, H·D), as they are; None if they can."""
     for name, value in zip("qkv", site.node.args[:3], strict=True):
         if not (isinstance(value, fx.Node) and _swaps_heads(value)):
-            return f"the heads of {name} are not split right before it, so packing would add a transpose"
+            return Unsupported("the heads of {name} are not split right before it, so packing would add a transpose", (name,))
     if not all(_swaps_heads(user) for user in _readers(site.node)):
-        return "its result is read with heads apart, so packing would add a transpose"
-    return ""
+        return Unsupported("its result is read with heads apart, so packing would add a transpose")
+    return None
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

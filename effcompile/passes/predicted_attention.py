@@ -12,6 +12,8 @@ import torch
 from torch import fx
 
 from effcompile.core.cost import Cost, Provenance
+from effcompile.core.findings import Together
+from effcompile.core.mask import OnlyWhere, Sees, StaysDense
 from effcompile.core.reasons import NotMeasured, OverError, Reason, Recall, Unsupported
 from effcompile.estimate.prediction import Figure, Trial, calibrate, told
 from effcompile.ir.plan import Plan
@@ -19,7 +21,7 @@ from effcompile.ir.program import Program, shape_of
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price, unsupported
+from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.sites.attention.closed_masks import mask_of, visible_keys
 from effcompile.sites.attention.find.normal_form import NotThisFormError, faking, tensor_of
 from effcompile.sites.attention.node_builder import Emitter
@@ -85,7 +87,7 @@ class Predict(Pass):
             try:
                 trial = self._trial(program, [site.site for site in open_to])
             except NotThisFormError as error:
-                reasons |= dict.fromkeys((site.site for site in open_to), Unsupported(str(error)))
+                reasons |= dict.fromkeys((site.site for site in open_to), error.reason)
         exact = {c.site: c for c in Attention().propose(program, context) if isinstance(c, Choice)} if trial else {}
         for site in found:
             if trial is None or reasons[site.site] or site.site not in exact:
@@ -175,7 +177,7 @@ class Predict(Pass):
     def _declined(self, site: AttentionSite, method: str, reason: Reason, cost: Cost | None = None) -> Declined:
         return Declined(site=site.site, kind="attention", option=method, by=self.name, reason=reason, cost=cost)
 
-    def _why_not(self, program: Program, site: AttentionSite) -> Unsupported | None:
+    def _why_not(self, program: Program, site: AttentionSite) -> Reason | None:
         """Why no predictor can stand at an attention; None if one can."""
         sk = site.dims[3]
         if sk < self.least:
@@ -183,21 +185,24 @@ class Predict(Pass):
         values = shape_of(site.node.args[2])  # type: ignore[arg-type]
         if values[-1] != site.dims[4]:
             return Unsupported("v is {} wide and q {}: the kernel of listed tiles wants them equal", (values[-1], site.dims[4]))
-        return unsupported(self._unseen(program, site))
+        return self._unseen(program, site)
 
     @staticmethod
-    def _unseen(program: Program, site: AttentionSite) -> str:
-        """What of the scores a predictor does not see; "" for nothing."""
+    def _unseen(program: Program, site: AttentionSite) -> Reason | None:
+        """What of the scores a predictor does not see; None for nothing."""
         if site.ours and argument(site.node, "softcap"):
-            return "its scores are capped, which the kernel of listed tiles does not do"
+            return Unsupported("its scores are capped, which the kernel of listed tiles does not do")
         mask = mask_of(program, site.node)
-        if mask is None:
-            return "its scores have a bias, which predictors do not see" if site.mask is not None else ""
-        if mask.note or mask.guards:
-            return f"its mask is not known for certain: {mask.note or mask.guards[0].text}"
-        if mask.biases:
-            return "its scores have a bias, which predictors do not see"
-        return f"it sees {mask.text}: predictors know bands, chunks and padding" if mask.mask or mask.q_ids is not None else ""
+        biased = site.mask is not None if mask is None else bool(mask.biases)
+        if mask is not None and mask.left is not None:
+            return StaysDense(because=mask.left)
+        if mask is not None and mask.guards:
+            return OnlyWhere(form=mask.form)
+        if biased:
+            return Unsupported("its scores have a bias, which predictors do not see")
+        if mask is not None and (mask.mask or mask.q_ids is not None):
+            return Together((Sees(form=mask.form), Unsupported("predictors know bands, chunks and padding")))
+        return None
 
 
 def _is_dynamic(program: Program, site: AttentionSite) -> bool:

@@ -107,8 +107,8 @@ def _decision(page: Page, plan: Plan, decision: Decision) -> None:
         "choice", Text(choice(decision.kind, decision.option, decision.baseline), style=STRONG), Text(f"by {decision.by}", style=DIM)
     )
     page.field("why", words(decision.why) or "the cheapest choice that fits with all others")
-    if decision.note is not None:
-        page.field("known", words(decision.note))
+    if decision.known is not None:
+        page.field("known", words(decision.known))
     page.field("costs", _against_baseline(plan, decision))
     thing = "the step" if plan.goal.mode == "training" else "the artifact"
     if not decision.applied:

@@ -29,7 +29,7 @@ class Group:
     @property
     def notes(self) -> dict[str, int]:
         """What is known of the places, and of how many; notes that differ in figures only are one, with ranges."""
-        return {together(notes): len(notes) for notes in alike(d.note for d in self.decisions if d.note is not None)}
+        return {together(notes): len(notes) for notes in alike(d.known for d in self.decisions if d.known is not None)}
 
     @property
     def error_squared(self) -> float:

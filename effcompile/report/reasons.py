@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import singledispatch
 
 from effcompile.core import findings as f
+from effcompile.core import mask as m
 from effcompile.core import reasons as r
 from effcompile.core.units import format_bytes, format_error, format_seconds
+from effcompile.report.masks import condition_words, mask_words
 from effcompile.report.names import collapse, printed
 
 #: Names of sites that one phrase lists.
@@ -283,10 +285,23 @@ def _divided(reason: r.Divided) -> Phrase:
 
 
 @phrase.register
-def _sees(reason: r.Sees) -> Phrase:
+def _sees(reason: m.Sees) -> Phrase:
     share: Phrase = (", ", _share(reason.share), " of the scores") if reason.share is not None else ()
-    check = (f"; every call checks that {reason.condition}, else the dense mask is read",) if reason.condition else ()
-    return (f"sees {reason.mask}", *share, *check)
+    check: Phrase = ()
+    if reason.form is not None and reason.form.guards:
+        check = (f"; every call checks that {condition_words(reason.form)}, else the dense mask is read",)
+    return (f"sees {'every key' if reason.form is None else mask_words(reason.form)}", *share, *check)
+
+
+@phrase.register
+def _stays_dense(reason: m.StaysDense) -> Phrase:
+    return ("its mask stays dense: ", *phrase(reason.because))
+
+
+@phrase.register
+def _only_where(reason: m.OnlyWhere) -> Phrase:
+    unmet = ", which the example inputs are not" if reason.unmet else ""
+    return (f"its mask is {mask_words(reason.form)} only where {condition_words(reason.form)}{unmet}",)
 
 
 @phrase.register

@@ -8,7 +8,7 @@ from dataclasses import replace
 from effcompile.capture import capture, verify_capture, without_unproven_ones
 from effcompile.core.errors import CaptureError
 from effcompile.core.findings import Equals, Of
-from effcompile.core.reasons import Reason
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.units import format_error
 from effcompile.ir.program import Program
 from effcompile.runtime.inputs import as_captured
@@ -16,7 +16,7 @@ from effcompile.search.request import Task
 from effcompile.sites.attention.normalise import normalised
 
 #: `Program.left` of a program whose attentions stay as the model writes them.
-LEFT_AS_WRITTEN = {"": "fused, it rounds otherwise, and this model makes more of that than an exact plan allows"}
+LEFT_AS_WRITTEN = {"": Unsupported("fused, it rounds otherwise, and this model makes more of that than an exact plan allows")}
 
 
 def in_normal_form(task: Task) -> Program:

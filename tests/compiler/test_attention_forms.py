@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,15 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 import effcompile
+from effcompile.backends.onnxruntime import OnnxRuntime
 from effcompile.backends.torch import TorchEager
+from effcompile.compiler import pricing
+from effcompile.core.errors import FormatError
+from effcompile.core.mask import Edge, MaskForm
+from effcompile.ir.formats import Form
+from effcompile.ir.plan import Plan
 from effcompile.machine.target import KernelCall
+from effcompile.passes.training import fused_attention
 from effcompile.report.reasons import words
 from effcompile.sites.attention import closed_masks, normalise, rewrite
 
@@ -63,28 +71,66 @@ def test_what_it_sees_is_in_the_plan_and_it_composes_with_int8(mistral: Any, mon
     fast("attention/tiled", monkeypatch)
     executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager", max_error=0.2)
     found = [d for d in executable.plan.decisions if d.kind == "attention"]
-    assert all(words(d.note).startswith("sees causal ∧ window 6 ∧ padding (attention_mask)") for d in found) and len(found) == 2
+    assert all(words(d.known).startswith("sees causal ∧ window 6 ∧ padding (attention_mask)") for d in found) and len(found) == 2
     assert any(d.option.startswith("int8") and d.applied == d.option for d in executable.plan.decisions if d.kind == "linear")
     again = effcompile.optimize(model, inputs=inputs, plan=executable.plan)
     assert attention(again.plan) == {("tiled", "tiled", "math")} and all(check.passed for check in again.plan.checks)
 
 
-def test_the_graph_is_searched_once_and_a_mask_recovered_once(mistral: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers share one mask: planning, two ways of lowering it and applying the plan again find no attention anew."""
-    model, inputs = mistral
-    counts = {"match": 0, "recover": 0}
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """The graphs in which attentions were looked for, and (program's graph, operand) of every mask that was recovered."""
+    found: dict[str, list[Any]] = {"match": [], "recover": []}
 
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
+    def noting(name: str, function: Callable[..., Any], what: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            found[name].append(what(*args))
             return function(*args, **kwargs)
 
-        return counted
+        return noted
 
-    monkeypatch.setattr(normalise, "match", counting("match", normalise.match))
-    monkeypatch.setattr(rewrite, "match", counting("match", rewrite.match))
-    monkeypatch.setattr(closed_masks, "recover_mask", counting("recover", closed_masks.recover_mask))
+    for module in (normalise, rewrite, fused_attention):
+        monkeypatch.setattr(module, "match", noting("match", module.match, lambda graph: graph))
+    recover = noting("recover", closed_masks.recover_mask, lambda program, node: (program.graph, node))
+    monkeypatch.setattr(closed_masks, "recover_mask", recover)
+    return found
+
+
+def test_the_graph_is_searched_once_and_a_mask_recovered_once(mistral: Any, searched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers share one mask: pricing for two backends, lowering to both and reading back find no attention and no mask anew."""
+    model, inputs = mistral
+    both = [TorchEager(), OnnxRuntime()]
+    monkeypatch.setattr(pricing, "usable_backends", lambda _: (both, {}))
+    fast("attention/tiled", monkeypatch)
+    executable = effcompile.optimize(model, inputs=inputs)
+    assert {c.backend for c in executable.plan.candidates if c.predicted_seconds} == {"torch-eager", "onnxruntime"}
+    assert {name: len(found) for name, found in searched.items()} == {"match": 1, "recover": 1}
+
+
+def test_a_step_is_searched_once_per_form_and_its_mask_recovered_once(searched: Any) -> None:
+    """A step as written and one with fused attentions are two graphs; micro-batches are captured as a third."""
+    torch.manual_seed(0)
+    config = MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=6, attn_implementation="eager", use_cache=False)
+    model, ids = MistralForCausalLM(config).train(), torch.randint(0, 64, (2, 24))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    plan = effcompile.plan(model, inputs, mode="training", target="cpu-generic")
+    assert any(d.kind == "attention" and words(d.known).startswith("sees causal ∧ window 6") for d in plan.decisions)
+    assert len({id(graph) for graph in searched["match"]}) == len(searched["match"]), "no graph is searched twice"
+    assert len(searched["recover"]) == 1
+
+
+def test_the_choice_carries_its_mask_to_the_plan_the_artifact_and_back(mistral: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = mistral
     fast("attention/tiled", monkeypatch)
     executable = effcompile.optimize(model, inputs=inputs, backend="torch-eager")
-    assert attention(executable.plan) == {("tiled", "tiled", "math")}
-    assert counts == {"match": 1, "recover": 1}
+    plan = Plan.from_dict(executable.plan.to_dict())
+    forms = [d.form for d in plan.decisions if d.kind == "attention"]
+    window = MaskForm(lo=Edge(offset=-5), hi=Edge(offset=0), valid=("attention_mask",), uniform_empty=True)
+    assert [form and form.mask for form in forms] == [window] * 2
+    found = [form for form in executable._lowered.applied.values() if form.word == "tiled"]
+    assert len(found) == 2 and all(form.agrees(here) for form, here in zip(forms, found, strict=True) if form)
+    wider = replace(window, lo=Edge(offset=-6))
+    assert not any(Form(word="tiled", mask=wider).agrees(form) for form in found), "what was read back is the mask itself"
+    other = tuple(replace(d, form=replace(d.form, mask=wider)) if d.form and d.form.mask else d for d in plan.decisions)
+    with pytest.raises(FormatError, match=r"window 7.*in this model it sees causal ∧ window 6"):
+        effcompile.optimize(model, inputs=inputs, plan=plan.with_changes(decisions=other))

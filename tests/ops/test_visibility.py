@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from effcompile.core.mask import Edge, MaskForm
 from effcompile.ops.tiles import TileList
 from effcompile.ops.visibility import Visibility, recover
+from effcompile.report.masks import mask_words
 
 TERMS = ("lo", "hi", "chunk", "q_ids", "valid", "mask")
 
@@ -114,7 +116,8 @@ def test_recovers_the_form_that_was_meant(name: str) -> None:
     form, k_len = NAMED[name]
     found = recover(form.dense(2, 48, k_len))
     assert terms(found) == terms(form) and (found.lo, found.hi, found.chunk) == (form.lo, form.hi, form.chunk)
-    assert found.describe(48, k_len) == name
+    said = found.told(MaskForm, ids=lambda _: (), condition=lambda _: (), limit=lambda at: Edge(offset=at), ahead=k_len - 48)
+    assert mask_words(said) == name
 
 
 def test_interleaved_documents_and_hidden_queries_are_ids() -> None:

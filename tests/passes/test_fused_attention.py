@@ -105,7 +105,7 @@ def test_dropout_on_weights_is_left_and_said() -> None:
     )
     names, attended = fused(Attends(drop=0.5).train())
     assert any("softmax" in name for name in names) and not attended.fused
-    assert "drops 0.5 of its weights at random" in next(iter(attended.left.values()))
+    assert "drops 0.5 of its weights at random" in str(next(iter(attended.left.values())))
 
 
 class Drops(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 from hypothesis import strategies as st
 
+from effcompile.core.mask import Edge, MaskForm
 from effcompile.core.reason_kinds import KINDS
 from effcompile.core.reasons import HOLES, Because, Reason, Unsupported
 
@@ -37,8 +38,21 @@ def written(kind: type[Reason], texts: st.SearchStrategy[str]) -> st.SearchStrat
     return st.builds(kind, texts) | st.builds(filled, st.lists(pair, min_size=1, max_size=3), texts)
 
 
+def masks(texts: st.SearchStrategy[str]) -> st.SearchStrategy[MaskForm]:
+    """Any mask, under guards or none."""
+    edges = st.none() | st.builds(Edge, offset=st.integers(-9, 9), aligned=st.booleans())
+    names = st.none() | st.lists(texts, max_size=2).map(tuple)
+    guards = st.lists(st.builds(Because, texts), max_size=2).map(tuple)
+    return st.builds(
+        MaskForm, lo=edges, hi=edges, chunk=st.integers(0, 9), q_ids=names, k_ids=names, valid=names, mask=names,
+        ahead=st.integers(0, 9), flags=st.booleans(), guards=guards,
+    )  # fmt: skip
+
+
 def _of(hint: str, texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
     optional = st.none() if "None" in hint else st.nothing()
+    if "MaskForm" in hint:
+        return optional | masks(texts)
     if "tuple" in hint and "Reason" in hint:
         return st.lists(some(KINDS["slower"], texts), max_size=3).map(tuple)
     if "tuple" in hint:

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from reason_samples import some
 
 from effcompile.core.errors import FormatError, UsageError
+from effcompile.core.mask import Edge, MaskForm, Sees
 from effcompile.core.reason_kinds import KINDS
-from effcompile.core.reasons import Because, Frees, NotFaster, OverBudget, Reason, Recall, Requires, Sees, Slower, Unsupported
+from effcompile.core.reasons import Because, Frees, NotFaster, OverBudget, Reason, Recall, Requires, Slower, Unsupported
 from effcompile.ir.plan import Declined, Plan
 from effcompile.report.groups import refusals
 from effcompile.report.reasons import alike, words
 
+CAUSAL = MaskForm(hi=Edge(offset=0))
 NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=8)
 ANY = st.sampled_from(list(KINDS.values())).flatmap(lambda kind: some(kind, NAMES))
 
@@ -47,7 +49,7 @@ def test_every_reason_has_words_and_survives_a_plan(reason: Reason) -> None:
     [
         ([Slower(seconds=1.2e-3), Slower(seconds=3.4e-3)], "the fastest plan with it takes 1.20–3.40 ms more a step"),
         ([Slower(seconds=8e-4), Slower(seconds=3.4e-3)], "the fastest plan with it takes 800 µs–3.40 ms more a step"),
-        ([Sees(mask="causal", share=0.12), Sees(mask="causal", share=0.5)], "sees causal, 12–50% of the scores"),
+        ([Sees(form=CAUSAL, share=0.12), Sees(form=CAUSAL, share=0.5)], "sees causal, 12–50% of the scores"),
         ([OverBudget(needed=3 << 20, budget=1 << 20)] * 2, "would bring the peak memory to 3.0 MiB, above 1.0 MiB"),
         (
             [Requires(site=f"h.{i}.q", options=("w8", "w4"), offered=True) for i in range(12)],
@@ -67,7 +69,7 @@ def test_reasons_that_differ_in_figures_are_one_row_with_ranges(reasons: list[Re
 def test_reasons_that_differ_in_names_or_in_nature_stay_apart() -> None:
     apart = [
         NotFaster(seconds=1.0, against=0.5, than="w8"), NotFaster(seconds=1.0, against=0.5, than="w4"),
-        NotFaster(seconds=1.0, against=-0.5, than="w4"), Sees(mask="causal"), Sees(mask="causal", share=0.5),
+        NotFaster(seconds=1.0, against=-0.5, than="w4"), Sees(form=CAUSAL), Sees(form=CAUSAL, share=0.5),
         Because("3 chains"), Because("4 chains"), Because("{} chains", (3,)), Unsupported("{} chains", (3,)),
         Recall(recall=0.9, share=0.1), Recall(recall=0.9, share=0.1, but=Slower(seconds=1.0)),
     ]  # fmt: skip

@@ -20,8 +20,9 @@ from rich.console import Console
 from effcompile.core.cost import Cost
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.mask import Edge, MaskForm, Sees
 from effcompile.core.reason_kinds import KINDS
-from effcompile.core.reasons import Because, Sees
+from effcompile.core.reasons import Because
 from effcompile.core.units import parse_bytes
 from effcompile.ir.plan import Candidate, Decision, Declined, Plan, Totals
 from effcompile.report import diff, explain, find_site, flag, html_report, print_infeasible, print_plan, targets_table
@@ -151,12 +152,12 @@ def test_a_decision_that_the_artifact_lacks_is_told() -> None:
 def test_what_is_known_of_places_stands_under_them_with_its_count() -> None:
     plan = samples.bert()
     attention = [d for d in plan.decisions if d.kind == "attention"]
-    notes = {d.site: Sees(mask="causal" if i else "window 8") for i, d in enumerate(attention)}
+    notes = {d.site: Sees(form=MaskForm(lo=None if i else Edge(offset=-7), hi=Edge(offset=0))) for i, d in enumerate(attention)}
     noted = replace(plan, decisions=tuple(replace(d, note=notes.get(d.site)) for d in plan.decisions))
     text = plan_text(noted)
-    assert "sees window 8 (1)" in text and f"sees causal ({len(attention) - 1})" in text
+    assert "sees causal ∧ window 8 (1)" in text and f"sees causal ({len(attention) - 1})" in text
     assert "sees" not in plan_text(plan)
-    assert "known     sees window 8" in render(lambda c: explain(noted, attention[0].site, c), 80)
+    assert "known     sees causal ∧ window 8" in render(lambda c: explain(noted, attention[0].site, c), 80)
 
 
 def test_verbose_lists_every_site() -> None:

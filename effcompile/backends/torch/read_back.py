@@ -11,6 +11,7 @@ from torch import fx
 
 from effcompile.backends.torch.edit import FOLLOWED, SITE
 from effcompile.core import torch_compat
+from effcompile.core.mask import Edge, MaskForm
 from effcompile.ir.formats import (
     BF16,
     FP16,
@@ -31,6 +32,7 @@ from effcompile.ir.formats import (
 from effcompile.ir.program import Program, module_path
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.mask import BAND
 from effcompile.ops.tile_predictors import STATIC
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
 from effcompile.sites.parts import add_norms, argument, linears
@@ -232,8 +234,19 @@ def _attentions(module: fx.GraphModule) -> dict[str, Form]:
         if SITE in node.meta and _packet(node) in forms:
             word = forms[_packet(node)]
             word = "causal" if word == "sdpa" and argument(node, "is_causal") else word
-            found[node.meta[SITE]] = _predictor(node) or Form(word=word)
+            found[node.meta[SITE]] = _predictor(node) or Form(word=word, mask=_mask(node) if word in ("tiled", "flex") else None)
     return found
+
+
+def _mask(node: fx.Node) -> MaskForm | None:
+    """The mask that an attention of ours has in closed form; None where a size of a call is a limit of it."""
+    given = {a.name: argument(node, a.name) for a in node.target._schema.arguments}  # type: ignore[union-attr]
+    if any(isinstance(given[name], fx.Node) for name in BAND):
+        return None
+    numbers = {name: value for name, value in given.items() if isinstance(value, int)}
+    lo, hi = (Edge(offset=numbers[name]) if name in numbers else None for name in ("lo", "hi"))
+    q_ids, k_ids, valid, mask = (None if given.get(name) is None else () for name in ("q_ids", "k_ids", "valid", "mask"))
+    return MaskForm(lo=lo, hi=hi, chunk=numbers["chunk"], q_ids=q_ids, k_ids=k_ids, valid=valid, mask=mask)
 
 
 def _predictor(node: fx.Node) -> Form | None:

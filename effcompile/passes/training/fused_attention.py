@@ -20,7 +20,8 @@ from effcompile.capture.training import through_dynamo
 from effcompile.capture.training_graph import WRAPPED
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
-from effcompile.core.reasons import Because, Sees, Unsupported
+from effcompile.core.mask import MaskForm, Names, OnlyWhere, Sees, StaysDense
+from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.torch_compat import is_fake
 from effcompile.core.torch_compat_aot import off_meta
 from effcompile.ir.plan import Decision, Declined
@@ -40,17 +41,18 @@ KIND, WRITTEN, FUSED = "attention", "as written", "fused"
 #: Fused attention is taken without a look at the other form when it makes the step's predicted time smaller by this factor,
 #: and its largest operator does not need more bytes.
 _CLEARLY_FASTER = 0.97
+_UNTRACED = Unsupported("the forward cannot be traced with its attentions as one operator each")
 #: Elements of the largest mask that is made up where inputs have no values.
 _MOST_WITHOUT_DATA = 1 << 27
 
 
 @dataclass(slots=True, kw_only=True)
 class Attended:
-    """What an edit did: fused: site → what it visits, in words; score_bytes: site → bytes of its scores; left: site → why."""
+    """What an edit did: fused: site → its mask, None: every key is seen; score_bytes: site → bytes of its scores; left: site → why."""
 
-    fused: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, MaskForm | None] = field(default_factory=dict)
     score_bytes: dict[str, int] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict[str, Reason] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +69,13 @@ class FusedAttention:
         """The step as written, and with its attentions fused: the forward is captured again. Masks are understood by their values."""
         if not self.enabled or case.source is None or case.front is None:
             return
-        names = _Names(case.step)
+        names = _Renamed(case.step)
         found = match(case.front.graph)
         if not any(isinstance(m, AttentionMatch) and _pays(m) for m in found):
             yield from _left(names.of(Attended(left=refused(found))))
         elif case.source.without_data and (most := _largest(found)) > _MOST_WITHOUT_DATA:
-            reason = f"its mask has no values to look at on the meta device, and one of {most:,} elements is not made up"
-            yield from _left(Attended(left={KIND: reason}))
+            text = "its mask has no values to look at on the meta device, and one of {} elements is not made up"
+            yield from _left(Attended(left={KIND: Unsupported(text, (most,))}))
         else:
             made, attended = self._made(case.source, case)
             attended = names.of(attended)
@@ -95,7 +97,7 @@ class FusedAttention:
             found: list[Attended] = []
             step = source.capture(lambda front, inputs: found.append(self.fuse(front, inputs)))
             if found and through_dynamo(step):  # which traces the model anew: what the edit did is not in the step
-                return step, Attended(left={KIND: "the forward cannot be traced with its attentions as one operator each"})
+                return step, Attended(left={KIND: _UNTRACED})
             return step, found[-1] if found else Attended()
 
         step, attended = source.once(self.name, capture)
@@ -122,11 +124,11 @@ class FusedAttention:
         attended = Attended(left=normalise(front.graph, training=True))
         found = attentions(program)
         sites = [site for site in found if _gains(program, site)]
-        attended.left |= {site.site: reason for site in found if (reason := _why_not(mask_of(program, site.node), site))}
+        attended.left |= {site.site: reason for site in found if (reason := _why_not(mask_of(program, site.node), site)) is not None}
         for site in sites:
             mask = mask_of(program, site.node)
             b, h, sq, sk, _ = site.dims
-            attended.fused[site.site] = mask.text if mask is not None else "every key"
+            attended.fused[site.site] = mask.form if mask is not None else None
             attended.score_bytes[site.site] = b * h * sq * sk * site.node.args[0].meta["val"].element_size()  # type: ignore[union-attr]
         in_closed_form(program, [site.node for site in sites if _is_closed(mask_of(program, site.node))])
         front.graph.eliminate_dead_code()
@@ -141,11 +143,11 @@ def _clearly_better(fused: tuple[float, int], written: tuple[float, int]) -> boo
 
 def _told(attended: Attended, fused: bool, outcome: Outcome) -> Iterator[Decision]:
     """What became of every attention that can be one operator."""
-    for site, text in attended.fused.items():
+    for site, mask in attended.fused.items():
         size = attended.score_bytes[site]
         yield Decision(
             site=site, kind=KIND, option=FUSED if fused else WRITTEN, baseline=WRITTEN, by=FusedAttention.name, cost=Cost(),
-            baseline_cost=Cost(bytes_kept=size), note=Sees(mask=text),
+            baseline_cost=Cost(bytes_kept=size), note=Sees(form=mask),
             why=Because("its scores, {bytes}, are never whole", (size,)) if fused else Because("no faster here"),
         )  # fmt: skip
 
@@ -153,10 +155,10 @@ def _told(attended: Attended, fused: bool, outcome: Outcome) -> Iterator[Decisio
 def _left(attended: Attended) -> Iterator[Declined]:
     """The attentions that stay as they are."""
     for site, reason in attended.left.items():
-        yield Declined(site=site, kind=KIND, option=FUSED, by=FusedAttention.name, reason=Unsupported(reason))
+        yield Declined(site=site, kind=KIND, option=FUSED, by=FusedAttention.name, reason=reason)
 
 
-class _Names:
+class _Renamed:
     """Modules without the wrapper around the model, inputs by the names that the user gives them."""
 
     def __init__(self, step: Step) -> None:
@@ -164,10 +166,29 @@ class _Names:
 
     def of(self, attended: Attended) -> Attended:
         return Attended(
-            fused={_site(s): self.text(words) for s, words in attended.fused.items()},
+            fused={_site(s): mask and self.mask(mask) for s, mask in attended.fused.items()},
             score_bytes={_site(s): size for s, size in attended.score_bytes.items()},
-            left={_site(s): self.text(reason) for s, reason in attended.left.items()},
+            left={_site(s): self.reason(reason) for s, reason in attended.left.items()},
         )
+
+    def mask(self, form: MaskForm) -> MaskForm:
+        return replace(
+            form.told(MaskForm, ids=self.names, condition=self.names, limit=lambda edge: edge, ahead=form.ahead, flags=form.flags),
+            guards=tuple(self.reason(guard) for guard in form.guards),
+        )
+
+    def names(self, inputs: Names) -> Names:
+        return tuple(self.text(name) for name in inputs)
+
+    def reason(self, reason: Reason) -> Reason:
+        match reason:
+            case StaysDense():
+                return replace(reason, because=self.reason(reason.because))
+            case OnlyWhere():
+                return replace(reason, form=self.mask(reason.form))
+            case Because() | Unsupported():
+                return replace(reason, figures=tuple(self.text(f) if isinstance(f, str) else f for f in reason.figures))
+        return reason
 
     def text(self, words: str) -> str:
         return re.sub(r"tensors_\d+", lambda found: self.inputs.get(found[0], found[0]), words)
@@ -199,16 +220,16 @@ def _gains(program: Program, site: AttentionSite) -> bool:
     return site.ours or (site.mask is not None and _is_closed(mask_of(program, site.node)))
 
 
-def _why_not(mask: GraphMask | None, site: AttentionSite) -> str:
-    """Why an SDPA keeps its dense mask; "" where it has none, or is ours."""
-    if site.ours or mask is None or _is_closed(mask):
-        return ""
-    return f"its mask stays dense: {mask.note}" if mask.note else f"its mask is {mask.text} only where {mask.condition}"
+def _why_not(mask: GraphMask | None, site: AttentionSite) -> Reason | None:
+    """Why an SDPA keeps its dense mask; None where it has none, or is ours."""
+    if site.ours or mask is None or mask.certain:
+        return None
+    return StaysDense(because=mask.left) if mask.left is not None else OnlyWhere(form=mask.form)
 
 
 def _is_closed(mask: GraphMask | None) -> bool:
     """A mask in closed form, for all inputs."""
-    return mask is not None and not mask.note and not mask.guards
+    return mask is not None and mask.certain
 
 
 def _program(front: fx.GraphModule, inputs: Sequence[Tensor]) -> Program:

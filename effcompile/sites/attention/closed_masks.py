@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.mask import Edge
 from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops.mask import BAND, OPERANDS
 from effcompile.sites.attention.expand import arguments
 from effcompile.sites.attention.find.fx_queries import aten
 from effcompile.sites.attention.find.match import SDPA, match_sdpa
 from effcompile.sites.attention.find.normal_form import AttentionMatch, NotThisFormError, Operand, Term, Unmatched, same, tensor_of
-from effcompile.sites.attention.mask.fit_bands import Edge
 from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.mask.mask_guards import conjunction
 from effcompile.sites.attention.mask.node_expressions import Expression
@@ -109,7 +109,7 @@ def _told_all(program: Program, masks: Mapping[fx.Node, GraphMask | None]) -> di
     replaced = dict(zip(ours, ours, strict=True))
     for outcome in rewrite(program.graph, matches=found, masking=lambda one: _masking(one, masks[one.anchor])):
         if isinstance(outcome, Unmatched):
-            raise NotThisFormError(outcome.reason)
+            raise NotThisFormError.because(outcome.reason)
         replaced[outcome.match.anchor] = outcome.node
     return replaced
 

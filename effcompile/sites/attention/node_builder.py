@@ -112,7 +112,7 @@ class Emitter:
         if node.graph is not self.graph:
             here = self._by_name.get(node.name)
             if here is None:
-                raise NotThisFormError(f"{node.name}, which its mask is made of, is no longer computed")
+                raise NotThisFormError("{}, which its mask is made of, is no longer computed", node.name)
             node = here
         return self.now.get(node, node)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from effcompile.core.reasons import Reason
 from effcompile.ir.program import Program
 from effcompile.ops import attention as _attention  # noqa: F401 - the same
 from effcompile.ops import flex_attention as _flex  # noqa: F401 - registers its operator
@@ -38,7 +39,7 @@ def normalised(program: Program) -> Program:
     return replace(edited, left=_normalised(edited.graph, found, ("sdpa", "attention")), history=program.history)
 
 
-def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, str]:
+def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, Reason]:
     """The same of a graph, in place; returns the attention → reason of what is left.
 
     With `training`, all become `effcompile::attention`: SDPA's gradients are wrong where numbers hide a whole row (torch 2.13, CPU).
@@ -46,7 +47,7 @@ def normalise(graph: fx.Graph, *, training: bool = False) -> dict[str, str]:
     return _normalised(graph, match(graph), ("attention",) if training else ("sdpa", "attention"))
 
 
-def _normalised(graph: fx.Graph, found: Sequence[AttentionMatch | Unmatched], forms: Sequence[Form]) -> dict[str, str]:
+def _normalised(graph: fx.Graph, found: Sequence[AttentionMatch | Unmatched], forms: Sequence[Form]) -> dict[str, Reason]:
     """Each in the first of these forms that can say it."""
     left = refused(found)
     for outcome in rewrite(graph, forms=forms, matches=_eager(found), grouped=False, training="sdpa" not in forms):
@@ -57,9 +58,9 @@ def _normalised(graph: fx.Graph, found: Sequence[AttentionMatch | Unmatched], fo
     return left
 
 
-def refused(found: Iterable[AttentionMatch | Unmatched]) -> dict[str, str]:
+def refused(found: Iterable[AttentionMatch | Unmatched]) -> dict[str, Reason]:
     """Attention → why it is left as it is, of those that can be nothing else: no attention by its form, or one with dropout."""
-    left = {}
+    left: dict[str, Reason] = {}
     for each in found:
         if isinstance(each, Unmatched):
             left[each.site or each.node.name] = each.reason

@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from effcompile.core.mask import Mask
+from effcompile.core.reasons import Unsupported
 from effcompile.ops.attention import attention
-from effcompile.ops.mask import BAND, OPERANDS, Mask
+from effcompile.ops.mask import BAND, OPERANDS
 from effcompile.sites.attention.find.fx_queries import ASSERTS, aten
 from effcompile.sites.attention.find.match import SDPA, match
 from effcompile.sites.attention.find.normal_form import AttentionMatch, Fill, NotThisFormError, Operand, Term, Unmatched
@@ -141,14 +143,13 @@ def _outcome(
         if training and any(isinstance(edit, Fill) and -torch.inf < edit.fill <= ABSORBING for edit in chosen.bias):
             raise NotThisFormError("where its masks together hide a whole row, no kernel repeats eager's gradient")
         return Rewritten(match=found, node=_replace(emit.before(found.output), found, form, chosen, grouped))
-    except NotThisFormError as reason:
-        return Unmatched(node=found.anchor, site=found.site, reason=str(reason))
+    except NotThisFormError as error:
+        return Unmatched(node=found.anchor, site=found.site, reason=error.reason)
 
 
 def _replace(emit: Emitter, found: AttentionMatch, form: Form, masking: Masking, grouped: bool) -> fx.Node:
-    reason = _refusal(found, form, masking)
-    if reason:
-        raise NotThisFormError(reason)
+    if reason := _refusal(found, form, masking):
+        raise NotThisFormError.because(reason)
     result = node = _sdpa(emit, found, masking, grouped) if form == "sdpa" else _attention(emit, found, masking)
     for step in found.restore:
         result = emit.call(step.target, (result, *step.args))
@@ -163,31 +164,31 @@ def _replace(emit: Emitter, found: AttentionMatch, form: Form, masking: Masking,
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
-def why_not(found: AttentionMatch) -> str:
-    """Why a match is left as it is, whatever might stand for it; "" if it is not.
+def why_not(found: AttentionMatch) -> Unsupported | None:
+    """Why a match is left as it is, whatever might stand for it; None if it is not.
 
     A kernel that computes weights tile by tile, and again in the backward, would have to draw the mask of dropout by place. PyTorch's
     generator draws in the order of one pass over all of it, so that no such kernel repeats what the model draws.
     """
     if found.dropout > 0:
-        return f"it drops {found.dropout:g} of its weights at random, and no other kernel would draw the same"
+        return Unsupported("it drops {} of its weights at random, and no other kernel would draw the same", (found.dropout,))
     if found.weights is not None:
-        return f"its weights ({found.weights.name}) are returned or read again, so that they have to be computed"
+        return Unsupported("its weights ({name}) are returned or read again, so that they have to be computed", (found.weights.name,))
     if found.softcap < 0:
-        return f"its softcap is {found.softcap:g}"
-    return ""
+        return Unsupported("its softcap is {}", (found.softcap,))
+    return None
 
 
-def _refusal(found: AttentionMatch, form: Form, masking: Masking) -> str:
-    """Why a match is not replaced by this form; "" if it is."""
+def _refusal(found: AttentionMatch, form: Form, masking: Masking) -> Unsupported | None:
+    """Why a match is not replaced by this form; None if it is."""
     if reason := why_not(found):
         return reason
     if form == "sdpa":
         if found.softcap or found.sink is not None:
-            return f"SDPA has no {'softcap' if found.softcap else 'sinks'}"
+            return Unsupported("SDPA has no {name}", ("softcap" if found.softcap else "sinks",))
         if not masking.only_bias or masking.hi not in (None, 0) or (masking.hi == 0 and masking.bias):
-            return "SDPA takes one mask, or causality, and no more"
-    return ""
+            return Unsupported("SDPA takes one mask, or causality, and no more")
+    return None
 
 
 def _attention(emit: Emitter, found: AttentionMatch, masking: Masking) -> fx.Node:

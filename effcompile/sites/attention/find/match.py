@@ -97,8 +97,8 @@ class _Finder:
                 return self._softmax(node)
             mask = argument(node, 3, "attn_mask")
             return match_sdpa(node, self.learned.kind(mask) if isinstance(mask, fx.Node) else "bias")
-        except NotThisFormError as reason:
-            return Unmatched(node=node, site=module_path(node), reason=str(reason))
+        except NotThisFormError as error:
+            return Unmatched(node=node, site=module_path(node), reason=error.reason)
 
     def readers(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if user in self.alive and user.target not in ASSERTS]
@@ -112,7 +112,7 @@ class _Finder:
         if trail is None:
             stop = stop_of(scores_node)
             what = stop.target.__name__ if callable(stop.target) else f"{stop.op} {stop.target}"
-            raise NotThisFormError(f"it is no attention: its scores come from {what}, not from a product of queries and keys")
+            raise NotThisFormError("it is no attention: its scores come from {}, not from a product of queries and keys", what)
         scores = Scores.along(trail, self.learned)
         down = _Weights.below(anchor, scores, self.readers)
         inner = (*trail, *scores.aside, anchor, *down.chain)
@@ -127,7 +127,7 @@ class _Finder:
         for node in inner:
             other = next((user for user in self.readers(node) if user not in allowed), None)
             if other is not None and node is not down.shared:
-                raise NotThisFormError(f"its scores ({node.name}) are read by {other.name} too")
+                raise NotThisFormError("its scores ({}) are read by {} too", node.name, other.name)
 
     def _unwritten(self, found: AttentionMatch, first: fx.Node) -> None:
         """The new node reads its operands where the last product stood: nobody may write to them in between."""
@@ -135,7 +135,7 @@ class _Finder:
         for node in self.writes:
             between = self.position[first] < self.position[node] < self.position[found.output]
             if between and node not in found.inner and any(graphs.root_of(target) in read for target in graphs.mutated(node)):
-                raise NotThisFormError(f"{node.name} writes to its operands between the products")
+                raise NotThisFormError("{} writes to its operands between the products", node.name)
 
 
 class _Weights:
@@ -157,13 +157,13 @@ class _Weights:
             onward = [user for user in users if _leads_on(user, node, readers)]
             if not onward:
                 reader = f"they are read by {users[0].name}" if users else "nobody reads them"
-                raise NotThisFormError(f"its weights meet no values: {reader}")
+                raise NotThisFormError("its weights meet no values: {}", reader)
             if len(users) > 1:
                 shared = shared or node
             user = onward[0]
             if is_product(user):
                 if not cut:
-                    raise NotThisFormError(f"{user.name} reads the weights with their sink")
+                    raise NotThisFormError("{} reads the weights with their sink", user.name)
                 return cls(chain[1:], user, shared, dropout)
             if user.target in DROPOUTS:
                 dropout = float(number(user.args[1]) or 0.0) if user.args[2] else 0.0
@@ -171,7 +171,7 @@ class _Weights:
                 _check_slice(user, scores)
                 cut = True
             elif user.target in RESHAPES and not same_shape(tensor_of(user).shape[-2:], tensor_of(node).shape[-2:]):
-                raise NotThisFormError(f"{user.name} re-arranges the weights' rows or columns")
+                raise NotThisFormError("{} re-arranges the weights' rows or columns", user.name)
             chain.append(user)
 
 
@@ -192,14 +192,14 @@ def _check_slice(node: fx.Node, scores: Scores) -> None:
     start = argument(node, 2, "start") or 0
     whole = argument(node, 1, "dim", 0) in (-1, before.ndim - 1) and same(after.shape[-1] + 1, before.shape[-1])
     if not whole or number(start) != (1.0 if scores.sink_first else 0.0):
-        raise NotThisFormError(f"{node.name} takes another part of the weights than those of the keys")
+        raise NotThisFormError("{} takes another part of the weights than those of the keys", node.name)
 
 
 def _assemble(anchor: fx.Node, scores: Scores, down: _Weights, inner: tuple[fx.Node, ...]) -> AttentionMatch:
     first, last = scores.product, Product.of(down.output)
     heads, frame = scores.heads, Frame(sizes=first.lead, given=first.lead)
     if last.left_axes is not None:
-        raise NotThisFormError(f"{down.output.name} reads the weights with their axes in another order")
+        raise NotThisFormError("{} reads the weights with their axes in another order", down.output.name)
     later = Frame(sizes=last.lead, given=last.lead)
 
     def side(node: fx.Node, axes: tuple[int, ...] | None, where: Frame, *, swapped: bool, scalable: bool, group: bool = True) -> Any:
@@ -231,10 +231,10 @@ def _agreeing(q: Operand, k: Operand, v: Operand, whole: list[Operand]) -> list[
         k, v = whole
     heads = q.shape[1]
     if not same(k.shape[1], v.shape[1]) or not (isinstance(heads, int) and isinstance(k.shape[1], int)) or heads % k.shape[1]:
-        raise NotThisFormError(f"it has {heads} heads of queries, {k.shape[1]} of keys and {v.shape[1]} of values")
+        raise NotThisFormError("it has {} heads of queries, {} of keys and {} of values", heads, k.shape[1], v.shape[1])
     q, k, v = one_dtype([q, k, v])
     if not q.val.is_floating_point():
-        raise NotThisFormError(f"its operands are {q.val.dtype}")
+        raise NotThisFormError("its operands are {}", q.val.dtype)
     return [q, with_batch(k, q), with_batch(v, q)]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.core import torch_compat
+from effcompile.core.reasons import ReasonError, Unsupported
 from effcompile.core.types import Args, Value
 
 Target = Callable[..., Any]
@@ -160,11 +161,11 @@ class Unmatched:
 
     node: fx.Node
     site: str
-    reason: str
+    reason: Unsupported
 
 
-class NotThisFormError(Exception):
-    """Raised inside the match; its text is the reason of an Unmatched."""
+class NotThisFormError(ReasonError):
+    """Raised inside the match, with the reason of an Unmatched."""
 
 
 def faking(val: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -180,7 +181,7 @@ def tensor_of(node: fx.Node) -> Tensor:
     """
     val = node.meta.get("val")
     if not isinstance(val, Tensor):
-        raise NotThisFormError(f"{node.name} has no known shape")
+        raise NotThisFormError("{} has no known shape", node.name)
     return val
 
 

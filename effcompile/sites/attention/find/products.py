@@ -50,14 +50,14 @@ class Product:
         left, right = node.args[at], node.args[at + 1]
         assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
         if tensor_of(left).ndim < 2 or tensor_of(right).ndim < 2:
-            raise NotThisFormError(f"{node.name} is a product with a vector")
+            raise NotThisFormError("{} is a product with a vector", node.name)
         lead = tuple(tensor_of(node).shape[:-2])
         if not at:
             return cls(left=left, right=right, lead=lead)
         alpha, beta = (number(node.kwargs.get(name, 1)) for name in ("alpha", "beta"))
         added = argument(node, 0, "self")
         if alpha is None or beta is None:
-            raise NotThisFormError(f"{node.name} scales by what is not a number")
+            raise NotThisFormError("{} scales by what is not a number", node.name)
         return cls(left=left, right=right, lead=lead, added=added if beta else None, alpha=alpha, beta=beta)
 
 
@@ -74,13 +74,13 @@ def _einsum(node: fx.Node) -> Product:
     inputs, _, out = equation.partition("->")
     parts = inputs.split(",")
     if len(parts) != 2 or not out or "." in equation or any(len(set(part)) != len(part) for part in (*parts, out)):
-        raise NotThisFormError(f"{node.name} is the einsum {equation}")
+        raise NotThisFormError("{} is the einsum {}", node.name, equation)
     left, right = parts
     batch = [axis for axis in out if axis in left and axis in right]
     rows, columns = ([axis for axis in out if axis in part and axis not in batch] for part in parts)
     inner = [axis for axis in left if axis in right and axis not in out]
     if not len(rows) == len(columns) == len(inner) == 1 or len(left) != len(batch) + 2 or len(right) != len(batch) + 2:
-        raise NotThisFormError(f"{node.name} is the einsum {equation}, which is no product of matrices")
+        raise NotThisFormError("{} is the einsum {}, which is no product of matrices", node.name, equation)
     assert isinstance(values, (list, tuple))
     shape = tensor_of(node).shape
     return Product(

@@ -98,7 +98,7 @@ class Scores:
         """
         product = Product.of(trail[0])
         if product.out_axes is not None:
-            raise NotThisFormError(f"{trail[0].name} is no product of queries with keys: its result has other axes than its operands")
+            raise NotThisFormError("{} is no product of queries with keys: its result has other axes than its operands", trail[0].name)
         state = cls(product=product, heads=_heads(product, trail), frame=Frame.of(trail[0]), learned=learned, scale=product.alpha)
         if product.added is not None:
             state.edits += state.added(product.added, product.beta)
@@ -138,12 +138,12 @@ class Scores:
     def reshape(self, before: fx.Node, node: fx.Node) -> None:
         old, new = tensor_of(before).shape, tensor_of(node).shape
         if len(new) < 2 or not same_shape(old[-2:], new[-2:]):
-            raise NotThisFormError(f"{node.name} re-arranges the scores' rows or columns")
+            raise NotThisFormError("{} re-arranges the scores' rows or columns", node.name)
         self.frame = self.frame.after(node, self.product.left)
 
     def expand(self, before: fx.Node, node: fx.Node) -> None:
         if not moves_nothing(node):
-            raise NotThisFormError(f"{node.name} repeats the scores")
+            raise NotThisFormError("{} repeats the scores", node.name)
 
     def add(self, before: fx.Node, node: fx.Node) -> None:
         first = node.args[0] is before
@@ -152,9 +152,9 @@ class Scores:
             return
         self._before_sink(node)
         if not first and (node.target in _SUB or alpha != 1):
-            raise NotThisFormError(f"{node.name} scales or subtracts the scores")
+            raise NotThisFormError("{} scales or subtracts the scores", node.name)
         if not isinstance(other, fx.Node) or tensor_of(other).ndim == 0:
-            raise NotThisFormError(f"{node.name} adds a number to the scores")
+            raise NotThisFormError("{} adds a number to the scores", node.name)
         self._same_size(before, node)
         self.edits += self.added(other, -alpha if node.target in _SUB else alpha)
 
@@ -166,13 +166,13 @@ class Scores:
         if by is None:
             return self._by_row(before, node, other)
         if (inverse and (by == 0 or argument(node, 2, "rounding_mode") is not None)) or not math.isfinite(by):
-            raise NotThisFormError(f"{node.name} divides the scores by {by}")
+            raise NotThisFormError("{} divides the scores by {}", node.name, by)
         self._factor(1.0 / by if inverse else by, node)
 
     def tanh(self, before: fx.Node, node: fx.Node) -> None:
         self._before_sink(node)
         if self.edits or self.after is not None:
-            raise NotThisFormError(f"{node.name} is a tanh of more than the scaled scores")
+            raise NotThisFormError("{} is a tanh of more than the scaled scores", node.name)
         self.after = 1.0
 
     def fill(self, before: fx.Node, node: fx.Node) -> None:
@@ -184,14 +184,14 @@ class Scores:
 
     def floor(self, before: fx.Node, node: fx.Node) -> None:
         """Even max(scores, finfo.min) halves the gradient of a row that sees nothing."""
-        raise NotThisFormError(f"{node.name} clamps the scores")
+        raise NotThisFormError("{} clamps the scores", node.name)
 
     def cat(self, before: fx.Node, node: fx.Node) -> None:
         parts = list(node.args[0])  # type: ignore[arg-type]
         axis = argument(node, 1, "dim", 0)
         sink = parts[1] if parts[0] is before else parts[0]
         if len(parts) != 2 or axis % tensor_of(node).ndim != tensor_of(node).ndim - 1 or not same(tensor_of(sink).shape[-1], 1):
-            raise NotThisFormError(f"{node.name} puts something beside the scores that is not one sink per row")
+            raise NotThisFormError("{} puts something beside the scores that is not one sink per row", node.name)
         self._before_sink(node)
         self.sink_first = parts[0] is not before
         self.sink = self._per_head(sink)
@@ -200,17 +200,19 @@ class Scores:
         self._before_sink(node)
         fill = number(value)
         if fill is None or fill > HIDING or (self.after is not None and self.after <= 0):
-            raise NotThisFormError(f"{node.name} fills the scores with {'a value' if fill is None else f'{fill:g}'}, which hides nothing")
+            raise NotThisFormError(
+                "{} fills the scores with {}, which hides nothing", node.name, "a value" if fill is None else f"{fill:g}"
+            )
         self._same_size(before, node)
         if not isinstance(mask, fx.Node):
-            raise NotThisFormError(f"{node.name} has no mask")
+            raise NotThisFormError("{} has no mask", node.name)
         shaped = self.heads.split(Operand.of(mask), self.frame)
         self.edits.append(Fill(value=shaped, hidden=hidden, fill=fill, kind=self.learned.kind(mask)))
 
     def _factor(self, by: float, node: fx.Node) -> None:
         """Scores and all that was added so far, times a number."""
         if any(isinstance(edit, Fill) for edit in self.edits) and by <= 0:
-            raise NotThisFormError(f"{node.name} turns the sign of masked scores")
+            raise NotThisFormError("{} turns the sign of masked scores", node.name)
         if self.after is None:
             self.scale *= by
         else:
@@ -221,22 +223,22 @@ class Scores:
         """Scores times a tensor that is one per row: as well q times it."""
         constant = not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor)
         if constant or self.edits or self.after is not None or (node.target in _DIV and node.args[0] is not before):
-            raise NotThisFormError(f"{node.name} multiplies more than the scores by a tensor")
+            raise NotThisFormError("{} multiplies more than the scores by a tensor", node.name)
         self._same_size(before, node)
         factor = self.heads.split(Operand.of(other), self.frame) if tensor_of(other).ndim else Operand.of(other)
         if tensor_of(other).ndim and not same(factor.shape[-1], 1):
-            raise NotThisFormError(f"{node.name} weighs keys one by one")
+            raise NotThisFormError("{} weighs keys one by one", node.name)
         self.row_factors.append((aten.div.Tensor if node.target in _DIV else aten.mul.Tensor, factor))
 
     def _same_size(self, before: fx.Node, node: fx.Node) -> None:
         """An element-wise operator repeats what has size 1 and nothing else."""
         old, new = tensor_of(before).shape, tensor_of(node).shape
         if len(old) != len(new) or any(same(a, 1) and not same(b, 1) for a, b in zip(old, new, strict=True)):
-            raise NotThisFormError(f"{node.name} repeats the scores")
+            raise NotThisFormError("{} repeats the scores", node.name)
 
     def _before_sink(self, node: fx.Node) -> None:
         if self.sink is not None:
-            raise NotThisFormError(f"{node.name} changes the scores with their sink")
+            raise NotThisFormError("{} changes the scores with their sink", node.name)
 
     def _is_maximum(self, other: object, scores: fx.Node) -> bool:
         """max(scores, −1, keepdim=True), which no softmax feels; its nodes are noted as read by nobody else."""
@@ -276,7 +278,7 @@ def _times(edit: Term | Fill, by: float) -> Term | Fill:
         return replace(edit, factor=edit.factor * by)
     fill = edit.fill * by
     if fill > HIDING:
-        raise NotThisFormError(f"its masked scores are scaled to {fill:g}, which hides nothing")
+        raise NotThisFormError("its masked scores are scaled to {}, which hides nothing", fill)
     return replace(edit, fill=fill)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.mask import Edge
 from effcompile.ir.program import Program
 from effcompile.ops.visibility import recover
 from effcompile.sites.attention.mask.evaluate import ancestors, evaluate, reads, sized_variants
-from effcompile.sites.attention.mask.fit_bands import Edge, Sample, UnfittedError, fitted
+from effcompile.sites.attention.mask.fit_bands import Sample, UnfittedError, fitted
 from effcompile.sites.attention.mask.graph_mask import GraphMask, Guard
 from effcompile.sites.attention.mask.mask_guards import fills_only, no_longer_than, only_zero_one
 from effcompile.sites.attention.mask.mask_terms import Leaf, Terms, is_flag
@@ -40,7 +41,7 @@ def assembled(program: Program, terms: Terms) -> GraphMask:
         parts.place(leaf)
     parts.place_hidden_queries()
     if len(parts.chunks) > 1:
-        raise UnfittedError(f"chunks of {sorted(parts.chunks)} at once")
+        raise UnfittedError("chunks of {} at once", sorted(parts.chunks))
     parts.guards += [only_zero_one(program, node) for node in terms.zero_one if not is_flag(node)]
     kept = [leaf.node for leaf in terms.leaves if leaf.test == "kept" and leaf.node not in terms.biases]
     parts.guards += [fills_only(program, node) for node in kept if reads(node)]

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from effcompile.core.mask import Edge
+from effcompile.core.reasons import ReasonError
 from effcompile.ops.visibility import Visibility
 
 
-class UnfittedError(Exception):
+class UnfittedError(ReasonError):
     """No closed form holds at all the sizes; says which."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
-    """A limit of j − i: `offset`, or Sk − Sq + offset when `aligned` (the last query's position is the last key's)."""
-
-    offset: int
-    aligned: bool = False
-
-    def at(self, q_len: int, k_len: int) -> int:
-        return self.offset + (k_len - q_len if self.aligned else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,11 +31,11 @@ def fitted(samples: Sequence[Sample]) -> tuple[Edge | None, Edge | None, int]:
     """
     for s in samples:
         if s.form.mask is not None or s.form.valid is not None or s.form.q_ids is not None:
-            raise UnfittedError(f"at {s.q_len} × {s.k_len} it is {s.form.describe(s.q_len, s.k_len)}")
+            raise UnfittedError("at some sizes it is no band")
     chunks = {s.form.chunk for s in samples if s.form.chunk}
     longest = {max(s.q_len, s.k_len) for s in samples if not s.form.chunk}
     if len(chunks) > 1 or (chunks and max(longest, default=0) > min(chunks)):
-        raise UnfittedError(f"chunks of {sorted(chunks)} at different sizes")
+        raise UnfittedError("chunks of {} at different sizes", sorted(chunks))
     lo = _edge([(s.q_len, s.k_len, s.form.lo, -(s.q_len - 1)) for s in samples], lower=True)
     hi = _edge([(s.q_len, s.k_len, s.form.hi, s.k_len - 1) for s in samples], lower=False)
     return lo, hi, min(chunks, default=0)
@@ -61,4 +52,5 @@ def _edge(limits: Sequence[tuple[int, int, int | None, int]], *, lower: bool) ->
         unlimited = [(edge.at(q, k), loosest) for q, k, limit, loosest in limits if limit is None]
         if len(offsets) == 1 and all(here <= loosest if lower else here >= loosest for here, loosest in unlimited):
             return edge
-    raise UnfittedError("its band follows no rule: " + ", ".join(f"{limit} at {q} × {k}" for q, k, limit in known))
+    said = ", ".join(["{} at {} × {}"] * len(known))
+    raise UnfittedError("its band follows no rule: " + said, *(part for q, k, limit in known for part in (limit, q, k)))

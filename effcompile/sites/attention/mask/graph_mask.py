@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from effcompile.core.mask import Edge, Mask, MaskForm
+from effcompile.core.reasons import Reason
 from effcompile.core.types import Value
-from effcompile.ops.mask import Mask
 from effcompile.ops.visibility import Visibility
-from effcompile.sites.attention.mask.fit_bands import Edge
 from effcompile.sites.attention.mask.node_expressions import Expression
 from effcompile.sites.attention.node_builder import Emitter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Guard:
-    """What a form takes for granted of the inputs: in words, and checked.
+    """What a form takes for granted of the inputs: told, and checked.
 
     Attributes:
-        text: for a report.
+        said: in words.
         check: of the tensors in the order of `Program.inputs`.
         holds: the same as a node of the graph, a bool of no axes.
     """
 
-    text: str
+    said: Reason
     check: Callable[[Sequence[Tensor]], bool]
     holds: Callable[[Emitter], fx.Node]
 
@@ -37,19 +37,17 @@ class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
     Attributes:
         biases: nodes that are added to the scores where a key is seen, in order.
         guards: conditions on the inputs under which all of this holds. met: they hold at the example.
-        reads: names of the inputs whose elements it depends on.
+        form: what an option carries of it.
         counts: at the example, by tile size: (empty, full, partial) tiles.
-        text: one line for a report.
-        note: why the operand was left as it is, where it was; "" else.
+        left: why the operand was left as it is, where it was.
     """
 
     biases: tuple[fx.Node, ...] = ()
     guards: tuple[Guard, ...] = ()
     met: bool = True
-    reads: tuple[str, ...] = ()
+    form: MaskForm = field(default_factory=MaskForm)
     counts: Mapping[int, tuple[int, int, int]]
-    text: str = ""
-    note: str = ""
+    left: Reason | None = None
 
     @property
     def static(self) -> bool:
@@ -62,9 +60,9 @@ class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
         return not self.static or self.lo is not None or self.hi is not None or self.chunk > 0
 
     @property
-    def condition(self) -> str:
-        """Its guards in words."""
-        return " and ".join(guard.text for guard in self.guards)
+    def certain(self) -> bool:
+        """Its closed form holds for all inputs."""
+        return self.left is None and not self.guards
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:

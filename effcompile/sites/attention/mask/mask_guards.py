@@ -1,4 +1,4 @@
-"""What a recovered mask takes for granted of the inputs: each as words, as a check of inputs, and as nodes that check in every call."""
+"""What a recovered mask takes for granted of the inputs: each as a reason, as a check of inputs, and as nodes that check in every call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.reasons import Because, Reason
 from effcompile.ir.program import Program
 from effcompile.sites.attention.mask.evaluate import Values, evaluate, reads
 from effcompile.sites.attention.mask.graph_mask import Guard
@@ -19,18 +20,19 @@ aten = torch.ops.aten
 
 def only_zero_one(program: Program, node: fx.Node) -> Guard:
     """The node, of which 1 − node or node · fill is taken, is a flag."""
-    return _on(program, node, f"{_names(node)} holds only 0 and 1", lambda v: _all(_either(aten.eq.Scalar(v, 0), aten.eq.Scalar(v, 1))))
+    said = Because.of("{} holds only 0 and 1", _names(node))
+    return _on(program, node, said, lambda v: _all(_either(aten.eq.Scalar(v, 0), aten.eq.Scalar(v, 1))))
 
 
 def fills_only(program: Program, node: fx.Node) -> Guard:
     """The node, which is added to the scores, hides or does nothing."""
-    text = f"{_names(node)} adds 0 or at most {NEVER:g} to a score"
-    return _on(program, node, text, lambda v: _all(_either(aten.eq.Scalar(v, 0), aten.le.Scalar(v, NEVER))))
+    said = Because.of("{} adds 0 or at most {} to a score", _names(node), NEVER)
+    return _on(program, node, said, lambda v: _all(_either(aten.eq.Scalar(v, 0), aten.le.Scalar(v, NEVER))))
 
 
 def every_query_sees(program: Program, node: fx.Node, visible: Callable[[Tensor], Tensor], given: Values) -> Guard:
     """No row of the mask is empty: what a softmax makes of one depends on how it was hidden."""
-    return _on(program, node, "every query sees a key", lambda v: _all(aten.any.dim(visible(v), -1)), given)
+    return _on(program, node, Because("every query sees a key"), lambda v: _all(aten.any.dim(visible(v), -1)), given)
 
 
 def no_longer_than(program: Program, sizes: Mapping[str, int]) -> Guard:
@@ -43,7 +45,8 @@ def no_longer_than(program: Program, sizes: Mapping[str, int]) -> Guard:
     def holds(emit: Emitter) -> fx.Node:
         return conjunction(emit, [emit.no_longer_than(*_axis(program, dim), size) for dim, size in sizes.items()])
 
-    return Guard(text=", ".join(f"{name} ≤ {size}" for name, size in sizes.items()), check=check, holds=holds)
+    said = Because.of(", ".join(["{} ≤ {}"] * len(sizes)), *(part for axis in sizes.items() for part in axis))
+    return Guard(said=said, check=check, holds=holds)
 
 
 def conjunction(emit: Emitter, conditions: Sequence[fx.Node]) -> fx.Node:
@@ -57,13 +60,13 @@ def by_placeholder(program: Program, inputs: Sequence[Tensor]) -> dict[fx.Node, 
     return dict(zip(_tensors(program), inputs, strict=True))
 
 
-def _on(program: Program, node: fx.Node, text: str, holds: Callable[[Tensor], Tensor], given: Values | None = None) -> Guard:
+def _on(program: Program, node: fx.Node, said: Reason, holds: Callable[[Tensor], Tensor], given: Values | None = None) -> Guard:
     """`holds` is made of aten operators, to be run and to be traced."""
 
     def check(inputs: Sequence[Tensor]) -> bool:
         return bool(holds(evaluate(program, [node], {**by_placeholder(program, inputs), **(given or {})})[node]))
 
-    return Guard(text=text, check=check, holds=lambda emit: emit.inline(holds, node))
+    return Guard(said=said, check=check, holds=lambda emit: emit.inline(holds, node))
 
 
 def _all(conditions: Tensor) -> Tensor:

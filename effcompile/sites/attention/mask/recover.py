@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.mask import MaskForm
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.program import Program
 from effcompile.sites.attention.mask.assemble import assembled
 from effcompile.sites.attention.mask.evaluate import (
@@ -60,8 +62,11 @@ def recover_mask(
         terms = search.terms()
         mask = assembled(program, terms)
         empty = search.verified(mask, terms)
-    except (UnfittedError, RuntimeError, NotImplementedError, IndexError, TypeError) as error:  # an operator that fails at our inputs
-        terms, mask = Terms(), search.as_it_is(" ".join(str(error).split()))
+    except UnfittedError as error:
+        terms, mask = Terms(), search.as_it_is(error.reason)
+        empty = mask.hides
+    except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:  # an operator that fails at our inputs
+        terms, mask = Terms(), search.as_it_is(Unsupported.of("{}", " ".join(str(error).split())))
         empty = mask.hides
     terms.fills += [] if fill is None else [(fill, dtype)]
     if mask.hides and empty:
@@ -132,7 +137,7 @@ class _Search:
             self._compare(mask, seen, values, variant)
             rest = sum((values[n] for n in mask.biases if n in held), torch.zeros(()))
             if self.sense == "added" and not torch.equal(*(t[seen] for t in torch.broadcast_tensors(values[self.node], rest, seen)[:2])):
-                raise _DifferentError(f"what is added where keys are seen is not the biases alone ({variant.name})")
+                raise _DifferentError("what is added where keys are seen is not the biases alone ({})", variant.name)
         return empty
 
     def _compare(self, mask: GraphMask, seen: Tensor, values: Values, variant: Variant) -> None:
@@ -140,7 +145,7 @@ class _Search:
         form = mask.visibility(values, q_len, seen.shape[-1])
         batch = max([1, *(t.shape[0] for t in (form.valid, form.q_ids, form.k_ids, form.mask) if t is not None)])
         if not torch.equal(*torch.broadcast_tensors(form.dense(batch, q_len, seen.shape[-1]), seen)):
-            raise _DifferentError(f"the closed form differs from the mask ({variant.name})")
+            raise _DifferentError("the closed form differs from the mask ({})", variant.name)
 
     def _visible(self, value: Tensor) -> Tensor:
         """In aten operators, as a guard traces it."""
@@ -166,38 +171,39 @@ class _Search:
         given = self._without(mask.biases, [leaf.node for leaf in terms.leaves if leaf.test == "kept"])
         return replace(mask, guards=(*mask.guards, every_query_sees(self.program, self.node, self._visible, given)))
 
-    def as_it_is(self, note: str) -> GraphMask:
+    def as_it_is(self, left: Reason) -> GraphMask:
         """The operand unexplained: added as a bias, or as a dense mask."""
         if self.sense == "added":
-            return GraphMask(biases=(self.node,), counts={}, note=note)
+            return GraphMask(biases=(self.node,), counts={}, left=left)
         leaf = Leaf(node=self.node, test="true" if self.sense == "visible" else "false")
-        return GraphMask(mask=(whole(tested(leaf), self.node.meta["val"].dim()),), counts={}, note=note)
+        return GraphMask(mask=(whole(tested(leaf), self.node.meta["val"].dim()),), counts={}, left=left)
 
     def told(self, mask: GraphMask, q_len: int, k_len: int) -> GraphMask:
-        """With its text, the inputs it reads, and its tiles at the example."""
-        names = {word: [n.name for n in reads(*nodes)] for word, nodes in _words(mask).items()}
+        """With its form, and its tiles at the example."""
         if any(_of_the_model(self.program, n) for n in mask.sources):
-            return replace(mask, text="dense")
+            return replace(mask, form=MaskForm(mask=()))
         values = evaluate(self.program, mask.sources, placeholders(self.program))
-        form = mask.visibility(values, q_len, k_len)
-        text = form.describe(q_len, k_len).replace("documents", next(iter(names)))
-        for word, inputs in names.items():
-            text = text.replace(word, f"{word} ({', '.join(inputs)})") if inputs else text
+        seen = mask.visibility(values, q_len, k_len)
         return replace(
             mask,
             met=mask.unmet(tensors(self.program, placeholders(self.program))) is None,
-            reads=tuple(dict.fromkeys(name for inputs in names.values() for name in inputs)),
-            counts={block: form.tiles(block, block, q_len=q_len, k_len=k_len).counts for block in BLOCKS},
-            text=text,
+            counts={block: seen.tiles(block, block, q_len=q_len, k_len=k_len).counts for block in BLOCKS},
+            form=_form(mask, q_len, k_len),
         )
 
 
-def _words(mask: GraphMask) -> dict[str, list[fx.Node]]:
-    """The nodes behind each word of a description, that of the ids first."""
-    ids = [e for e in (mask.q_ids, mask.k_ids) if e is not None]
-    flags = any(target is torch.ops.aten.logical_not.default for e in ids for target, _ in e.steps)
-    word = "padded queries and keys" if flags else "documents"
-    return {word: [e.node for e in ids], "padding": [e.node for e in mask.valid or ()], "dense": [e.node for e in mask.mask or ()]}
+def _form(mask: GraphMask, q_len: int, k_len: int) -> MaskForm:
+    """The mask by the names of the inputs behind its ids and conditions."""
+    steps = [target for e in (mask.q_ids, mask.k_ids) if e is not None for target, _ in e.steps]
+    return mask.told(
+        MaskForm,
+        ids=lambda e: tuple(n.name for n in reads(e.node)),
+        condition=lambda every: tuple(n.name for n in reads(*(e.node for e in every))),
+        limit=lambda edge: edge,
+        ahead=k_len - q_len,
+        flags=aten.logical_not.default in steps,
+        guards=tuple(guard.said for guard in mask.guards),
+    )
 
 
 def _of_the_model(program: Program, node: fx.Node) -> bool:

@@ -37,7 +37,7 @@ def refused(graph: fx.GraphModule) -> str:
     """The reason of the one softmax that is no match."""
     (found,) = match(graph.graph)
     assert isinstance(found, Unmatched), "it was matched"
-    return found.reason
+    return str(found.reason)
 
 
 class _Recorder(fx.Interpreter):

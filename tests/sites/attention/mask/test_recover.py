@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from effcompile.capture import capture
 from effcompile.ir.program import Program
+from effcompile.report.masks import mask_words
 from effcompile.sites.attention.mask.evaluate import evaluate, placeholders
 from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.mask.recover import recover_mask
@@ -23,6 +24,10 @@ def recovered(program: Program, operand: SideOperand) -> GraphMask:
     return recover_mask(
         program, operand.node, sense=operand.sense, q_len=operand.q_len, k_len=operand.k_len, fill=operand.fill, dtype=torch.float32
     )
+
+
+def told(mask: GraphMask) -> str:
+    return mask_words(mask.form)
 
 
 def only(program: Program) -> tuple[GraphMask, SideOperand]:
@@ -70,10 +75,10 @@ CASES = {
 def test_forms_of_families_hold_at_other_inputs_and_sizes(name: str, attention: str) -> None:
     program = tiny(name, attention)
     masks = [(operand, mask) for operand in operands(program) if (mask := recovered(program, operand)).hides]
-    assert [mask.text for _, mask in masks if mask.text] == CASES[name, attention] * (len(masks) // len(CASES[name, attention]))
+    assert [text for _, mask in masks if (text := told(mask))] == CASES[name, attention] * (len(masks) // len(CASES[name, attention]))
     generator = torch.Generator().manual_seed(1)
     for operand, mask in masks:
-        assert not mask.note and not mask.guards and mask.uniform_empty is (attention == "eager")
+        assert mask.left is None and not mask.guards and mask.uniform_empty is (attention == "eager")
         for batch, seq in ((1, 5), (3, 23), (2, 150)):
             padding = (torch.rand(batch, seq, generator=generator) < 0.7).long()
             agrees(program, operand, mask, input_ids=torch.ones(batch, seq, dtype=torch.long), attention_mask=padding)
@@ -139,7 +144,7 @@ FLAGS = torch.ones(3, 16, dtype=torch.long)
 def test_product_with_the_complement_of_a_mask_needs_zeros_and_ones() -> None:
     program = program_of(lambda m, x, given: (1.0 - given[:, None, None, :].float()) * LOWEST, FLAGS)
     mask, operand = only(program)
-    assert mask.text == "padding (given)" and [g.text for g in mask.guards] == ["given holds only 0 and 1"]
+    assert told(mask) == "padding (given)" and [str(g.said) for g in mask.guards] == ["given holds only 0 and 1"]
     agrees(program, operand, mask, given=torch.randint(0, 2, (3, 16)))
     assert mask.unmet([torch.randn(3, 2, 16, 4), FLAGS]) is None
     assert mask.unmet([torch.randn(3, 2, 16, 4), 2 * FLAGS]) is mask.guards[0]
@@ -154,7 +159,7 @@ def test_weak_fills_are_biases() -> None:
 def test_fills_other_than_the_lowest_number_promise_that_every_query_sees() -> None:
     program = program_of(lambda m, x, given: torch.where(given[:, None, None, :] > 0, 0.0, -1e9), FLAGS)
     mask, _ = only(program)
-    assert not mask.uniform_empty and [g.text for g in mask.guards] == ["every query sees a key"]
+    assert not mask.uniform_empty and [str(g.said) for g in mask.guards] == ["every query sees a key"]
     x = torch.randn(3, 2, 16, 4)
     assert mask.unmet([x, FLAGS]) is None and mask.unmet([x, FLAGS * torch.tensor([[0], [1], [1]])]) is mask.guards[0]
 
@@ -163,13 +168,13 @@ def test_fills_other_than_the_lowest_number_promise_that_every_query_sees() -> N
 def test_triangles(fill: float) -> None:
     program = program_of(lambda m, x, _: torch.triu(torch.full((x.shape[2], x.shape[2]), fill), 1))
     mask, _ = only(program)
-    assert mask.text == "causal" and mask.static and not mask.guards
+    assert told(mask) == "causal" and mask.static and not mask.guards
 
 
 def test_a_buffer_cut_to_length_is_fitted_under_a_guard() -> None:
     program = program_of(lambda m, x, _: ~m.causal[: x.shape[2], : x.shape[2]], how="fill")
     mask, operand = only(program)
-    assert mask.text == "causal" and mask.static
+    assert told(mask) == "causal" and mask.static
     agrees(program, operand, mask, x=torch.randn(1, 2, 30, 4))
     assert any(guard.check([torch.randn(3, 2, 16, 4)]) and not guard.check([torch.randn(3, 2, 60, 4)]) for guard in mask.guards)
 
@@ -191,7 +196,7 @@ def test_chunks_without_padding_are_a_closed_form() -> None:
         return torch.where((j // 5 == i // 5) & (j <= i), 0.0, LOWEST)
 
     mask, _ = only(program_of(chunks))
-    assert mask.text == "causal ∧ chunks of 5" and mask.static
+    assert told(mask) == "causal ∧ chunks of 5" and mask.static
 
 
 def test_packed_documents() -> None:
@@ -203,28 +208,28 @@ def test_packed_documents() -> None:
 
     program = program_of(documents, ids)
     mask, operand = only(program)
-    assert mask.text == "causal ∧ documents (given)" and not mask.guards
+    assert told(mask) == "causal ∧ documents (given)" and not mask.guards
     agrees(program, operand, mask, given=torch.randint(0, 3, (3, 16)))
 
 
 def test_alibi_and_causal_in_one_buffer_are_a_mask_and_a_bias() -> None:
     program = program_of(lambda m, x, _: m.alibi, dynamic=False)
     mask, operand = only(program)
-    assert mask.text == "causal" and mask.biases == (operand.node,) and not mask.guards
+    assert told(mask) == "causal" and mask.biases == (operand.node,) and not mask.guards
 
 
 def test_masks_without_a_form_stay_dense() -> None:
     given = torch.rand(3, 16, 16) < 0.5
     program = program_of(lambda m, x, given: torch.where(given[:, None], 0.0, LOWEST), given)
     mask, operand = only(program)
-    assert mask.text == "dense (given)" and mask.uniform_empty
+    assert told(mask) == "dense (given)" and mask.uniform_empty
     agrees(program, operand, mask, given=torch.rand(3, 16, 16) < 0.2)
 
 
 def test_what_the_model_computes_is_left_alone() -> None:
     program = program_of(lambda m, x, _: torch.where(torch.matmul(x * m.scale, x.transpose(-1, -2)) > 0, 0.0, LOWEST))
     mask, operand = only(program)
-    assert not mask.hides and mask.biases == (operand.node,) and "depends on what the model computes" in mask.note
+    assert not mask.hides and mask.biases == (operand.node,) and "depends on what the model computes" in str(mask.left)
 
 
 def test_expressions_are_put_into_the_graph() -> None:
