@@ -144,14 +144,13 @@ def _backends() -> Iterator[Finding]:
     """A small model planned, lowered and verified on each, and called once more."""
     for name in BACKENDS:
         try:
-            reason = load_backend(name).unavailable()
+            reason: object = load_backend(name).unavailable()
         except MissingPackageError as error:
-            reason = str(error)
+            reason = error
         if reason is None:
             yield _on(name, tiled.device() if name == "triton" else "cpu")
         else:
-            what, _, mend = reason.partition(". ")
-            yield Finding(part=name, status="absent", seen=what, remedy=mend)
+            yield Finding(part=name, status="absent", seen=str(reason))
 
 
 def _on(backend: str, device: str) -> Finding:

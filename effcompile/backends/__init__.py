@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 
 from effcompile.backends.base import Backend
-from effcompile.core.errors import MissingPackageError, UnknownNameError, UsageError
+from effcompile.core.errors import MissingPackageError, UnknownNameError, UsageError, clipped
+from effcompile.core.goal import Goal
 from effcompile.core.installed import entry_points
+from effcompile.core.reasons import Reason, Unsupported
+from effcompile.ir.program import Program
 
 #: name → where its class is. Loaded on demand, as each needs packages of its own.
 BACKENDS: dict[str, str] = {
@@ -44,7 +47,28 @@ def load_backend(name: str) -> Backend:
     return backend
 
 
-def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, str]]:
+def refusal(backend: Backend, program: Program, goal: Goal) -> Reason | None:
+    """Why a backend does not take a program; None where it does."""
+    return told(backend.name, backend.refuses(program, goal))
+
+
+def told(backend: str, said: object) -> Reason | None:
+    """The reason that a backend gives; a sentence of one of an installed package becomes one.
+
+    Raises:
+        UsageError: it gives something else.
+    """
+    if said is None or isinstance(said, Reason):
+        return said
+    if isinstance(said, str):
+        return Unsupported.of("{}", said)
+    raise UsageError(
+        f"The backend {backend} gives {clipped(repr(said), 80)}, a {type(said).__name__}, as a reason. None means that there is none; "
+        "else give one of effcompile.core.reasons, for a sentence Unsupported(text)."
+    )
+
+
+def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, Reason]]:
     """The named backend, or every one that can run here; and why the others cannot (name → reason).
 
     Raises:
@@ -52,18 +76,18 @@ def usable_backends(name: str | None) -> tuple[list[Backend], dict[str, str]]:
     """
     if name is not None:
         backend = load_backend(name)
-        if (reason := backend.unavailable()) is not None:
+        if (reason := told(name, backend.unavailable())) is not None:
             raise UsageError(f"The backend {name} cannot run here: {reason}.")
         return [backend], {}
     found: list[Backend] = []
-    absent: dict[str, str] = {}
+    absent: dict[str, Reason] = {}
     for known in BACKENDS:
         try:
             backend = load_backend(known)
         except MissingPackageError as error:
-            absent[known] = str(error)
+            absent[known] = Unsupported.of("{}", str(error))
             continue
-        reason = backend.unavailable()
+        reason = told(known, backend.unavailable())
         if reason is None:
             found.append(backend)
         else:

@@ -57,12 +57,12 @@ class Backend(Protocol):
     #: bytes that lowering takes at its highest beside the model, in times of the program's weights; measured.
     copies: ClassVar[float]
 
-    def unavailable(self) -> str | None:
+    def unavailable(self) -> Reason | None:
         """None, or why this backend cannot run here, with the install line."""
         ...
 
-    def refuses(self, program: Program, goal: Goal) -> str | None:
-        """None, or why this program cannot be lowered, in one line."""
+    def refuses(self, program: Program, goal: Goal) -> Reason | None:
+        """None, or why this program cannot be lowered."""
         ...
 
     def lacks(self, call: KernelCall) -> Reason | None:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import CaptureError
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.export import Domain
 from effcompile.ir.program import Dim, Output, Size, TensorSpec
@@ -159,7 +160,7 @@ class Boundary:
     outputs: tuple[TensorSpec, ...]
     returned: tuple[Any, ...]
     domain: Domain
-    fixed: tuple[str, ...]
+    fixed: tuple[Reason, ...]
 
 
 def read_boundary(
@@ -182,7 +183,7 @@ def read_boundary(
         shape = tuple(names.dim(size, axis, leaf) for axis, size in enumerate(value.shape))
         inputs.append(_spec(leaf.name, value, shape))
         stuck = [axis for axis, expected in axes.items() if expected and isinstance(shape[axis], int)]
-        fixed += [_fixed_line(leaf, axis, places.get((f"L{leaf.source}", axis))) for axis in stuck]
+        fixed += [_fixed(leaf, axis, places.get((f"L{leaf.source}", axis))) for axis in stuck]
     leaves_out = pytree.tree_leaves(_results(graph))
     results = [v for v in leaves_out if isinstance(v, torch.Tensor)]
     outputs = [_spec(name, v, tuple(names.dim(s, a, None) for a, s in enumerate(v.shape))) for name, v in zip(named, results, strict=True)]
@@ -219,9 +220,10 @@ def _spec(name: str, value: torch.Tensor, shape: tuple[Dim, ...]) -> TensorSpec:
     return TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shape)
 
 
-def _fixed_line(leaf: Leaf, axis: int, place: str | None) -> str:
+def _fixed(leaf: Leaf, axis: int, place: str | None) -> Reason:
     role = "batch" if axis == 0 else "seq" if leaf.tensor.dtype in _INTEGERS else f"axis {axis}"
-    return f"{role} of {leaf.name}: fixed at {leaf.tensor.shape[axis]} by the model's code" + (f" ({place})" if place else "")
+    text = "fixed: {} of {}: fixed at {} by the model's code" + " ({})" * bool(place)
+    return Because.of(text, role, leaf.name, leaf.tensor.shape[axis], *filter(None, [place]))
 
 
 def _domain(exported: torch.export.ExportedProgram, names: Names) -> Domain:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from effcompile.core.errors import CaptureError
+from effcompile.core.reasons import Unsupported
 
 #: The first compute capability with float8 products: Ada (Hopper is 9.0).
 CAPABILITY = (8, 9)
@@ -20,14 +21,18 @@ CAPABILITY = (8, 9)
 _MULTIPLE = 16
 
 
-def unavailable(device: str) -> str | None:
+def unavailable(device: str) -> Unsupported | None:
     """Why there are no float8 products on this machine; None where there are."""
     if device != "cuda":
-        return f"float8 products need a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or above; the model is on {device}"
+        return Unsupported.of(
+            "float8 products need a GPU of compute capability {}.{} or above; the model is on {}", CAPABILITY[0], CAPABILITY[1], device
+        )
     found = torch.cuda.get_device_capability()
     if found < CAPABILITY:
-        return f"float8 products need compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or above; this GPU has {found[0]}.{found[1]}"
-    return None if find_spec("torchao") else "it needs torchao: pip install torchao"
+        return Unsupported.of(
+            "float8 products need compute capability {}.{} or above; this GPU has {}.{}", CAPABILITY[0], CAPABILITY[1], found[0], found[1]
+        )
+    return None if find_spec("torchao") else Unsupported("it needs torchao: pip install torchao")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InputsError, InternalError
-from effcompile.core.reasons import Reason
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line, stage
 from effcompile.core.torch_compat_export import functional
 from effcompile.core.types import Args, Kwargs, Outputs
@@ -136,7 +136,8 @@ def _first_success(subject: _Subject, dynamic: Dynamic) -> Program:
             continue
         refusal = _only_example(program)
         if refusal is None:
-            lines = {why: f"{_lost(subject, refused, attempt)}: fixed at the example's size. {why}" for refused, why in reversed(refusals)}
+            text = "fixed: {} of {}: fixed at the example's size. {}"
+            lines = {why: Because.of(text, *_lost(subject, refused, attempt), why) for refused, why in reversed(refusals)}
             return replace(program, fixed=(*reversed(lines.values()), *program.fixed))
         refusals.append((attempt, f"the graph assumes {refusal}"))
     assert error is not None
@@ -167,12 +168,12 @@ def _given_axes(given: Mapping[str, object], leaf: dynamic_axes.Leaf) -> dict[in
     return {axis: dim for axis, dim in pairs if dim is not None and dim is not torch.export.Dim.STATIC and not isinstance(dim, int)}
 
 
-def _lost(subject: _Subject, refused: _Attempt, taken: _Attempt) -> str:
-    """The axes that one attempt would have made dynamic and another does not: `batch and seq of input_ids, labels`."""
+def _lost(subject: _Subject, refused: _Attempt, taken: _Attempt) -> tuple[str, str]:
+    """The axes that one attempt would have made dynamic and another does not, and the inputs: `batch and seq`, `input_ids, labels`."""
     gone = [set(before) - set(after) for before, after in zip(refused.wanted, taken.wanted, strict=True)]
     names = [leaf.name for leaf, axes in zip(subject.leaves, gone, strict=True) if axes]
     axes = set().union(*gone)
-    return " and ".join((["batch"] if 0 in axes else []) + (["seq"] if axes - {0} else [])) + f" of {', '.join(names)}"
+    return " and ".join((["batch"] if 0 in axes else []) + (["seq"] if axes - {0} else [])), ", ".join(names)
 
 
 def _export(subject: _Subject, attempt: _Attempt) -> Program:

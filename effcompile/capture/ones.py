@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture.mends import as_reference
 from effcompile.capture.verify import relative_error
+from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
 from effcompile.ir.export import allowed, domain_of, resized, sizes_of
 from effcompile.ir.program import Program
@@ -39,7 +40,8 @@ def without_unproven_ones(program: Program, model: nn.Module) -> Program:
             reason = _objection(program, model, sizes)
             if reason is not None:
                 domain = replace(domain, not_one=(*domain.not_one, axes))
-                fixed.append(f"{' and '.join(sorted(axes))} of 1 {'are' if len(axes) > 1 else 'is'} not taken: {reason}")
+                text = "fixed: {} of 1 are not taken: {}" if len(axes) > 1 else "fixed: {} of 1 is not taken: {}"
+                fixed.append(Because.of(text, " and ".join(sorted(axes)), reason))
     if fixed:
         program.module.meta["effcompile_domain"] = domain
     return replace(program, fixed=(*program.fixed, *fixed)) if fixed else program

@@ -37,7 +37,7 @@ from effcompile.ir.step import Step
 Loss = Callable[[Any, Any], Tensor]
 #: Changes a forward graph in place before its gradients are traced; called with the graph and the values of its placeholders.
 Edit = Callable[[fx.GraphModule, Sequence[Tensor]], None]
-_DYNAMO = "traced by Dynamo, for torch.export cannot take "
+_DYNAMO = "traced by Dynamo, for torch.export cannot take {name}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,7 +181,7 @@ def _joint(subject: _Subject) -> training_graph.Joint:
                 return joint
     with contextlib.suppress(Exception):
         joint = _joined(subject, _dynamo_front)
-        subject.mends.append(Because("{name}{name}", (_DYNAMO, why)))
+        subject.mends.append(Because(_DYNAMO, (why,)))
         return joint
     if isinstance(first, _PythonGradientError):
         raise CaptureError(

@@ -32,13 +32,13 @@ def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again
     first = _times(best.plan)
     best = measured_again()
     if best.plan.misjudged is None:
-        return _noted(best, Because(f"measured again: {_TIMES} did not hold; {_TIMES} does", (*first, *_times(best.plan))))
+        return _noted(best, Because("measured again: " + _TIMES + " did not hold; " + _TIMES + " does", (*first, *_times(best.plan))))
     second = solved_again()
     same = second.plan.backend == best.plan.backend and second.plan.options() == best.plan.options()
     taken, other = (second, best) if same or _share(second.plan) <= _share(best.plan) else (best, second)
     then = "taken" if taken is second else "the first plan is faster, and stays"
-    text = f"{_TIMES} did not agree: kernels were timed again and the plan was solved again ({then}: {_TIMES})"
-    return _noted(taken, Because(text, (*first, *_times(taken.plan))), *other.plan.notes)
+    text = _TIMES + " did not agree: kernels were timed again and the plan was solved again ({name}: " + _TIMES + ")"
+    return _noted(taken, Because(text, (*first, then, *_times(taken.plan))), *other.plan.notes)
 
 
 def _times(plan: Plan) -> tuple[float, float]:
@@ -67,6 +67,6 @@ def stale_timings(machine: Machine, candidates: Sequence[Candidate]) -> list[Rea
     for candidate in candidates:
         predicted, measured = candidate.predicted_seconds, candidate.measured_seconds
         if predicted and measured and predicted > _FAR_OFF * measured and machine.distrust(candidate.backend):
-            text = f"{{name}}: {_TIMES}: its kernel times look stale and are forgotten; the next plan takes them again"
+            text = "{name}: " + _TIMES + ": its kernel times look stale and are forgotten; the next plan takes them again"
             notes.append(Because(text, (candidate.backend, predicted, measured)))
     return notes

@@ -20,7 +20,7 @@ from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.core.findings import Failed, NotBuilt
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.estimate import sensitivity
 from effcompile.ir.plan import Candidate, Plan
@@ -112,7 +112,7 @@ def _priced(task: Task) -> tuple[Search, list[tuple[Backend, Plan]], list[Candid
     return search, *plans_for(search, backends, absent, asked.progress)
 
 
-def _best_of(task: Task, machine: Machine, backends: list[Backend], absent: dict[str, str], program: Program) -> Outcome:
+def _best_of(task: Task, machine: Machine, backends: list[Backend], absent: dict[str, Reason], program: Program) -> Outcome:
     """The best result of a program.
 
     Raises:

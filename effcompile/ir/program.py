@@ -101,7 +101,7 @@ class Program(Traced):
     outputs: tuple[TensorSpec, ...]
     returned: tuple[Any, ...] = ()
     dynamic_shapes: Any = None
-    fixed: tuple[str, ...] = ()
+    fixed: tuple[Reason, ...] = ()
     left: Mapping[str, Reason] = field(default_factory=dict)
     tags: Mapping[str, Form] = field(default_factory=dict)
     history: tuple[str, ...] = ()

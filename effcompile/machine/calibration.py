@@ -278,7 +278,7 @@ def without_busy(calibration: Calibration) -> Reason | None:
     names = ", ".join(found)
     what, figures = "{name} were taken on a busy machine ({name})", (names[0].upper() + names[1:], next(iter(found.values())))
     if now := busy():
-        return Because(f"{what}; it is still busy ({{name}}), so that predicted times may be off.", (*figures, now))
+        return Because(what + "; it is still busy ({name}), so that predicted times may be off.", (*figures, now))
     if slow:
         calibration.memory_bandwidth = max(calibration.memory_bandwidth, read_bandwidth())
         calibration.peak_flops = _peaks(calibration.backends, matmul_peak())
@@ -286,7 +286,7 @@ def without_busy(calibration: Calibration) -> Reason | None:
     for name in [name for name, points in calibration.backends.items() if points.busy]:
         calibration.backends[name] = BackendPoints(versions=versions_of(name))
     calibration.dirty = True
-    return Because(f"{what}, and are taken again.", figures)
+    return Because(what + ", and are taken again.", figures)
 
 
 def _slow_rates(calibration: Calibration) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from effcompile.core.errors import UsageError
+from effcompile.core.reasons import Unsupported
 from effcompile.ops.lion8 import Lion8bit
 
 Group = Mapping[str, Any]
@@ -92,33 +93,33 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in list(taken)[1:])
 
 
-def one_by_one(optimizer: Optimizer) -> str | None:
+def one_by_one(optimizer: Optimizer) -> Unsupported | None:
     """None where each parameter is updated by itself, else why its update cannot be taken apart."""
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
     single = (package == "torch" and kind.__name__ not in _NOT_SINGLE) or package == "torchao" or kind.__name__ in _SINGLE
     if not single:
-        return f"{kind.__name__} is not known to update each parameter by itself"
+        return Unsupported.of("{} is not known to update each parameter by itself", kind.__name__)
     if optimizer.state:
-        return f"this {kind.__name__} has states already; plan before its first step"
+        return Unsupported.of("this {} has states already; plan before its first step", kind.__name__)
     hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return f"this {kind.__name__} has hooks around its step" if hooked else None
+    return Unsupported.of("this {} has hooks around its step", kind.__name__) if hooked else None
 
 
-def declined(name: str, optimizer: Optimizer) -> str | None:
+def declined(name: str, optimizer: Optimizer) -> Unsupported | None:
     """None where the optimizer may take the form, else the reason."""
     kind = type(optimizer)
     if (reason := one_by_one(optimizer)) is not None:
         return reason
     if name == EIGHT_BIT:
         if kind not in (torch.optim.Adam, torch.optim.AdamW):
-            return f"there is no 8-bit {kind.__name__}: Adam and AdamW have one"
+            return Unsupported.of("there is no 8-bit {}: Adam and AdamW have one", kind.__name__)
         special = [key for group in optimizer.param_groups for key in ("maximize", "capturable", "differentiable") if group.get(key)]
         if special:
-            return f"the option {special[0]}={True} of this {kind.__name__} is not in the 8-bit one"
-        return None if find_spec("torchao") else "it needs torchao: pip install torchao"
+            return Unsupported.of("the option {}={} of this {} is not in the 8-bit one", special[0], True, kind.__name__)
+        return None if find_spec("torchao") else Unsupported("it needs torchao: pip install torchao")
     if name in CHANGES and name != LION8:
-        return None if find_spec("pytorch_optimizer") else "it needs pytorch-optimizer: pip install pytorch-optimizer"
+        return None if find_spec("pytorch_optimizer") else Unsupported("it needs pytorch-optimizer: pip install pytorch-optimizer")
     return None
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.errors import UsageError
+from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops.devices import one_device
 
@@ -22,12 +23,12 @@ ROWS, COLUMNS = 32, 64
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-def misfit(dtype: torch.dtype, n: int, k: int) -> str | None:
+def misfit(dtype: torch.dtype, n: int, k: int) -> Unsupported | None:
     """None, or why a weight (N, K) is not taken; K of the four neighbours, N outputs."""
     if dtype not in DTYPES:
-        return f"sparse tensor cores take float16 and bfloat16 here, and its weight is {str(dtype).removeprefix('torch.')}"
+        return Unsupported.of("sparse tensor cores take float16 and bfloat16 here, and its weight is {}", str(dtype).removeprefix("torch."))
     if n % ROWS or k % COLUMNS:
-        return f"2:4 kernels need N a multiple of {ROWS} and K of {COLUMNS}; here N = {n}, K = {k}"
+        return Unsupported.of("2:4 kernels need N a multiple of {} and K of {}; here N = {}, K = {}", ROWS, COLUMNS, n, k)
     return None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.reasons import Unsupported
 from effcompile.ir.program import Program, shape_of
 from effcompile.sites.parts import LinearSite, argument, linears
 
@@ -67,7 +68,7 @@ class Channels:
     makes: dict[str, Tensor] = field(default_factory=dict)
     reads: dict[str, Tensor] = field(default_factory=dict)
     lines: dict[tuple[fx.Node, int], Line] = field(default_factory=dict)
-    pinned: dict[int, str] = field(default_factory=dict)
+    pinned: dict[int, Unsupported] = field(default_factory=dict)
     constants: dict[tuple[fx.Node, fx.Node], Line] = field(default_factory=dict)
     attended: set[int] = field(default_factory=set)
 
@@ -91,7 +92,7 @@ class _Flow:
         self.makes: dict[str, Tensor] = {}
         self.reads: dict[str, Tensor] = {}
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.pins: list[tuple[Tensor, str]] = []
+        self.pins: list[tuple[Tensor, Unsupported]] = []
         self.foreign: list[tuple[fx.Node, Tensor, fx.Node]] = []  # an element-wise operator, its labels, an operand without any
         self.heads: list[Tensor] = []
 
@@ -137,7 +138,7 @@ class _Flow:
         self.count += site.n
         self.makes[site.site] = rows
         if site.bias is not None and self.program.tensor(site.bias) is None:
-            self.pins.append((rows, f"the bias of {site.site} is computed, not stored"))
+            self.pins.append((rows, Unsupported("the bias of {site} is computed, not stored", (site.site,))))
         return rows.expand(shape_of(site.node))
 
     def _attention(self, node: fx.Node) -> Labels | None:
@@ -159,7 +160,7 @@ class _Flow:
         self._unite(queries, values.repeat_interleave(per_key))
         for other in node.all_input_nodes:
             if other not in made and _differs_by_head(shape_of(other)):
-                self.pins.append((queries, f"{other.name} differs by head"))
+                self.pins.append((queries, Unsupported("{name} differs by head", (other.name,))))
         shape = shape_of(node)
         out = queries[None, :, None, None].expand(shape)
         return (out, queries[None, :, None].expand(shape[:3])) if isinstance(node.meta.get("val"), (tuple, list)) else out
@@ -224,9 +225,11 @@ class _Flow:
 
     def _pinned(self, given: Sequence[fx.Node], node: fx.Node) -> Labels | None:
         """None, which is what flows on: what a node reads cannot be removed."""
-        reason = "the model returns them" if node.op == "output" else f"{node.name} reads them, which is no element-wise operator"
+        reason = Unsupported("{name} reads them, which is no element-wise operator", (node.name,))
+        if node.op == "output":
+            reason = Unsupported("the model returns them")
         if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            reason = f"{node.name} adds what no linear made to them"
+            reason = Unsupported("{name} adds what no linear made to them", (node.name,))
         for one in given:
             labels = self.labels[one]
             for part in labels if isinstance(labels, tuple) else (labels,):
@@ -255,7 +258,7 @@ class _Flow:
     def _line(self, found: Channels, node: fx.Node, number: int, units: Tensor) -> None:
         axes = _varying(units)
         if len(axes) > 1:
-            _pin_units(found, units, f"{node.name} has them along several axes")
+            _pin_units(found, units, Unsupported("{name} has them along several axes", (node.name,)))
         elif axes:
             found.lines[node, number] = Line(axis=axes[0], units=units.movedim(axes[0], 0).flatten(1)[:, 0])
 
@@ -266,12 +269,12 @@ class _Flow:
             if own < 0 or shape_of(operand)[own] == 1:
                 continue
             if self.program.tensor(operand) is None or len(operand.users) > 1:
-                _pin_units(found, units, f"{operand.name} differs by channel")
+                _pin_units(found, units, Unsupported("{name} differs by channel", (operand.name,)))
             else:
                 found.constants[node, operand] = Line(axis=own, units=units.movedim(axis, 0).flatten(1)[:, 0])
 
 
-def _pin_units(found: Channels, units: Tensor, reason: str) -> None:
+def _pin_units(found: Channels, units: Tensor, reason: Unsupported) -> None:
     for unit in units.unique().tolist():
         found.pinned.setdefault(unit, reason)
 

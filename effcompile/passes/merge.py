@@ -11,12 +11,12 @@ import torch
 from torch import fx, nn
 
 from effcompile.core.cost import Cost, total
-from effcompile.core.reasons import Reason
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.formats import Form, WeightFormat
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
-from effcompile.passes.pricing import no_linear, price, price_linear, unsupported
+from effcompile.passes.pricing import no_linear, price, price_linear
 from effcompile.sites.parts import LinearSite, MergeSite, merges
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ class Merge(Pass):
             options = [Option(form=Form(word=SEPARATE), cost=Cost(), by=self.name)]
             for held in context.formats:
                 form = Form(word=MERGED, weights=held)
-                reason: Reason | None = unsupported(_why_not(program, site))
+                reason: Reason | None = _why_not(program, site)
                 cost = merge_cost(site, held, context)
                 if cost is None:
                     reason = reason or no_linear(context, held, site.members[0].dims)
@@ -74,14 +74,14 @@ class Merge(Pass):
         return replace(edited, tags=tags, made=tuple(made))
 
 
-def _why_not(program: Program, site: MergeSite) -> str:
-    """Why the weights cannot be stacked; "" if they can."""
+def _why_not(program: Program, site: MergeSite) -> Unsupported | None:
+    """Why the weights cannot be stacked; None if they can."""
     dtypes = {program.tensor(m.weight).dtype for m in site.members}  # type: ignore[union-attr]
     if len(dtypes) > 1:
-        return f"its members have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
+        return Unsupported.of("its members have different dtypes: {}", ", ".join(sorted(map(str, dtypes))))
     if any(m.bias is not None and program.tensor(m.bias) is None for m in site.members):
-        return "a bias is computed, not stored"
-    return ""
+        return Unsupported("a bias is computed, not stored")
+    return None
 
 
 def merge_cost(site: MergeSite, held: WeightFormat, context: Context) -> Cost | None:

@@ -47,7 +47,7 @@ class Rows(Pass):
             yield Declined(site=EVERYWHERE, kind=KIND, option=FUSED, by=self.name, reason=reason)
             return
         for place, why in unmatched(program, sites):
-            yield Declined(site=place, kind=KIND, option=FUSED, by=self.name, reason=Unsupported(why))
+            yield Declined(site=place, kind=KIND, option=FUSED, by=self.name, reason=why)
         calls = kernel_calls(program)
         for site in sites:
             yield from self._choose(context, site, [call for node in site.nodes for call in calls[node]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from effcompile.core.cost import Cost
-from effcompile.core.reasons import NoKernel, NotAllowed, NotFaster, Reason, Unsupported
+from effcompile.core.reasons import NoKernel, NotAllowed, NotFaster, Reason
 from effcompile.ir.formats import FP32, WeightFormat
 from effcompile.ir.plan import Declined
 from effcompile.machine.target import Dims, KernelCall, linear_call
@@ -33,11 +33,6 @@ def price_call(context: Context, call: KernelCall, backend: str | None = None) -
         return None
     found = context.target.price(backend or context.backend, call)
     return None if found is None else Cost(seconds=found[0], provenance=found[1])
-
-
-def unsupported(text: str | None) -> Unsupported | None:
-    """A reason in a pass's own words; None for no words."""
-    return Unsupported(text) if text else None
 
 
 def no_kernel(context: Context, kernel: str, because: str = "", others: tuple[str, ...] = ()) -> NoKernel:

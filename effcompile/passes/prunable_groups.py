@@ -13,7 +13,6 @@ from effcompile.core.reasons import Unsupported
 from effcompile.ir.program import Program, shape_of
 from effcompile.passes.channel_dependencies import EXPANDS, SPLITS, VIEWS, Channels, Line, channels
 from effcompile.passes.constants import readers, replace_constant, storage_of
-from effcompile.passes.pricing import unsupported
 from effcompile.sites.parts import LinearSite, argument, common_parent
 
 aten = torch.ops.aten
@@ -109,11 +108,11 @@ def _structure(program: Program, found: Channels, makes: list[str], reads: list[
         for table, sites in ((found.makes, makes), (found.reads, reads))
     )
     kind = "heads" if heads else "neurons"
-    said = next((found.pinned[unit] for unit in family if unit in found.pinned), "")
-    said = said or _uneven([u for _, u in (*made, *read)], len(family))
-    refused = unsupported(said) or _weights(program, [s for s, _ in (*made, *read)], shared)
+    refused = next((found.pinned[unit] for unit in family if unit in found.pinned), None)
+    refused = refused or _uneven([u for _, u in (*made, *read)], len(family))
+    refused = refused or _weights(program, [s for s, _ in (*made, *read)], shared)
     fixed = (_fixed(node, found) for node in program.graph.nodes if _touches(node, found, set(family)))
-    refused = refused or unsupported(next(filter(None, fixed), ""))
+    refused = refused or next(filter(None, fixed), None)
     parent = common_parent([site.site for site, _ in (*made, *read)])
     return Structure(
         site=f"{parent}:{kind}" if parent else kind,
@@ -127,10 +126,10 @@ def _structure(program: Program, found: Channels, makes: list[str], reads: list[
     )
 
 
-def _uneven(tables: list[Tensor], count: int) -> str:
-    """Why units are not of one size in every linear; "" if they are."""
+def _uneven(tables: list[Tensor], count: int) -> Unsupported | None:
+    """Why units are not of one size in every linear; None if they are."""
     uneven = any(len(set(torch.bincount(units, minlength=count).tolist())) > 1 for units in tables)
-    return "its units are of different sizes" if uneven else ""
+    return Unsupported("its units are of different sizes") if uneven else None
 
 
 def _weights(program: Program, members: list[LinearSite], shared: Mapping[int, int]) -> Unsupported | None:
@@ -142,7 +141,7 @@ def _weights(program: Program, members: list[LinearSite], shared: Mapping[int, i
             return Unsupported("the weight of {site} is tied: something else reads it at its full size", (site.site,))
         if weight.dtype != torch.float32:
             dtype = str(weight.dtype).removeprefix("torch.")
-            return Unsupported(f"the weight of {{site}} is {dtype}; smaller layers are priced in float32", (site.site,))
+            return Unsupported("the weight of {site} is {name}; smaller layers are priced in float32", (site.site, dtype))
     return None
 
 
@@ -165,21 +164,21 @@ def _along(node: fx.Node, source: fx.Node, axis: int) -> bool:
     return int(argument(node, "dim")) % len(shape_of(source)) == axis  # type: ignore[call-overload]
 
 
-def _fixed(node: fx.Node, found: Channels) -> str:
-    """Why an operator cannot do with fewer units; "" if it can."""
+def _fixed(node: fx.Node, found: Channels) -> Unsupported | None:
+    """Why an operator cannot do with fewer units; None if it can."""
     source, line = _source(node, found)
     if node.target in (aten.select.int, aten.unbind.int) and _along(node, source, line.axis):
-        return f"{node.name} takes them by their number"
+        return Unsupported.of("{} takes them by their number", node.name)
     if node.target is aten.slice.Tensor and _along(node, source, line.axis):
         start, end, step = (argument(node, name) for name in ("start", "end", "step"))
         if step != 1 or isinstance(start, fx.Node) or isinstance(end, fx.Node):
-            return f"{node.name} takes them by their number"
+            return Unsupported.of("{} takes them by their number", node.name)
     made = found.lines.get((node, 0))
     if node.target in (*VIEWS, *EXPANDS) and made is not None and isinstance(node.args[1][made.axis], fx.Node):  # type: ignore[index]
-        return f"{node.name} counts them in a size that is computed"
+        return Unsupported.of("{} counts them in a size that is computed", node.name)
     if node.target is aten.repeat_interleave.self_int and argument(node, "output_size") is not None:
-        return f"{node.name} counts them"
-    return ""
+        return Unsupported.of("{} counts them", node.name)
+    return None
 
 
 def cut(program: Program, structure: Structure, keep: Tensor) -> None:

@@ -27,7 +27,7 @@ from effcompile.machine.target import KernelCall
 from effcompile.ops.block_sparse import fallback_reason
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.constants import readers, replace_constant, storage_of
-from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price, unsupported
+from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
 from effcompile.passes.sparse_forms import SparseForm, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.passes.two_of_four import offered as offered_on_cores
 from effcompile.passes.two_of_four import on_cores
@@ -90,7 +90,7 @@ class Sparsify(Pass):
             base = price(context, "linear/bf16" if half else f"linear/{BASELINE}", *site.dims)
             possible = [form for form in found if form.given or not context.goal.exact]
             missing = no_kernel(context, f"linear/{BASELINE}") if base is None and not half else None
-            reason = missing or unsupported(_tied(weight, tied))
+            reason = missing or _tied(weight, tied)
             items = [self._declined(site.site, form.format.name, reason) if reason else self._item(context, site, weight, form, base)
                      for form in possible]  # fmt: skip
             yield from (item for item in items if isinstance(item, Declined))
@@ -180,7 +180,7 @@ class Sparsify(Pass):
             try:
                 check_block(site.n, site.k, self.block)
             except UsageError as error:
-                yield self._declined(site.site, f"sparse{self.block}", Unsupported(str(error)))
+                yield self._declined(site.site, f"sparse{self.block}", Unsupported.of("{}", str(error)))
 
     # ------------------------------------------------------------------ what it costs
 
@@ -191,7 +191,7 @@ class Sparsify(Pass):
             return found if isinstance(found, Option) else self._declined(site.site, form.format.name, *found)
         reason = _refusal(weight)
         if reason or base is None:
-            return self._declined(site.site, form.format.name, unsupported(reason) or no_kernel(context, f"linear/{BASELINE}"))
+            return self._declined(site.site, form.format.name, reason or no_kernel(context, f"linear/{BASELINE}"))
         return self._option(context, site, form, base)
 
     def _option(self, context: Context, site: LinearSite, form: SparseForm, base: Cost) -> Option | Declined:
@@ -239,18 +239,22 @@ def _not_there(site: str, option: str) -> LoweringError:
     )
 
 
-def _tied(weight: Tensor, found: Counter[int]) -> str:
-    """Why a weight cannot have a pattern of its own, by `readers`; "" if it can."""
-    return "its weight is tied: something else reads it, which a pattern of its own cannot serve" if found[storage_of(weight)] > 1 else ""
+def _tied(weight: Tensor, found: Counter[int]) -> Unsupported | None:
+    """Why a weight cannot have a pattern of its own, by `readers`; None if it can."""
+    return (
+        Unsupported("its weight is tied: something else reads it, which a pattern of its own cannot serve")
+        if found[storage_of(weight)] > 1
+        else None
+    )
 
 
-def _refusal(weight: Tensor) -> str:
-    """Why a linear cannot be served as blocks; "" if it can."""
+def _refusal(weight: Tensor) -> Unsupported | None:
+    """Why a linear cannot be served as blocks; None if it can."""
     if weight.device.type not in ("cpu", "meta"):
-        return f"its weight is on {weight.device}; products of blocks are planned for CPU"
+        return Unsupported.of("its weight is on {}; products of blocks are planned for CPU", weight.device)
     if weight.dtype != torch.float32:
-        return f"its weight is {str(weight.dtype).removeprefix('torch.')}; products of blocks are measured in float32"
-    return ""
+        return Unsupported.of("its weight is {}; products of blocks are measured in float32", str(weight.dtype).removeprefix("torch."))
+    return None
 
 
 def _replace(program: Program, site: LinearSite, weight: Tensor) -> None:

@@ -12,7 +12,7 @@ from effcompile.core.reasons import NotAllowed, NotMeasured, Reason, SparseSpeed
 from effcompile.ir.formats import BF16, TWO_OF_FOUR, Form
 from effcompile.ops import two_of_four
 from effcompile.passes.base import Context, Option
-from effcompile.passes.pricing import no_kernel, price, unsupported
+from effcompile.passes.pricing import no_kernel, price
 from effcompile.passes.sparse_forms import SparseForm
 from effcompile.sites.parts import LinearSite
 
@@ -60,7 +60,7 @@ def _refusal(context: Context, site: LinearSite, weight: Tensor, form: SparseFor
         return no_kernel(context, f"linear/{TWO_OF_FOUR.family}", others=tuple(BACKENDS))
     if context.goal.exact and not half:
         return NotAllowed(because="it multiplies in bf16")
-    return unsupported(two_of_four.misfit(weight.dtype if half else torch.bfloat16, site.n, site.k))
+    return two_of_four.misfit(weight.dtype if half else torch.bfloat16, site.n, site.k)
 
 
 def _error(context: Context, site: LinearSite, form: SparseForm, half: bool) -> float | None:
@@ -74,4 +74,6 @@ def _no_cores(context: Context, option: str) -> Reason:
     """Why the target has no price for it."""
     if context.target.laws or context.target.probe is not None:
         return no_kernel(context, f"linear/{option}")
-    return Unsupported(f"{context.target.name} has no sparse tensor cores on record: its file gives no [gains] for '2:4', or no bf16")
+    return Unsupported(
+        "{name} has no sparse tensor cores on record: its file gives no [gains] for '2:4', or no bf16", (context.target.name,)
+    )

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from effcompile.backends import load_backend, usable_backends
+from effcompile.backends import load_backend, refusal, usable_backends
 from effcompile.backends.base import Backend
 from effcompile.core.errors import EffcompileError, InfeasibleError, InternalError, LoweringError, UsageError
 from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Because, Unsupported
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.types import Inputs
 from effcompile.estimate import sensitivity
 from effcompile.estimate.inputs import stress_inputs
@@ -32,7 +32,7 @@ SENSITIVITY_SECONDS = 15.0
 
 def backends_for(
     target: str | Target, backend: str | None, place: torch.device, *, lowered: bool = True
-) -> tuple[list[Backend], dict[str, str]]:
+) -> tuple[list[Backend], dict[str, Reason]]:
     """For this machine: what runs here. For another one: only what is named, else what would run there.
 
     `place`: where the model lies. `lowered`: the plan is carried out here, so that a backend that is named has to run here.
@@ -48,14 +48,14 @@ def backends_for(
 
 def standing_in(backends: list[Backend], program: Program, goal: Goal) -> list[Backend]:
     """Of backends that stand in for those of a machine that is not here: the first that takes the program."""
-    return [backend for backend in backends if backend.refuses(program, goal) is None][:1] or backends
+    return [backend for backend in backends if refusal(backend, program, goal) is None][:1] or backends
 
 
 def search_for(program: Program, goal: Goal, machine: Machine, passes: tuple[Pass, ...], progress: Progress) -> Search:
     """What may be decided, priced on this machine, with the errors of what is not exact measured."""
     options = {} if goal.exact else measured_options(passes)
     measured, text = _sensitivity(program, goal, passes, options, progress)
-    notes = (*machine.notes, *stored_notes(program), *program.mends, *(Because("fixed: {name}", (line,)) for line in program.fixed))
+    notes = (*machine.notes, *stored_notes(program), *program.mends, *program.fixed)
     return Search(
         program=program, regimes=Regimes.of_call(program),
         goal=goal, machine=machine, passes=passes, sensitivity=measured, calibration_inputs=text, notes=notes,
@@ -96,7 +96,7 @@ def _sensitivity(
 
 
 def plans_for(
-    search: Search, backends: Sequence[Backend], absent: Mapping[str, str], progress: Progress
+    search: Search, backends: Sequence[Backend], absent: Mapping[str, Reason], progress: Progress
 ) -> tuple[list[tuple[Backend, Plan]], list[Candidate]]:
     """A plan per backend, best predicted first, and a candidate line for each backend.
 
@@ -104,19 +104,19 @@ def plans_for(
         InfeasibleError: no backend can meet the goal. InternalError, LoweringError: none can be priced; the first one's.
     """
     plans: list[tuple[Backend, Plan]] = []
-    candidates = [Candidate(backend=name, note=Unsupported(reason)) for name, reason in absent.items()]
+    candidates = [Candidate(backend=name, note=reason) for name, reason in absent.items()]
     infeasible: dict[str, InfeasibleError] = {}
     failed: list[EffcompileError] = []
     for backend in backends:
         try:
             with progress.step(f"price and solve for {backend.name}"):
-                if (reason := backend.refuses(search.program, search.goal)) is None:
+                if (reason := refusal(backend, search.program, search.goal)) is None:
                     plans.append((backend, search.plan_for(backend)))
                 else:
-                    candidates.append(Candidate(backend=backend.name, note=Unsupported(reason)))
+                    candidates.append(Candidate(backend=backend.name, note=reason))
         except InfeasibleError as error:
             infeasible[backend.name] = error
-            candidates.append(Candidate(backend=backend.name, note=Unsupported(f"infeasible: {error}")))
+            candidates.append(Candidate(backend=backend.name, note=Unsupported.of("infeasible: {}", str(error))))
         except (InternalError, LoweringError) as error:  # the others are there
             failed.append(error)
             candidates.append(Candidate(backend=backend.name, note=Failed(message=str(error))))

@@ -29,7 +29,7 @@ class Constraints:
     round: int = 1
     error_scale: float = 1.0
     budget: int | None = None
-    forbidden: Mapping[Choice, str] = field(default_factory=dict)
+    forbidden: Mapping[Choice, Reason] = field(default_factory=dict)
     priced_again: int = 0
     notes: tuple[Reason, ...] = ()
 
@@ -45,7 +45,7 @@ class Constraints:
         assert self.budget is not None, "nothing is above no budget"
         return replace(self, budget=self.budget - excess, notes=(*self.notes, note))
 
-    def without(self, choice: Choice, why: str) -> Constraints:
+    def without(self, choice: Choice, why: Reason) -> Constraints:
         """A choice did not keep what it promises."""
         return replace(self, forbidden={**self.forbidden, choice: why})
 

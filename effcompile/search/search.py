@@ -335,7 +335,9 @@ def _without_conflicts(proposal: Proposal, conflicts: Sequence[tuple[str, str]])
 
 def _without(proposal: Proposal, option: str) -> Proposal:
     """The proposal with an option of the linears left out, and what requires it; sites that offer nothing else keep it."""
-    refused = Declined(site="", kind="linear", option=option, by="quantize", reason=Unsupported(f"{proposal.backend} runs all or none so"))
+    refused = Declined(
+        site="", kind="linear", option=option, by="quantize", reason=Unsupported("{name} runs all or none so", (proposal.backend,))
+    )
     choices, gone = [], set()
     for choice in proposal.choices:
         kept = tuple(o for o in choice.options if not (choice.kind == "linear" and o.name == option))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.program import Program, dtype_of, module_path, shape_of
 from effcompile.ops import rows as op
 from effcompile.sites.parts import ROOT
@@ -80,10 +81,13 @@ def row_sites(program: Program) -> list[RowSite]:
     return found
 
 
-def unmatched(program: Program, sites: Sequence[RowSite]) -> list[tuple[str, str]]:
+def unmatched(program: Program, sites: Sequence[RowSite]) -> list[tuple[str, Reason]]:
     """(place, why) of the norms and gates that are none of these."""
     known = {node for site in sites for node in site.nodes}
-    reasons = {aten.rsqrt.default: "its 1/√ is not that of an RMSNorm with one weight per column", aten.silu.default: "its SiLU is no gate"}
+    reasons = {
+        aten.rsqrt.default: Unsupported("its 1/√ is not that of an RMSNorm with one weight per column"),
+        aten.silu.default: Unsupported("its SiLU is no gate"),
+    }
     return [(module_path(n) or ROOT, reasons[n.target]) for n in program.calls(*reasons) if n not in known]  # type: ignore[index]
 
 

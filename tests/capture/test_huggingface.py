@@ -33,7 +33,7 @@ program = capture(model, (), {"attention_mask": ones, "input_ids": ids})
 print("ANSWER" + json.dumps({
     "inputs": [(s.name, s.shape) for s in program.inputs],
     "outputs": [(s.name, s.shape) for s in program.outputs],
-    "mends": [*map(str, program.mends)], "fixed": program.fixed,
+    "mends": [*map(str, program.mends)], "fixed": [*map(str, program.fixed)],
     "restored": model.config.use_cache is cache and model.training,
     "linears": [(s.site, s.dims) for s in linears(program)],
     "attentions": [(s.site, s.dims) for s in attentions(program)],

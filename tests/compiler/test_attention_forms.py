@@ -14,7 +14,6 @@ from transformers import MistralConfig, MistralForCausalLM
 import effcompile
 from effcompile.backends.onnxruntime import OnnxRuntime
 from effcompile.backends.torch import TorchEager
-from effcompile.compiler import pricing
 from effcompile.core.errors import FormatError
 from effcompile.core.mask import Edge, MaskForm
 from effcompile.ir.formats import Form
@@ -22,6 +21,7 @@ from effcompile.ir.plan import Plan
 from effcompile.machine.target import KernelCall
 from effcompile.passes.training import fused_attention
 from effcompile.report.reasons import words
+from effcompile.search import pricing
 from effcompile.sites.attention import closed_masks, normalise, rewrite
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

@@ -20,7 +20,7 @@ from effcompile.backends.onnxruntime.session import Settings
 from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Reason
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.temporary import own_folder, remove
 from effcompile.core.units import format_seconds
 from effcompile.ir.formats import Form
@@ -41,19 +41,19 @@ class OnnxRuntime:
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 3.25
 
-    def unavailable(self) -> str | None:
+    def unavailable(self) -> Unsupported | None:
         missing = [package for package in _NEEDED if importlib.util.find_spec(package) is None]
-        return f"{', '.join(missing)} not installed: pip install {' '.join(missing)}" if missing else None
+        return Unsupported.of("{} not installed: pip install {}", ", ".join(missing), " ".join(missing)) if missing else None
 
-    def refuses(self, program: Program, goal: Goal) -> str | None:
+    def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode == "training":
-            return "ONNX Runtime lowers inference only"
+            return Unsupported("ONNX Runtime lowers inference only")
         if program.on_gpu:
-            return "its sessions run on the processor here, and the model lies on a GPU"
+            return Unsupported("its sessions run on the processor here, and the model lies on a GPU")
         if name := program.at_boundary("bfloat16"):
-            return f"{name} is bfloat16, and ONNX Runtime is given NumPy's arrays, which have no such dtype"
+            return Unsupported.of("{} is bfloat16, and ONNX Runtime is given NumPy's arrays, which have no such dtype", name)
         if program.weight_bytes() > session.PROTOBUF_LIMIT and not goal.exact:
-            return "onnxruntime.quantization handles models below 2 GiB of fp32 weights"
+            return Unsupported("onnxruntime.quantization handles models below 2 GiB of fp32 weights")
         return None
 
     def lacks(self, call: KernelCall) -> Reason | None:

@@ -55,17 +55,17 @@ class OpenVino:
     slack: ClassVar[float] = 1.2  # BERT-base 1×128 int8: predicted 45 ms, measured 38 ms
     copies: ClassVar[float] = 3.25
 
-    def unavailable(self) -> str | None:
+    def unavailable(self) -> Unsupported | None:
         missing = [package for package in ("openvino", "nncf") if importlib.util.find_spec(package) is None]
-        return f"the package {missing[0]!r} is not installed. Install it with: {INSTALL}" if missing else None
+        return Unsupported.of("the package {} is not installed. Install it with: {}", repr(missing[0]), INSTALL) if missing else None
 
-    def refuses(self, program: Program, goal: Goal) -> str | None:
+    def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode != "inference":
-            return "OpenVINO runs forward calls only"
+            return Unsupported("OpenVINO runs forward calls only")
         if program.on_gpu:
-            return "its models run on the processor here, and the model lies on a GPU"
+            return Unsupported("its models run on the processor here, and the model lies on a GPU")
         if name := program.at_boundary("bfloat16"):
-            return f"{name} is bfloat16, and OpenVINO is given NumPy's arrays, which have no such dtype"
+            return Unsupported.of("{} is bfloat16, and OpenVINO is given NumPy's arrays, which have no such dtype", name)
         return _why_not(program)
 
     def lacks(self, call: KernelCall) -> Reason | None:
@@ -184,14 +184,14 @@ def _linear_formats(program: Program) -> set[WeightFormat]:
     return {program.format_at(site.site) for site in linears(program)}
 
 
-def _why_not(program: Program) -> str | None:
+def _why_not(program: Program) -> Unsupported | None:
     if not program.tags:
         return None
     formats = _linear_formats(program)
     if other := sorted(held.name for held in formats - set(_LINEAR_FORMATS)):
-        return f"OpenVINO has no linear {other[0]!r} here; it has {', '.join(held.name for held in _LINEAR_FORMATS)}"
+        return Unsupported.of("OpenVINO has no linear {} here; it has {}", repr(other[0]), ", ".join(held.name for held in _LINEAR_FORMATS))
     if {BF16, FP32} <= formats:
-        return "OpenVINO's bf16 is one switch for the whole model: no linear may stay fp32 beside bf16 ones"
+        return Unsupported("OpenVINO's bf16 is one switch for the whole model: no linear may stay fp32 beside bf16 ones")
     return None
 
 

@@ -18,7 +18,7 @@ from effcompile.backends.torch.lowered import ARTIFACT, TorchLowered, load_flat,
 from effcompile.backends.torch.measure import measure
 from effcompile.backends.torch.on_gpu import Recorded, on_gpu
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Reason
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -32,10 +32,10 @@ class TorchEager:
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 1.25
 
-    def unavailable(self) -> str | None:
+    def unavailable(self) -> Unsupported | None:
         return None
 
-    def refuses(self, program: Program, goal: Goal) -> str | None:
+    def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         return _only_forward(goal)
 
     def lacks(self, call: KernelCall) -> Reason | None:
@@ -60,15 +60,15 @@ class TorchInductor:
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 3.0
 
-    def unavailable(self) -> str | None:
+    def unavailable(self) -> Unsupported | None:
         compilers = (os.environ.get("CXX"), "g++", "clang++", "cl")
         if not any(name and shutil.which(name) for name in compilers):
-            return "Inductor needs a C++ compiler and none was found. Install one with: apt-get install g++"
+            return Unsupported("Inductor needs a C++ compiler and none was found. Install one with: apt-get install g++")
         if importlib.util.find_spec("torch._inductor") is None:
-            return "this torch was built without Inductor. Install one with: pip install torch"
+            return Unsupported("this torch was built without Inductor. Install one with: pip install torch")
         return None
 
-    def refuses(self, program: Program, goal: Goal) -> str | None:
+    def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         return _only_forward(goal)
 
     def lacks(self, call: KernelCall) -> Reason | None:
@@ -92,5 +92,5 @@ def opened(directory: Path, plan: Plan) -> Run:
     return lambda tensors: calls(*tensors.values())
 
 
-def _only_forward(goal: Goal) -> str | None:
-    return None if goal.mode != "training" else "it lowers forward calls only; training runs through the training backend"
+def _only_forward(goal: Goal) -> Unsupported | None:
+    return None if goal.mode != "training" else Unsupported("it lowers forward calls only; training runs through the training backend")

@@ -168,7 +168,8 @@ def _refusal(site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> str 
     """None, or why a linear cannot be carried out so, where its weight lies."""
     cores = two_of_four.no_cores(weight.device) if held.family == TWO_OF_FOUR.family else ""
     if cores is None:
-        return two_of_four.misfit(_half(weight), site.n, site.k)
+        misfit = two_of_four.misfit(_half(weight), site.n, site.k)
+        return None if misfit is None else str(misfit)
     if weight.device.type == "cpu":
         reason = None if held.block else numerics.why_not(held, *site.dims)
         return None if reason is None else str(reason)

@@ -90,13 +90,13 @@ def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
     """None, or why torch has no such linear; on this machine, where the lack is this machine's."""
     if held.family not in LINEAR_FORMATS or held.family == W8.family:
         instead = "; its 8-bit weights have a scale per output channel: w8_channel" if held.bits == 8 else ""
-        return Unsupported(f"torch has no linear '{{name}}'{instead}", (held.name,))
+        return Unsupported("torch has no linear '{name}'" + instead, (held.name,))
     if held.family == "fp32":
         return None
     if held == INT8_TOKEN:
         return int8_linear.refusal(k)
     if held.group and held.group not in _W4_GROUPS:
-        return Unsupported(f"torch's 4-bit weights come in groups of {', '.join(map(str, _W4_GROUPS))}, not of {{}}", (held.group,))
+        return Unsupported("torch's 4-bit weights come in groups of {name}, not of {}", (", ".join(map(str, _W4_GROUPS)), held.group))
     if held.family == "w4" and (k % held.group or n % W4_COLUMNS):
         return Unsupported("4-bit weights need K a multiple of {} and N of {}; here K = {}, N = {}", (held.group, W4_COLUMNS, k, n))
     if held.family == "w8_channel" and k % 16:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from effcompile.backends.triton.configs import architecture, found_with, interpreting
-from effcompile.core.reasons import Because, Reason
+from effcompile.core.findings import Of
+from effcompile.core.reasons import Because, Reason, Unsupported
 
 if TYPE_CHECKING:
     from effcompile.backends.triton.proof import Verdict
@@ -35,18 +36,22 @@ _MADE = "NVIDIA GPUs of compute capability 8 to 10 and 12, and AMD gfx942 and gf
 
 
 @cache
-def unavailable() -> str | None:
+def unavailable() -> Unsupported | None:
     """None, or why the kernels cannot run in this process, with what would mend it. Imports no triton."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install 'effcompile[triton]'"
+        return Unsupported("triton is not installed: pip install 'effcompile[triton]'")
     found = _version()
     if found is not None and tuple(map(int, found.split(".")[:2])) < _OLDEST:
-        return f"triton {found} is older than {_OLDEST[0]}.{_OLDEST[1]}: pip install --upgrade triton"
+        return Unsupported.of("triton {} is older than {}.{}: pip install --upgrade triton", found, _OLDEST[0], _OLDEST[1])
     if interpreting():
         return None
     if not torch.cuda.is_available():
-        return "there is no GPU here that PyTorch can use"
-    return None if architecture() is not None else f"no tiles were made for {torch.cuda.get_device_name()}: there are some for {_MADE}"
+        return Unsupported("there is no GPU here that PyTorch can use")
+    return (
+        None
+        if architecture() is not None
+        else Unsupported.of("no tiles were made for {}: there are some for {}", torch.cuda.get_device_name(), _MADE)
+    )
 
 
 def _version() -> str | None:
@@ -62,7 +67,7 @@ def device() -> str:
     return "cpu" if interpreting() else "cuda"
 
 
-def register(device: str = "cuda") -> str | None:
+def register(device: str = "cuda") -> Reason | None:
     """Make the kernels those of our operators for a type of device, in this process. Returns why not, where they cannot run.
 
     A family whose results are not PyTorch's on this device stays PyTorch's: see `refuted`.
@@ -98,11 +103,11 @@ def use(devices: Collection[str]) -> tuple[Reason, ...]:
     """Make them the kernels of a model with tensors on these types of device. Returns what the report says of it, if one is a GPU."""
     if device() not in devices:
         foreign = sorted({*devices} - {"cpu", "cuda", "meta"})
-        none = f"they are for {_MADE}, and there are none for {' and '.join(foreign)}"
-        return (Because("Triton's kernels are declined, torch's own stand in: {name}", (none,)),) if foreign else ()
+        text = "Triton's kernels are declined, torch's own stand in: they are for {}, and there are none for {}"
+        return (Because.of(text, _MADE, " and ".join(foreign)),) if foreign else ()
     reason = register(device())
     if reason is not None:
-        return (Because("Triton's kernels are declined, torch's own stand in: {name}", (reason,)),)
+        return (Of("Triton's kernels are declined, torch's own stand in", reason),)
     wrong = refuted(device())
     run = ", ".join(words for name, words in _OPERATORS.items() if name not in wrong)
     left = (

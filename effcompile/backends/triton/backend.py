@@ -18,7 +18,7 @@ from effcompile.backends.torch.on_gpu import on_gpu
 from effcompile.backends.triton import linears, rows_bodies
 from effcompile.core.errors import LoweringError
 from effcompile.core.goal import Goal
-from effcompile.core.reasons import Reason
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall
@@ -32,17 +32,21 @@ class Triton:
     slack: ClassVar[float] = 1.0
     copies: ClassVar[float] = 1.25
 
-    def unavailable(self) -> str | None:
+    def unavailable(self) -> Unsupported | None:
         return kernels.unavailable()
 
-    def refuses(self, program: Program, goal: Goal) -> str | None:
+    def refuses(self, program: Program, goal: Goal) -> Unsupported | None:
         if goal.mode != "inference":
-            return "it lowers forward calls only; training runs through the training backend, on the same kernels"
+            return Unsupported("it lowers forward calls only; training runs through the training backend, on the same kernels")
         if kernels.unavailable() is not None:
             return None  # a plan for a machine that is not here, where the model will lie on the GPU
         found = device_types(program)
         wanted = kernels.device()
-        return None if found == {wanted} else f"its kernels are for tensors on {wanted}; the model's are on {' and '.join(sorted(found))}"
+        return (
+            None
+            if found == {wanted}
+            else Unsupported.of("its kernels are for tensors on {}; the model's are on {}", wanted, " and ".join(sorted(found)))
+        )
 
     def lacks(self, call: KernelCall) -> Reason | None:
         return linears.lacks(call)

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import torch
 
-from effcompile.backends import usable_backends
+from effcompile.backends import refusal, usable_backends
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
 from effcompile.compiler.generation.lower import lower_step
@@ -157,7 +157,7 @@ def _backends(name: str | None) -> list[Backend]:
 
 def _able(backend: Backend, shop: Shop) -> Backend:
     """The backend. Raises LoweringError when it does not take this step."""
-    if (reason := backend.refuses(shop.step.program, shop.goal)) is not None:
+    if (reason := refusal(backend, shop.step.program, shop.goal)) is not None:
         raise LoweringError(f"The backend {backend.name} does not run this model: {reason}.")
     return backend
 

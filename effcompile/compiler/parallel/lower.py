@@ -327,9 +327,9 @@ def _measured(plan: Plan, said: list[list[float | None]], check: Check | None, r
     notes = [Because("the original step was not run: {name}; `effcompile verify` compares a small copy of it", (str(refusal),))] * bool(
         refusal
     )
-    notes.append(Because(f"measured peak of each rank: {', '.join(['{bytes}'] * len(peaks))}", tuple(peaks)))
+    notes.append(Because("measured peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks)))
     if over := [(r, p) for r, p in zip(meeting.ranks, peaks, strict=False) if excess(p, plan.goal.memory)]:
         each = ", ".join(["rank {} at {bytes}"] * len(over))
-        notes.append(Because(f"above the budget: {each}", tuple(figure for pair in over for figure in pair)))
+        notes.append(Because("above the budget: " + each, tuple(figure for pair in over for figure in pair)))
     measured = Totals(seconds=max(seconds), peak_bytes=max(peaks, default=None), error=max(errors, default=None))
     return plan.with_changes(checks=checks, measured=measured, notes=(*plan.notes, *notes))

@@ -66,7 +66,7 @@ def plan_stages(task: Task) -> Plan:
     made = {rank: found.planned(rank) for rank in range(found.asked.ranks)}
     peaks = {rank: found.peak_bytes(rank, schedules) for rank, schedules in made.items()}
     fullest = max(peaks, key=peaks.__getitem__)
-    told = Because(f"predicted peak of each rank: {', '.join(['{bytes}'] * len(peaks))}", tuple(peaks.values()))
+    told = Because("predicted peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks.values()))
     return _plan(found, fullest, made[fullest], (told,))
 
 
@@ -91,7 +91,7 @@ def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tupl
     layers = "; ".join(f"stage {stage}: {len(found.stages[stage].layers)} layers" for stage in found.own(rank))
     text = "{} pipeline ranks, {} micro-batches, {name}: bytes are those of rank {} ({name}), decisions those of its first stage"
     own = (
-        Because(f"{text}; every rank plans its own", (asked.ranks, found.count, asked.schedule, rank, layers)),
+        Because(text + "; every rank plans its own", (asked.ranks, found.count, asked.schedule, rank, layers)),
         Because("gradients are made when the loss is, and loss.backward() hands them out"),
     )
     plan = build_plan(Joint.of(first), beside, work.figures, work.goal, (*own, *notes, *work.notes))

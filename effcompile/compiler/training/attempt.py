@@ -102,7 +102,7 @@ class Attempt:
                 raise
             self._prepare(work.without(error))
             self.refuted = error
-            return None, constraints.without((error.kind, error.option), str(error))
+            return None, constraints.without((error.kind, error.option), error.reason)
         ran, misjudged = Ran(executable=found, joint=joint), found.plan.misjudged
         if over and constraints.budget is not None:
             return ran, constraints.with_less(over, Because(_LESS, (over,)))

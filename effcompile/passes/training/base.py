@@ -118,7 +118,7 @@ class Context:
     target: Target
     here: bool
     prices: Prices
-    forbidden: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    forbidden: Mapping[tuple[str, str], Reason] = field(default_factory=dict)
 
 
 def setting_of(settings: Mapping[str, object], decision: str, name: str, kind: type[T]) -> T:

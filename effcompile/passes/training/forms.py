@@ -23,7 +23,7 @@ class Forms:
 
     cases: list[Case] = field(default_factory=list)
     declined: dict[Declined, None] = field(default_factory=dict)
-    refused: list[tuple[dict[str, str], str]] = field(default_factory=list)
+    refused: list[tuple[dict[str, str], Reason]] = field(default_factory=list)
 
     def ask(self, each: StepPass, context: Context) -> None:
         """Have a pass change every form in all of its ways."""
@@ -43,8 +43,8 @@ class Forms:
         except RequestError:
             raise
         except Exception as error:
-            reason = f"it could not be asked: {type(error).__name__}: {error}"
-            self.declined[Declined(site=each.name, kind="pass", option=each.name, by=each.name, reason=Unsupported(reason))] = None
+            reason = Unsupported.of("it could not be asked: {}: {}", type(error).__name__, str(error))
+            self.declined[Declined(site=each.name, kind="pass", option=each.name, by=each.name, reason=reason)] = None
             return [case]
         return found
 
@@ -53,7 +53,7 @@ class Forms:
         try:
             yield applied(each, form, choice, option if form.step is asked.step else replace(option, made=None, make=None))
         except Refusal as refusal:
-            self.refused.append(({**form.options, choice.kind: option.name}, str(refusal)))
+            self.refused.append(({**form.options, choice.kind: option.name}, refusal.reason))
 
 
 def forms(passes: Sequence[StepPass], case: Case, context: Context) -> Forms:
@@ -94,7 +94,7 @@ def _allowed(item: StepChoice | Declined, each: StepPass, context: Context) -> I
     out = {option.name: context.forbidden.get((choice.kind, option.name)) for option in choice.options}
     for name, reason in out.items():
         if reason is not None:
-            yield Declined(site=choice.site or choice.kind, kind=choice.kind, option=name, by=each.name, reason=Unsupported(reason))
+            yield Declined(site=choice.site or choice.kind, kind=choice.kind, option=name, by=each.name, reason=reason)
     if left := tuple(option for option in choice.options if out[option.name] is None):
         yield replace(choice, options=left)
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
-from effcompile.core.reasons import Because, Unsupported
+from effcompile.core.reasons import Because
 from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
@@ -36,9 +36,8 @@ class LossHeads:
 
     def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
         """The head whole, and what saves more and more memory; without a head gradients in place alone, where there are any to sum."""
-        for line in declined_loss_heads(case.step):
-            site, _, reason = line.partition(": ")
-            yield Declined(site=line.partition(":")[0], kind=KIND, option="chunks", by=self.name, reason=Unsupported(reason or site))
+        for left in declined_loss_heads(case.step):
+            yield Declined(site=left.site, kind=KIND, option="chunks", by=self.name, reason=left.reason)
         found = find_loss_heads(case.step)
         if found:
             options = (self._option(case, found, form, wanted) for form, wanted in self._forms(found[0]))

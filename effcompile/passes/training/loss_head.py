@@ -24,10 +24,11 @@ from torch import fx
 
 import effcompile.ops.loss_head  # noqa: F401  registers the operators
 from effcompile.core.errors import UsageError
+from effcompile.core.reasons import Unsupported
 from effcompile.ir.program import dtype_of, module_path, shape_of
 from effcompile.ir.step import Step
 from effcompile.passes.training.accumulate import accumulate_embeddings
-from effcompile.passes.training.loss_head_match import Match, matches
+from effcompile.passes.training.loss_head_match import LeftWhole, Match, matches
 from effcompile.passes.training.step_edit import call, copied, operator_name
 
 __all__ = ["OPTIONS", "LossHead", "accumulate_embeddings", "declined_loss_heads", "find_loss_heads", "with_loss_head"]
@@ -70,9 +71,9 @@ def find_loss_heads(step: Step) -> list[LossHead]:
     return [found for found in _inspected(step) if isinstance(found, LossHead)]
 
 
-def declined_loss_heads(step: Step) -> list[str]:
-    """The cross entropies that cannot, or need not, with the reason: `model.lm_head: its logits are kept as an output`."""
-    return [found for found in _inspected(step) if isinstance(found, str)]
+def declined_loss_heads(step: Step) -> list[LeftWhole]:
+    """The cross entropies that cannot, or need not, with the reason."""
+    return [found for found in _inspected(step) if isinstance(found, LeftWhole)]
 
 
 def with_loss_head(step: Step, head: LossHead, option: str, chunks: int) -> Step:
@@ -105,20 +106,21 @@ def with_loss_head(step: Step, head: LossHead, option: str, chunks: int) -> Step
     return copy
 
 
-def _inspected(step: Step) -> list[LossHead | str]:
-    return [found if isinstance(found, str) else _head(found, step) for found in matches(step)]
+def _inspected(step: Step) -> list[LossHead | LeftWhole]:
+    return [_head(found, step) if isinstance(found, Match) else found for found in matches(step)]
 
 
-def _head(match: Match, step: Step) -> LossHead | str:
+def _head(match: Match, step: Step) -> LossHead | LeftWhole:
     """The head, or why chunks gain nothing there."""
     logits = match.logits
     site, rows = module_path(logits.product) or step.name, shape_of(match.target)[0]
     width, classes = shape_of(logits.x)[-1], shape_of(logits.product)[-1]
     counts = tuple(2**k for k in range(1, 31) if -(-rows // 2**k) >= _LEAST_ROWS)
     if classes <= width:
-        return f"{site}: its logits ({rows}, {classes}) are no larger than its input ({rows}, {width}): nothing to gain"
+        text = "its logits ({}, {}) are no larger than its input ({}, {}): nothing to gain"
+        return LeftWhole(site=site, reason=Unsupported(text, (rows, classes, rows, width)))
     if not counts:
-        return f"{site}: its {rows} rows are too few for chunks of {_LEAST_ROWS}"
+        return LeftWhole(site=site, reason=Unsupported("its {} rows are too few for chunks of {}", (rows, _LEAST_ROWS)))
     half = dtype_of(logits.x) == torch.float16  # its gradients vanish if the loss's scale is multiplied only afterwards
     wide = 8 if dtype_of(logits.x) == torch.float64 else 4
     return LossHead(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from effcompile.core.reasons import Reason
 from effcompile.ir.program import dtype_of, module_path, shape_of
 from effcompile.ir.step import Step
 from effcompile.passes.training.step_edit import Refusal, operator_name, viewed
@@ -78,14 +79,22 @@ class Match:
     inside: set[fx.Node] = field(default_factory=set)
 
 
-def matches(step: Step) -> Iterator[Match | str]:
-    """Every cross entropy of the step: a match, or why it is none, with the module where it stands."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftWhole:
+    """A cross entropy whose head cannot, or need not, be computed in chunks, and why."""
+
+    site: str
+    reason: Reason
+
+
+def matches(step: Step) -> Iterator[Match | LeftWhole]:
+    """Every cross entropy of the step: a match, or why it is none."""
     for kind in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
         for nll in step.graph.find_nodes(op="call_function", target=kind):
             try:
                 yield _match(nll)
             except Refusal as refusal:
-                yield f"{module_path(nll) or step.name}: {refusal}"
+                yield LeftWhole(site=module_path(nll) or step.name, reason=refusal.reason)
 
 
 def _match(nll: fx.Node) -> Match:
@@ -99,7 +108,7 @@ def _match(nll: fx.Node) -> Match:
     softmax = _through(log_probabilities, _SAME)
     if softmax.target is not aten._log_softmax.default or len(shape_of(softmax)) != 2 or softmax.args[1] not in (-1, 1):
         raise Refusal(
-            f"its log-probabilities come from {operator_name(softmax)}, not from a log softmax of (rows, classes) over the classes"
+            "its log-probabilities come from {}, not from a log softmax of (rows, classes) over the classes", operator_name(softmax)
         )
     logits, backward = _upwards(softmax), _backward_of(nll)
     loss, grad = _parts(nll, backward)
@@ -110,7 +119,7 @@ def _match(nll: fx.Node) -> Match:
     stranger = _downwards(found, backward)
     _closed(found, softmax)
     if stranger is not None:
-        raise Refusal(f"the gradient of its logits is also read by {operator_name(stranger)}")
+        raise Refusal("the gradient of its logits is also read by {}", operator_name(stranger))
     if not found.gradients:
         raise Refusal("no gradient flows through it")
     return found
@@ -149,7 +158,7 @@ def _upwards(softmax: fx.Node) -> Logits:
         between.add(node)
         source = node.args[0] if node.args else None
         if bias is not None and node.target not in (*_VIEWS, *_SAME):
-            raise Refusal(f"{operator_name(node)} stands between its matrix product and its bias")
+            raise Refusal("{} stands between its matrix product and its bias", operator_name(node))
         if node.target in _VIEWS or node.target is aten.slice.Tensor:
             rows.insert(0, _row_step(node, classes))
         elif node.target is aten.tanh.default and len(scales) == 1:
@@ -161,7 +170,7 @@ def _upwards(softmax: fx.Node) -> Logits:
         elif node.target is aten._to_copy.default:
             _check_cast(node)
         elif node.target not in _SAME:
-            raise Refusal(f"{operator_name(node)} stands between its matrix product and its softmax")
+            raise Refusal("{} stands between its matrix product and its softmax", operator_name(node))
         node = source  # type: ignore[assignment]
     x, weight, bias = _factors(node, bias)
     turned, capped = weight.target in _TURNS, len(scales) == 2
@@ -186,7 +195,9 @@ def _row_step(node: fx.Node, classes: int) -> fx.Node:
     """The node, when it leaves the last axis as it is."""
     before, after = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
     if before[-1] != classes or after[-1] != classes:
-        raise Refusal(f"the axis of its {classes} classes is {'cut' if node.target is aten.slice.Tensor else 'reshaped'} after the product")
+        raise Refusal(
+            "the axis of its {} classes is {} after the product", classes, "cut" if node.target is aten.slice.Tensor else "reshaped"
+        )
     return node
 
 
@@ -194,7 +205,7 @@ def _scalar(node: fx.Node) -> float:
     """What the node multiplies by."""
     by = node.args[1]
     if not isinstance(by, (int, float)) or not by or node.kwargs:
-        raise Refusal(f"its logits are scaled by {'zero' if by == 0 else 'a tensor'} ({operator_name(node)})")
+        raise Refusal("its logits are scaled by {} ({})", "zero" if by == 0 else "a tensor", operator_name(node))
     return 1.0 / by if node.target in _OVER else float(by)
 
 
@@ -202,7 +213,7 @@ def _bias(node: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
     """(the logits without bias, the bias) of an addition."""
     logits, bias = node.args[:2]
     if node.kwargs or not isinstance(bias, fx.Node) or shape_of(bias) != (classes,):
-        raise Refusal(f"{operator_name(node)} stands between its matrix product and its softmax")
+        raise Refusal("{} stands between its matrix product and its softmax", operator_name(node))
     if dtype_of(bias) != dtype_of(logits):  # type: ignore[arg-type]
         raise Refusal("its bias has another dtype than its product")
     return logits, bias  # type: ignore[return-value]
@@ -210,7 +221,7 @@ def _bias(node: fx.Node, classes: int) -> tuple[fx.Node, fx.Node]:
 
 def _check_cast(node: fx.Node) -> None:
     if dtype_of(node) not in (torch.float32, torch.float64) or torch.float64 in (dtype_of(node), dtype_of(node.args[0])):  # type: ignore[arg-type]
-        raise Refusal(f"its logits are cast to {dtype_of(node)} before the softmax")
+        raise Refusal("its logits are cast to {} before the softmax", dtype_of(node))
 
 
 def _downwards(found: Match, backward: fx.Node) -> fx.Node | None:
@@ -273,7 +284,7 @@ def _closed(found: Match, softmax: fx.Node) -> None:
             else:
                 readers[user] = node
     if readers:
-        raise Refusal(_reading(readers, softmax))
+        raise Refusal("{}", _reading(readers, softmax))
 
 
 def _reading(readers: Mapping[fx.Node, fx.Node], softmax: fx.Node) -> str:

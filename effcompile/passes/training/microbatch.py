@@ -171,7 +171,7 @@ def _made(case: Case, count: int, batch: int, prices: Prices | None = None) -> C
         step, front = narrow.capture_with_front()
         division = _division(source, case.step, step, count, batch)
     except (CaptureError, InputsError) as error:
-        raise Refusal(str(error)) from error
+        raise Refusal("{}", str(error)) from error
     summed, loss = _summed_bytes(division), step.loss.meta["val"]
     made = replace(
         case, step=step, front=front, source=narrow, division=division, last=_accumulating, repeats=count,

@@ -132,10 +132,10 @@ class GivenOptimizer:
     def no_host(self) -> Unsupported | None:
         """Why its states cannot lie on the host; None where they can."""
         if (reason := one_by_one(self.optimizer)) is not None:
-            return Unsupported(reason)
+            return reason
         target = self.target
         if target.device != "cpu" and not target.link_bandwidth > 0:
-            return Unsupported(f"the link of the target {target.name!r} has {target.link_bandwidth:g} B/s")
+            return Unsupported("the link of the target {name} has {} B/s", (repr(target.name), target.link_bandwidth))
         needed = self.way(self.given.form, on_host=True).host_bytes
         if target.host_memory_bytes is not None and needed > target.host_memory_bytes:
             return Unsupported("needs {bytes} on the host, which has {bytes}", (needed, target.host_memory_bytes))

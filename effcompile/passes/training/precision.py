@@ -19,7 +19,8 @@ from torch import fx
 from effcompile.capture.float8 import float8_linears, unavailable
 from effcompile.capture.source import Source
 from effcompile.core.errors import EffcompileError, FormatError, UnknownNameError, UsageError
-from effcompile.core.reasons import Because, Unsupported
+from effcompile.core.findings import Together
+from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.torch_compat_aot import is_random
 from effcompile.estimate.halves import draws_as_fp32, product_ratio
 from effcompile.ir.plan import Declined
@@ -79,7 +80,7 @@ class Precision:
                 options = (self._option(dtype, made, elsewhere=not context.here), *[StepOption(name=BASELINE)] * (not self.always))
                 yield StepChoice(site=SITE, kind=KIND, baseline=BASELINE, options=options, settled=self.always)
                 return
-            yield Declined(site=SITE, kind=KIND, option=label(dtype), by=self.name, reason=Unsupported(made))
+            yield Declined(site=SITE, kind=KIND, option=label(dtype), by=self.name, reason=made)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
         """The step captured under autocast."""
@@ -89,15 +90,15 @@ class Precision:
                 f"The plan's schedule has the precision {dtype!r}; known: {', '.join(DTYPES)}. Plan again, or restore the file."
             )
         made = self._made(case, dtype)
-        if isinstance(made, str):
+        if isinstance(made, Reason):
             raise FormatError(f"The plan has products in {dtype}, which this step cannot have: {made}. Plan again.")
         return made
 
-    def _made(self, case: Case, dtype: str, *, elsewhere: bool = False) -> Case | str:
+    def _made(self, case: Case, dtype: str, *, elsewhere: bool = False) -> Case | Reason:
         """The step in a dtype, or why it cannot be."""
         source = case.source
         if source is None:
-            return "the step cannot be captured again"
+            return Unsupported("the step cannot be captured again")
 
         def capture() -> tuple[Step, fx.GraphModule | None, Source]:
             narrow = replace(source, by=under(dtype, case.step, source.by, elsewhere=elsewhere), made={})
@@ -106,31 +107,34 @@ class Precision:
         try:
             step, front, narrow = source.once(dtype, capture)
         except EffcompileError as error:
-            return f"the step cannot be captured under it: {str(error).splitlines()[0]}"
+            return Unsupported.of("the step cannot be captured under it: {}", str(error).splitlines()[0])
         return _mixed_write(step) or replace(case, step=step, front=front, source=narrow, scaled=dtype in SCALED)
 
     def _option(self, dtype: str, made: Case, *, elsewhere: bool) -> StepOption:
-        scaled = ", scaled loss" * (dtype in SCALED) + ", its error is unmeasured" * elsewhere
-        note = Because(f"fp32 master weights and gradients{scaled}; cast once a step: {{bytes}}", (_casts(made.step),))
+        said = [Because("fp32 master weights and gradients")]
+        said += [Because("scaled loss")] * (dtype in SCALED) + [Because("its error is unmeasured")] * elsewhere
+        note = Together.of([*said, Because("cast once a step: {bytes}", (_casts(made.step),))])
         return StepOption(name=label(dtype), settings={"dtype": dtype}, note=note, made=made)
 
-    def refusal(self, dtype: str, step: Step, target: Target, *, here: bool) -> str | None:
+    def refusal(self, dtype: str, step: Step, target: Target, *, here: bool) -> Unsupported | None:
         """Why a step in fp32 cannot, or need not, be planned in `dtype`; None where it can. `here`: the target is this machine."""
         if (own := narrow_dtype(step)) is not None:
-            return f"the step computes in {own} already, as it was given"
+            return Unsupported.of("the step computes in {} already, as it was given", own)
         if dtype == FP8 and not find_spec("torchao"):
-            return "it needs torchao: pip install torchao"
+            return Unsupported("it needs torchao: pip install torchao")
         if not here:
             known = ", ".join(target.peak_flops)
-            return None if dtype in target.peak_flops else f"{target.name} has no arithmetic in {dtype} (it has {known})"
+            return (
+                None if dtype in target.peak_flops else Unsupported.of("{} has no arithmetic in {} (it has {})", target.name, dtype, known)
+            )
         device = step.loss.meta["val"].device.type
         if dtype == FP8 and (reason := unavailable(device)) is not None:
             return reason
         ratio = product_ratio(DTYPES[dtype], device)
         if ratio > 1 and not self.always:
-            return f"products in {dtype} take {ratio:.1f} × as long as in fp32 on this machine, measured"
+            return Unsupported.of("products in {} take {} × as long as in fp32 on this machine, measured", dtype, f"{ratio:.1f}")
         if any(is_random(node.target) for node in step.graph.nodes) and not draws_as_fp32(DTYPES[dtype], device):
-            return f"its random masks would not be those of fp32 on {device}, so that the error cannot be measured"
+            return Unsupported.of("its random masks would not be those of fp32 on {}, so that the error cannot be measured", device)
         return None
 
 
@@ -145,14 +149,14 @@ def label(dtype: str) -> str:
     return "fp8 linears" if dtype == FP8 else f"{dtype} autocast"
 
 
-def _mixed_write(step: Step) -> str | None:
+def _mixed_write(step: Step) -> Unsupported | None:
     """Why no kernel runs a step: it writes one dtype into another, which tracing lets pass."""
     for node in step.graph.nodes:
         if node.target in _WRITES:
             into, source = node.args[0], node.args[_WRITES[node.target]]
             dtypes = [str(value.meta["val"].dtype).removeprefix("torch.") for value in (into, source) if isinstance(value, fx.Node)]
             if len(set(dtypes)) > 1:
-                return f"{node.target} would write {dtypes[1]} into {dtypes[0]}, which PyTorch refuses"
+                return Unsupported.of("{} would write {} into {}, which PyTorch refuses", node.target, dtypes[1], dtypes[0])
     return None
 
 

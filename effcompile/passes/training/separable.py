@@ -117,9 +117,9 @@ def divided_into_single(whole: Step, part: Step, count: int, doubled: Step, pair
 def _refuse_state(step: Step) -> None:
     for node in step.graph.nodes:
         if node.op == "call_function" and "batch_norm" in str(node.target) and any(arg is True for arg in node.args):
-            raise Refusal(f"{_place(node)} normalises by statistics of the whole batch (BatchNorm in training mode)")
+            raise Refusal("{} normalises by statistics of the whole batch (BatchNorm in training mode)", _place(node))
     if step.updated:
-        raise Refusal(f"the buffer {step.updated[0]} is updated in every forward, by the whole batch")
+        raise Refusal("the buffer {} is updated in every forward, by the whole batch", step.updated[0])
     if step.wanted:
         raise Refusal("an input requires a gradient, which is that of the whole batch")
     if len(step.outputs) > 1:
@@ -129,7 +129,7 @@ def _refuse_state(step: Step) -> None:
     ahead = set(split(step)[0])
     for name, node in step.gradients.items():
         if node in ahead or node.op == "placeholder":
-            raise Refusal(f"the gradient of {name} does not depend on the gradient that arrives at the loss")
+            raise Refusal("the gradient of {} does not depend on the gradient that arrives at the loss", name)
 
 
 def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
@@ -144,7 +144,7 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
         raise AnotherGraph("a micro-batch has other constants or inputs than the batch has")
     for mine, other in zip(whole.constants.values(), part.constants.values(), strict=True):
         if mine.shape == other.shape and not is_fake(mine) and not torch.equal(mine, other):
-            raise AnotherGraph(f"a constant of shape {tuple(mine.shape)} is another for a micro-batch")
+            raise AnotherGraph("a constant of shape {} is another for a micro-batch", tuple(mine.shape))
     pairs.update(zip(whole.constants, part.constants, strict=True))
     pairs.update(zip(whole.inputs, part.inputs, strict=True))
     theirs = _made_from(part.loss)
@@ -155,9 +155,9 @@ def _aligned(whole: Step, part: Step) -> dict[fx.Node, fx.Node]:
             pairs[a] = pairs[a.args[0]]  # type: ignore[index]
         else:
             then = operator_name(theirs[0]) if theirs else "missing"
-            raise AnotherGraph(f"the model does something else with a micro-batch: {operator_name(a)} at {_place(a)} is {then} then")
+            raise AnotherGraph("the model does something else with a micro-batch: {} at {} is {} then", operator_name(a), _place(a), then)
     if theirs:
-        raise AnotherGraph(f"the model does something else with a micro-batch: it also needs {operator_name(theirs[0])}")
+        raise AnotherGraph("the model does something else with a micro-batch: it also needs {}", operator_name(theirs[0]))
     return pairs
 
 
@@ -190,10 +190,10 @@ class _Separation:
             elif a.target not in _BLANK and any(arg in self.axes or arg in self.over for arg in a.all_input_nodes):
                 self.over.add(a)
             if a.target in _MIXES and self._axis(a) in axes:
-                raise Refusal(f"{operator_name(a)} at {_place(a)} goes over the examples of the batch")
+                raise Refusal("{} at {} goes over the examples of the batch", operator_name(a), _place(a))
             elided = a.target in _ELIDED and not _alike(a, b)  # b made what a is a copy or view of
             if not elided and not (a in self.over and a.target in (*_TIMES, *_OVER)) and repr(_numbers(a)) != repr(_numbers(b)):
-                raise Refusal(f"{operator_name(a)} at {_place(a)} computes with the size of the batch")
+                raise Refusal("{} at {} computes with the size of the batch", operator_name(a), _place(a))
 
     def _axis(self, node: fx.Node) -> int:
         axis: Any = node.args[_MIXES[node.target]]  # type: ignore[index]
@@ -204,12 +204,14 @@ class _Separation:
         axes: set[int] = set()
         for x, y in zip(_tensors(a), _tensors(b), strict=True):
             if x.dim() != y.dim():
-                raise AnotherGraph(f"{operator_name(a)} at {_place(a)} has another number of axes for a micro-batch")
+                raise AnotherGraph("{} at {} has another number of axes for a micro-batch", operator_name(a), _place(a))
             grown = [i for i, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n]
             if len(grown) > 1:
-                raise Refusal(f"{operator_name(a)} at {_place(a)} compares examples with each other: its shape is {tuple(x.shape)}")
+                raise Refusal("{} at {} compares examples with each other: its shape is {}", operator_name(a), _place(a), tuple(x.shape))
             if grown and x.shape[grown[0]] != self.count * y.shape[grown[0]]:
-                raise Refusal(f"{operator_name(a)} at {_place(a)} does not grow with the batch as it does: its shape is {tuple(x.shape)}")
+                raise Refusal(
+                    "{} at {} does not grow with the batch as it does: its shape is {}", operator_name(a), _place(a), tuple(x.shape)
+                )
             axes |= set(grown)
         return axes
 
@@ -222,7 +224,7 @@ class _Separation:
         if not isinstance(node, fx.Node) or (node not in self.axes and node not in self.over):
             return None
         if node in self.axes:
-            raise Refusal(f"{operator_name(node)} at {_place(node)} is not summed over the batch")
+            raise Refusal("{} at {} is not summed over the batch", operator_name(node), _place(node))
         self.tail.add(node)
         target, first = node.target, node.args[0] if node.args else None
         if target in _NLL or (target is operator.getitem and isinstance(first, fx.Node) and first.target in _NLL):
@@ -238,7 +240,7 @@ class _Separation:
             return self._scaled(node)
         if (reduction := _reduction(node)) is not None and first in self.axes:
             return Rule(factor=1.0 / self.count if reduction == _MEAN else 1.0)
-        raise Refusal(f"{operator_name(node)} at {_place(node)} works on values of the whole batch")
+        raise Refusal("{} at {} works on values of the whole batch", operator_name(node), _place(node))
 
     def _labels(self, nll: fx.Node) -> Rule:
         """A cross entropy: its mean is over the labels that count."""
@@ -250,9 +252,9 @@ class _Separation:
         """The rule of a sum: one for all its terms. What does not depend on the batch is there in every micro-batch: Σ w must be 1."""
         found = list(dict.fromkeys(rule for rule in rules if rule is not None))
         if len(found) > 1:
-            raise Refusal(f"the terms of its loss that {operator_name(node)} adds at {_place(node)} are means over different counts")
+            raise Refusal("the terms of its loss that {} adds at {} are means over different counts", operator_name(node), _place(node))
         if None in rules and found and found[0].counted is None and abs(found[0].factor * self.count - 1) > 1e-9:
-            raise Refusal(f"{operator_name(node)} at {_place(node)} adds something that is not summed over the batch to a sum over it")
+            raise Refusal("{} at {} adds something that is not summed over the batch to a sum over it", operator_name(node), _place(node))
         return found[0] if found else None
 
     def _scaled(self, node: fx.Node) -> Rule | None:
@@ -267,12 +269,12 @@ class _Separation:
                 return rule
             ratio = float(here) / float(there)  # type: ignore[arg-type]
             if rule.counted is not None:
-                raise Refusal(f"{operator_name(node)} at {_place(node)} scales a mean over labels by the size of the batch")
+                raise Refusal("{} at {} scales a mean over labels by the size of the batch", operator_name(node), _place(node))
             return Rule(factor=rule.factor * (ratio if node.target in _TIMES else 1.0 / ratio))
         if self.rule_less(b):
             return rule
         if node.target in _TIMES or rule != Rule():
-            raise Refusal(f"{operator_name(node)} at {_place(node)} multiplies values of the whole batch with each other")
+            raise Refusal("{} at {} multiplies values of the whole batch with each other", operator_name(node), _place(node))
         return Rule(counted=(self._denominator(b), None, None))
 
     def rule_less(self, node: Any) -> bool:
@@ -285,7 +287,7 @@ class _Separation:
             self.tail.add(node)
             node = node.args[0]  # type: ignore[assignment]
         if node.target not in _SUMS or node.args[0] not in self.axes:
-            raise Refusal(f"its loss is divided by {operator_name(node)} at {_place(node)}, which is no plain sum over the batch")
+            raise Refusal("its loss is divided by {} at {}, which is no plain sum over the batch", operator_name(node), _place(node))
         self.tail.add(node)
         return node
 
@@ -293,7 +295,7 @@ class _Separation:
         """Raises Refusal where anything but the loss's own sums looks at the whole batch."""
         for node in self.pairs:
             if node in self.over and node not in self.tail:
-                raise Refusal(f"{operator_name(node)} at {_place(node)} looks at the whole batch")
+                raise Refusal("{} at {} looks at the whole batch", operator_name(node), _place(node))
 
     def counts(self, rule: Rule, part: Step) -> fx.Graph:
         """A graph of the part's inputs (in the order of its placeholders, tangent left out) → what its mean is over, as one number.

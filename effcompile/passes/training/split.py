@@ -80,7 +80,7 @@ class Split:
         site = structure.site.rpartition(f"{WRAPPED}.")[2]
         reason = structure.refused
         if reason is None and structure.count % self.ranks:
-            reason = Unsupported(f"its {structure.count} {structure.kind} do not divide by {self.ranks}")
+            reason = Unsupported("its {} {name} do not divide by {}", (structure.count, structure.kind, self.ranks))
             self.uneven[site] = structure.count
         if reason is not None:
             self.declined[site] = reason

@@ -101,8 +101,7 @@ class States:
             found += [given.way(form, on_host=True) for form in forms]
         else:
             refused["on the host"] = reason
-        said = one_by_one(given.optimizer)
-        reason = Unsupported(said) if said else None
+        reason = one_by_one(given.optimizer)
         if not self.in_backward:
             change = "a loop that clips or accumulates gradients would change"
             reason = NotAllowed(because=change, allow=("--pass states.in_backward=true",))
@@ -117,8 +116,8 @@ class States:
         eight = None if allowed else NotAllowed(because="changes numbers", allow=("max_error", "--pass states.eight_bit=true"))
         for name, reason in {EIGHT_BIT: eight, **dict.fromkeys(self.change)}.items():
             said = declined(name, given.optimizer)
-            if reason is not None or said:
-                refused[name] = reason or Unsupported(said or "")
+            if (why := reason or said) is not None:
+                refused[name] = why
             else:
                 forms.append(_form(name, given))
         return forms, refused
@@ -146,9 +145,11 @@ def _way_of(given: GivenOptimizer, option: StepOption) -> StatesOption:
     """
     form, on_host, consumed = option.setting("form", str), option.setting("on_host", bool), option.setting("consumed", bool)
     known = form in (GIVEN, EIGHT_BIT, *CHANGES)
-    reason = (declined(form, given.optimizer) if form != GIVEN else None) if known else f"{form!r} is no form of states"
+    reason = (
+        (declined(form, given.optimizer) if form != GIVEN else None) if known else Unsupported.of("{} is no form of states", repr(form))
+    )
     if reason is None and on_host and given.no_host() is not None:
-        reason = "they cannot lie on the host"
+        reason = Unsupported("they cannot lie on the host")
     reason = reason or (one_by_one(given.optimizer) if consumed else None)
     if reason is not None:
         said = f"form {form}, on_host {on_host}, consumed {consumed}"

@@ -10,6 +10,7 @@ from torch import fx
 
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import EffcompileError
+from effcompile.core.reasons import ReasonError
 from effcompile.ir.step import Step
 
 aten = torch.ops.aten
@@ -23,8 +24,8 @@ _WHOLE_VIEWS = (
 )  # fmt: skip
 
 
-class Refusal(EffcompileError):  # noqa: N818  it ends a match, it is no fault: no stage is to take it for one
-    """Why a step cannot have a form, in the user's words."""
+class Refusal(ReasonError, EffcompileError):  # noqa: N818  it ends a match, it is no fault: no stage is to take it for one
+    """Why a step cannot have a form."""
 
 
 def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:

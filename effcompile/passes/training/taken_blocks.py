@@ -89,7 +89,7 @@ def of_values(cut: Blocks, chosen: Sequence[BlockOption]) -> list[Decision]:
                 Decision(
                     site=block.name, kind=form, option=f"{len(names)} value{'s' * (len(names) > 1)}, {format_bytes(size)}",
                     baseline="kept", by=way.by, cost=cost, baseline_cost=Cost(bytes_kept=size),
-                    why=Because(f"{way.said} between forward and backward{', exact' * way.exact}"),
+                    why=Because("{name} between forward and backward" + ", exact" * way.exact, (way.said,)),
                     settings={"values": tuple(sorted(names))},
                 )
             )  # fmt: skip
@@ -106,7 +106,7 @@ def notes_of_fronts(cut: Blocks, fronts_of: Mapping[str, BlockFront], host_bytes
     if host_bytes:
         room = " of {bytes}" if cut.host.limit is not None else "; its room was not checked"
         figures = (host_bytes, host_bytes, *((cut.host.limit,) if cut.host.limit is not None else ()))
-        lines.append(Because(f"host memory: {{bytes}} ({{}} bytes) at its highest{room}", figures))
+        lines.append(Because("host memory: {bytes} ({} bytes) at its highest" + room, figures))
     cut_off = sum(not front.complete for front in fronts)
     thinned = [front for front in fronts if front.found > len(front.options)]
     if cut_off or thinned:

@@ -70,8 +70,8 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
         wanted = original.run(work.eager_loss)
         checks = _checked(original, plan, runner, found, wanted)
     except NoRoomError as error:
-        rest = "; that the micro-batches add up to it is read off the graph" if division is not None else ""
-        text = f"not compared with the unplanned step: {{name}}; run leanly it {{name}}{rest}"
+        text = "not compared with the unplanned step: {name}; run leanly it {name}"
+        text += "; that the micro-batches add up to it is read off the graph" if division is not None else ""
         notes.append(Because(text, (refusal or "it does not fit", str(error))))
     notes += _compare_updates(work, states, wanted or found, checks)
     room.tidy()

@@ -22,8 +22,9 @@ from effcompile.search.training.work import Work
 
 _PROBE = 3.0
 NOT_TAKEN = Because(
-    f"{ITEMS} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's Trainer then averages the "
-    f"batches' means, where the model alone would weigh every label alike. Plan with {ITEMS} among the inputs to have it taken."
+    "{name} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's Trainer then averages the "
+    "batches' means, where the model alone would weigh every label alike. Plan with {name} among the inputs to have it taken.",
+    (ITEMS, ITEMS),
 )
 
 

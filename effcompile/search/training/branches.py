@@ -15,7 +15,7 @@ from itertools import product
 
 from effcompile.core.causes import Cause, NotTried, Others, Undivided
 from effcompile.core.errors import InfeasibleError
-from effcompile.core.reasons import Unsupported
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.plan import Declined
 from effcompile.passes.training.base import Case, StepChoice, StepOption, StepPass
 from effcompile.passes.training.forms import applied, proposed
@@ -54,7 +54,7 @@ class Branches:
     work: Work
     case: Case
     declined: dict[Declined, None] = field(default_factory=dict)
-    known: dict[tuple[str, ...], Preparation | str] = field(default_factory=dict)
+    known: dict[tuple[str, ...], Preparation | Reason] = field(default_factory=dict)
 
     @cached_property
     def choices(self) -> list[tuple[StepPass, StepChoice]]:
@@ -92,14 +92,14 @@ class Branches:
         assert isinstance(found, Preparation)
         return found
 
-    def prepared(self, branch: Branch) -> Preparation | str:
+    def prepared(self, branch: Branch) -> Preparation | Reason:
         """The forms of a branch with their options, or why there are none. What stock torch would run is the whole step in each."""
         key = tuple(late.option.name for late in branch)
         if key not in self.known:
             self.known[key] = self._prepared(branch)
         return self.known[key]
 
-    def _prepared(self, branch: Branch) -> Preparation | str:
+    def _prepared(self, branch: Branch) -> Preparation | Reason:
         case = self.case
         for late in branch:
             kind = late.choice.kind
@@ -110,7 +110,7 @@ class Branches:
                 with self.work.progress.step(f"capture {late.option.name}") if late.changes else nullcontext():
                     case = applied(late.by, case, late.choice, late.option)
             except Refusal as refusal:
-                return str(refusal)
+                return refusal.reason
         found = self.work.prepare(case)
         found = replace(found, declined=(*self.declined, *found.declined))
         if not any(late.changes for late in branch):
@@ -143,12 +143,12 @@ class Branches:
             options = {each.choice.kind: each.option.name for each in branch}
             if record.exhausted is not None and len(late) > 1:
                 fits = ", ".join(record.exhausted[each.choice.kind] for each in branch)
-                record.refuse(options, Unsupported(f"not tried: {fits} fits with nothing recomputed"))
-            elif isinstance(found := self.prepared(branch), str):
-                record.refuse(options, Unsupported(found))
+                record.refuse(options, Unsupported("not tried: {name} fits with nothing recomputed", (fits,)))
+            elif isinstance(found := self.prepared(branch), Reason):
+                record.refuse(options, found)
             else:
                 for refused, reason in found.refused:
-                    record.refuse(refused, Unsupported(reason))
+                    record.refuse(refused, reason)
                 record.search(found.variants)
         try:
             return replace(record.best, record=record, bound=record.bound)

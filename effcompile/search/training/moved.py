@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import HostUse
-from effcompile.core.reasons import Reason
+from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.plan import Plan
 from effcompile.ops.offload import host_pool
 from effcompile.passes import ways
@@ -23,6 +23,7 @@ class RefutedError(VerificationError):
 
     def __init__(self, message: str, *, kind: str, option: str, said: str) -> None:
         super().__init__(message)
+        self.reason = Unsupported.of("{}", message)
         self.kind, self.option, self.said = kind, option, said
 
 

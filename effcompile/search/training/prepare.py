@@ -13,6 +13,7 @@ from torch import fx
 
 from effcompile.core import gpu
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Reason
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
@@ -41,7 +42,7 @@ ALONE = Levers()
 #: Of each block what is kept, and what is held in which form; and the groups.
 Choices = tuple[tuple[tuple[frozenset[str], frozenset[tuple[str, str]]], ...], tuple[Group, ...]]
 
-_NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
+_NOTHING: Mapping[tuple[str, str], Reason] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class Figures:
     progress: Progress = QUIET
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
-    def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], str] = _NOTHING) -> Context:
+    def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], Reason] = _NOTHING) -> Context:
         """What passes propose for, with these figures. `forbidden`: (kind, option) → why it is out of the question."""
         return Context(goal=goal, target=self.target, here=self.here, prices=self, forbidden=forbidden)
 
@@ -224,7 +225,7 @@ class Preparation:
     seconds: float
     footprint: Footprint
     declined: tuple[Declined, ...] = ()
-    refused: Sequence[tuple[Mapping[str, str], str]] = ()
+    refused: Sequence[tuple[Mapping[str, str], Reason]] = ()
 
 
 def prepare(

@@ -18,6 +18,7 @@ from effcompile.capture.training import Loss
 from effcompile.capture.training_inputs import after_pre_hooks
 from effcompile.core import gpu
 from effcompile.core.errors import FormatError, UsageError
+from effcompile.core.findings import Of
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.types import Args, Kwargs, Outputs
@@ -63,7 +64,7 @@ class Work:
     optimizer: Optimizer | None
     parameters: Sequence[tuple[str, torch.Tensor]]
     figures: Figures
-    forbidden: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    forbidden: Mapping[tuple[str, str], Reason] = field(default_factory=dict)
     decided: Sequence[Decision] | None = None
     progress: Progress = QUIET
     notes: list[Reason] = field(default_factory=list)
@@ -115,8 +116,8 @@ class Work:
         of_values = error.kind in levers.names
         passes = replace(self.passes, levers=replace(levers, refused=levers.refused | {error.option})) if of_values else self.passes
         if of_values or not error.option:
-            self.notes.append(Because("{name}: {name}", (error.said, str(error))))
-        return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): str(error)})
+            self.notes.append(Of(error.said, error.reason))
+        return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): error.reason})
 
     def forget(self, found: Preparation) -> None:
         """Forget what was measured of the operators of all variants: it does not agree with what the step takes."""

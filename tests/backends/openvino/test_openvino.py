@@ -36,7 +36,7 @@ def error(model: nn.Module, lowered: Lowered, ids: torch.Tensor) -> float:
 def test_meets_the_contract_and_names_the_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(OpenVino(), Backend)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'effcompile[openvino]'" in (OpenVino().unavailable() or "")
+    assert "pip install 'effcompile[openvino]'" in str(OpenVino().unavailable())
     assert OpenVino().measure(KernelCall("linear/fp32", (4, 8, 8))) is None
 
 
