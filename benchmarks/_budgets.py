@@ -18,7 +18,7 @@ from effcompile.passes.training.forms import forms
 from effcompile.proof.training import verify
 from effcompile.schedules.emit import emit
 from effcompile.search.training.cases import fastest
-from effcompile.search.training.prepare import Figures, Prepared, prepare
+from effcompile.search.training.prepare import OperatorCosts, Prepared, prepare
 from effcompile.search.training.solve import leanest
 
 
@@ -40,7 +40,7 @@ def sweep(model: Any, batch: dict[str, Any], count: int) -> Iterator[Outcome]:
     """Budgets from the smallest feasible to the unconstrained peak, evenly; operators are measured here, as in a user's run."""
     passes, step = load_training_passes(None), capture_training(model, (), batch)
     checkpoint = passes.checkpoint
-    figures = Figures(target=load_target("cpu-generic"), here=True)
+    figures = OperatorCosts(target=load_target("cpu-generic"), here=True)
     made = forms(passes.step, Case(step=step), figures.context(Goal(mode="training")))
     found = prepare(step, made.cases, checkpoint, figures)
     low = min(leanest(prepared) for prepared in found.variants)

@@ -27,7 +27,7 @@ from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
-from effcompile.planner.parallel.division import Division, Problem
+from effcompile.planner.parallel.division import Division, DivisionProblem
 from effcompile.planner.parallel.model import Model
 from effcompile.planner.parallel.search import search, strategies
 from effcompile.search.parallel.describe import describe
@@ -120,7 +120,7 @@ def predicted(row: Published) -> tuple[float, float]:
     assert target.cluster is not None
     if row.target == "h100-sxm" and "torchtitan" in row.source:
         target = replace(target, memory_bandwidth=2.4e12)
-    problem = Problem(
+    problem = DivisionProblem(
         model=described(*row.model, row.target), cluster=Cluster.of(target.cluster, row.strategy.world), target=target,
         global_batch=row.global_batch,
     )  # fmt: skip
@@ -148,7 +148,7 @@ def print_regret() -> None:
     model = described("Llama 3.1 8B", 8192, "h100-sxm")
     cases: tuple[tuple[int, StrategyFields], ...] = ((64, {"offload": "none", "cp": 1}), (256, {"offload": "none", "micro_batch": 1}))
     for batch, asked in cases:
-        problem = Problem(model=model, cluster=Cluster.of(target.cluster, 64), target=target, global_batch=batch)
+        problem = DivisionProblem(model=model, cluster=Cluster.of(target.cluster, 64), target=target, global_batch=batch)
         found = search(problem, asked)
         assert found.best is not None
         room, best, count = int(target.memory_bytes / 1.1), float("inf"), 0
@@ -176,7 +176,7 @@ def print_large() -> None:
         start = time.monotonic()
         target = load_target(machine)
         assert target.cluster is not None
-        problem = Problem(
+        problem = DivisionProblem(
             model=described(name, tokens, machine), cluster=Cluster.of(target.cluster, devices), target=target, global_batch=batch
         )
         found = search(problem, {})

@@ -18,7 +18,7 @@ import tomllib
 from importlib.metadata import version
 from typing import Any
 
-from effcompile.backends.triton.aot import ARCHITECTURES, Job, Report, compile_jobs
+from effcompile.backends.triton.aot import ARCHITECTURES, CompileJob, Report, compile_jobs
 from effcompile.backends.triton.configs import KERNELS, TABLE
 
 FIELDS = ("block_m", "block_n", "warps", "stages")
@@ -107,11 +107,11 @@ def precision(arch: str, dtype: str) -> dict[str, str]:
     return {} if dtype != "fp32" else {"precision": "tf32x3" if arch.startswith("sm_") else "ieee"}
 
 
-def job(arch: str, dtype: str, d: int, kernel: str, candidate: Candidate) -> Job:
+def job(arch: str, dtype: str, d: int, kernel: str, candidate: Candidate) -> CompileJob:
     """Causal attention with this tile."""
     config = dict(zip(FIELDS, candidate, strict=True)) | precision(arch, dtype)
     arguments = {"dtype": dtype, "d": d, "kernel": kernel, "config": config}
-    return Job(
+    return CompileJob(
         arch=arch, launch="effcompile.backends.triton.aot_cases:attention_launches", kernel=f"attention_{kernel}", arguments=arguments
     )
 

@@ -18,7 +18,7 @@ from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
 from effcompile.compiler import QUIET, AnyOptimizer, Batch, Dynamic, Executable, OnChange, Progress, Request, TrainingExecutable, load
 from effcompile.core.errors import UsageError
-from effcompile.core.goal import Goal, GoalFields, Limits, Mode
+from effcompile.core.goal import Goal, GoalFields, GoalLimits, Mode
 from effcompile.core.types import Example, Forward, Inputs, Outputs
 from effcompile.deferred import Deferred, answering, carry_out, make_frontier, make_plan, with_forward
 from effcompile.dynamo import dynamo_backend
@@ -40,7 +40,7 @@ GoalLike = Goal | Mapping[str, object] | None
 PlanLike = Plan | str | os.PathLike[str] | None
 
 
-class Options(Limits, total=False):
+class Options(GoalLimits, total=False):
     """What `optimize` takes beside the model, its inputs, and what tells which kind of result it returns."""
 
     target: str | Target

@@ -26,7 +26,7 @@ from effcompile.deferred import carry_out
 from effcompile.estimate.optimizer import state_bytes
 from effcompile.ir.plan import Plan
 from effcompile.loader.loaded import as_inputs
-from effcompile.ops.optimizers import Form
+from effcompile.ops.optimizers import StatesForm
 from effcompile.planner.buckets import bucket_lengths
 
 #: (examples, tokens).
@@ -41,7 +41,7 @@ _SAME = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
+class BucketPadding:
     """Which padding was found to be exact: of `rows`, of `tokens`."""
 
     rows: bool
@@ -62,7 +62,7 @@ class Bucketed(nn.Module):
         padding: which was found to be exact.
     """
 
-    def __init__(self, model: nn.Module, steps: Mapping[Shape, TrainingExecutable], padding: Padding) -> None:
+    def __init__(self, model: nn.Module, steps: Mapping[Shape, TrainingExecutable], padding: BucketPadding) -> None:
         super().__init__()
         self.__dict__.update(model=model, steps=dict(steps), padding=padding, _said=set())
         self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
@@ -193,7 +193,7 @@ def _states(model: nn.Module, request: Request, args: Args) -> int:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = request.optimizer if isinstance(request.optimizer, Optimizer) else request.optimizer(trained)
     pairs = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    return state_bytes(Form(), optimizer, pairs, trained[0].device.type).state_bytes
+    return state_bytes(StatesForm(), optimizer, pairs, trained[0].device.type).state_bytes
 
 
 def _less(request: Request, beside: int) -> Any:
@@ -269,7 +269,7 @@ def of_shape(args: Args, kwargs: Kwargs, shape: Shape) -> tuple[Args, Kwargs]:
     return tuple(one(value) for value in args), {name: one(value) for name, value in kwargs.items()}
 
 
-def exact_padding(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> Padding:
+def exact_padding(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> BucketPadding:
     """Which padding leaves loss and gradients as they were, found by running the model, without dropout, on the example inputs."""
     given = shape_of(args, kwargs)
     before = _learned(model, args, kwargs, request)
@@ -277,7 +277,7 @@ def exact_padding(model: nn.Module, args: Args, kwargs: Kwargs, request: Request
     for bucket in ((given[0] + 1, given[1]), (given[0], given[1] + 8)):
         after = _learned(model, *padded(args, kwargs, given, bucket), request)
         exact.append(after is not None and before is not None and _apart(before, after) <= _SAME)
-    return Padding(rows=exact[0], tokens=exact[1])
+    return BucketPadding(rows=exact[0], tokens=exact[1])
 
 
 def _learned(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> list[Tensor] | None:

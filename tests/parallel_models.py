@@ -2,24 +2,24 @@
 
 from effcompile.machine.cluster import Cluster, Links
 from effcompile.machine.machines import load_target
-from effcompile.planner.parallel.division import Problem
-from effcompile.planner.parallel.model import Bytes, Layer, Model, Option, Work
+from effcompile.planner.parallel.division import DivisionProblem
+from effcompile.planner.parallel.model import Bytes, Layer, LayerWork, Model, StrategyOption
 
 MIB = 1 << 20
 
 
 def layer(scale: float = 1.0, parameters: int = 200_000_000) -> Layer:
     """A layer with three options: all kept, elementwise work again, all again."""
-    forward = Work(products=4e12 * scale, attention=5e11 * scale, moved=6e9 * scale, kernels=40)
+    forward = LayerWork(products=4e12 * scale, attention=5e11 * scale, moved=6e9 * scale, kernels=40)
 
-    def option(kept: int, working: int, again: Work, label: str) -> Option:
+    def option(kept: int, working: int, again: LayerWork, label: str) -> StrategyOption:
         whole, split = int(kept * MIB * scale) // 4, int(kept * MIB * scale) * 3 // 4
         top = Bytes(whole=whole + int(working * MIB * scale), split=split)
-        return Option(kept=Bytes(whole=whole, split=split), forward=top, backward=top, again=again, label=label)
+        return StrategyOption(kept=Bytes(whole=whole, split=split), forward=top, backward=top, again=again, label=label)
 
-    none = option(2000, 200, Work(), "keep all")
-    some = option(900, 500, Work(moved=5e9 * scale, kernels=30), "recompute some")
-    full = option(64, 1800, Work(products=3e12 * scale, attention=5e11 * scale, moved=6e9 * scale, kernels=40), "recompute all")
+    none = option(2000, 200, LayerWork(), "keep all")
+    some = option(900, 500, LayerWork(moved=5e9 * scale, kernels=30), "recompute some")
+    full = option(64, 1800, LayerWork(products=3e12 * scale, attention=5e11 * scale, moved=6e9 * scale, kernels=40), "recompute all")
     return Layer(
         name="layers.1", parameters=parameters, forward=forward, backward=forward * 2, options=(none, some, full),
         rules={"none": none, "op": some, "full": full},
@@ -35,9 +35,9 @@ def model(layers: int = 32, **changes: object) -> Model:
     return Model(**{**known, **changes})  # type: ignore[arg-type]
 
 
-def problem(devices: int = 8, batch: int = 64, layers: int = 32, target: str = "h100-sxm", links: Links | None = None) -> Problem:
+def problem(devices: int = 8, batch: int = 64, layers: int = 32, target: str = "h100-sxm", links: Links | None = None) -> DivisionProblem:
     """A step of the model on so many devices."""
     machine = load_target(target)
     joined = links or machine.cluster
     assert joined is not None
-    return Problem(model=model(layers), cluster=Cluster.of(joined, devices), target=machine, global_batch=batch)
+    return DivisionProblem(model=model(layers), cluster=Cluster.of(joined, devices), target=machine, global_batch=batch)

@@ -22,21 +22,21 @@ from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.machines import load_target
 from effcompile.ops.workspace import workspace_bytes
-from effcompile.passes.training.base import Case, Context, StepPass
+from effcompile.passes.training.base import Case, StepContext, StepPass
 from effcompile.passes.training.forms import forms
 from effcompile.planner.remat import Group
 from effcompile.schedules.blocks import Blocks, cut_into_blocks
 from effcompile.schedules.emit import emit
-from effcompile.search.training.prepare import Figures
+from effcompile.search.training.prepare import OperatorCosts
 
 VOCABULARY = 96
 Batch = dict[str, torch.Tensor]
 Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def context(*, here: bool = False, **forbidden: str) -> Context:
+def context(*, here: bool = False, **forbidden: str) -> StepContext:
     """What passes propose for: an exact goal on a machine that is not here. `forbidden`: kind → an option that is refuted."""
-    figures = Figures(target=load_target("cpu-generic"), here=False)
+    figures = OperatorCosts(target=load_target("cpu-generic"), here=False)
     refuted = dict.fromkeys(forbidden.items(), "it was run, and did not hold")
     return replace(figures.context(Goal(mode="training"), refuted), here=here)
 

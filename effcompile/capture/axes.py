@@ -22,7 +22,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class InputLeaf:
     """One tensor among the inputs: its readable name, and torch.export's name for it ("['x'][0]")."""
 
     name: str
@@ -30,7 +30,7 @@ class Leaf:
     tensor: torch.Tensor
 
 
-def tensor_leaves(model: nn.Module, args: Args, kwargs: Kwargs) -> list[Leaf]:
+def tensor_leaves(model: nn.Module, args: Args, kwargs: Kwargs) -> list[InputLeaf]:
     """The tensors among the inputs, in the order of the graph's placeholders."""
     parameters = list(_positional_names(model, len(args)))
     leaves = []
@@ -38,7 +38,7 @@ def tensor_leaves(model: nn.Module, args: Args, kwargs: Kwargs) -> list[Leaf]:
         if isinstance(leaf, torch.Tensor):
             name, source = parameters[int(_key(path[1]))] if _key(path[0]) == "0" else (_key(path[1]), f"['{_key(path[1])}']")
             readable = "_".join([name, *(_key(key) for key in path[2:])])
-            leaves.append(Leaf(name=readable, source=source + pytree.keystr(path[2:]), tensor=leaf))
+            leaves.append(InputLeaf(name=readable, source=source + pytree.keystr(path[2:]), tensor=leaf))
     return leaves
 
 
@@ -73,7 +73,7 @@ def _key(key: object) -> str:
     return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
 
-def candidates(leaves: Sequence[Leaf]) -> list[dict[int, bool]]:
+def candidates(leaves: Sequence[InputLeaf]) -> list[dict[int, bool]]:
     """Axis → whether the user expects it to be dynamic, per leaf.
 
     Batch: axis 0, unless it is 1 where the batch is not (a broadcast input). Sequence: axis 1 of 2-D integers and
@@ -99,7 +99,7 @@ def candidates(leaves: Sequence[Leaf]) -> list[dict[int, bool]]:
     return wanted
 
 
-def _cached(leaf: Leaf) -> bool:
+def _cached(leaf: InputLeaf) -> bool:
     """Whether it holds keys or values of tokens that were seen before."""
     return leaf.name.startswith("past") and leaf.tensor.is_floating_point()
 
@@ -115,7 +115,7 @@ class Names:
     symbols: dict[Any, str] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def dim(self, size: object, axis: int, leaf: Leaf | None) -> Dim:
+    def dim(self, size: object, axis: int, leaf: InputLeaf | None) -> Dim:
         """The size of an axis if constant, else its name; derived axes keep their formula ("8*seq")."""
         expression = torch_compat.expression(size)
         if isinstance(expression, int) or expression.is_number:
@@ -124,7 +124,7 @@ class Names:
             self.symbols[expression] = self._fresh(axis, leaf)
         return self.formula(size)
 
-    def add_symbols(self, leaf: Leaf, value: torch.Tensor) -> None:
+    def add_symbols(self, leaf: InputLeaf, value: torch.Tensor) -> None:
         """Name the axes that are symbols of their own."""
         for axis, size in enumerate(value.shape):
             if getattr(torch_compat.expression(size), "is_Symbol", False):
@@ -136,7 +136,7 @@ class Names:
         text = {symbol: self.symbols.get(symbol, str(symbol)) for symbol in expression.free_symbols}
         return str(expression.xreplace({symbol: type(symbol)(name, integer=True) for symbol, name in text.items()}))
 
-    def _fresh(self, axis: int, leaf: Leaf | None) -> str:
+    def _fresh(self, axis: int, leaf: InputLeaf | None) -> str:
         if leaf is None:
             return self._numbered()
         role = "batch" if axis == 0 else "past" if _cached(leaf) else "decoder_seq" if leaf.name.startswith(("decoder_", "tgt")) else "seq"
@@ -153,7 +153,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
+class GraphBoundary:
     """Inputs and outputs of a captured graph, the domain of its axes, and what was asked for and not given."""
 
     inputs: tuple[TensorSpec, ...]
@@ -166,10 +166,10 @@ class Boundary:
 def read_boundary(
     exported: torch.export.ExportedProgram,
     graph: fx.Graph,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[InputLeaf],
     wanted: Sequence[Mapping[int, bool]],
     named: Sequence[str],
-) -> Boundary:
+) -> GraphBoundary:
     """Read back from the graph which axes stayed dynamic. `leaves` are the user's, not the grown copies.
 
     A grown axis that turned out constant keeps the size 2 of the copy here: the caller must not accept such a graph.
@@ -187,7 +187,7 @@ def read_boundary(
     leaves_out = pytree.tree_leaves(_results(graph))
     results = [v for v in leaves_out if isinstance(v, torch.Tensor)]
     outputs = [_spec(name, v, tuple(names.dim(s, a, None) for a, s in enumerate(v.shape))) for name, v in zip(named, results, strict=True)]
-    return Boundary(
+    return GraphBoundary(
         inputs=tuple(inputs), outputs=tuple(outputs), returned=tuple(_returned(leaf, names) for leaf in leaves_out),
         domain=_domain(exported, names), fixed=tuple(dict.fromkeys(fixed)),
     )  # fmt: skip
@@ -220,7 +220,7 @@ def _spec(name: str, value: torch.Tensor, shape: tuple[Dim, ...]) -> TensorSpec:
     return TensorSpec(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=shape)
 
 
-def _fixed(leaf: Leaf, axis: int, place: str | None) -> Reason:
+def _fixed(leaf: InputLeaf, axis: int, place: str | None) -> Reason:
     role = "batch" if axis == 0 else "seq" if leaf.tensor.dtype in _INTEGERS else f"axis {axis}"
     text = "fixed: {} of {}: fixed at {} by the model's code" + " ({})" * bool(place)
     return Because.of(text, role, leaf.name, leaf.tensor.shape[axis], *filter(None, [place]))

@@ -68,14 +68,14 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArgumentPlace:
     """Where a value stands in a call: for people `batch['mask']`, in a guard `inputs['batch']['mask']`."""
 
     name: str
     path: str = ""
 
-    def at(self, key: object) -> Place:
-        return Place(self.name, f"{self.path}[{key!r}]")
+    def at(self, key: object) -> ArgumentPlace:
+        return ArgumentPlace(self.name, f"{self.path}[{key!r}]")
 
     def __str__(self) -> str:
         return self.name + self.path
@@ -88,7 +88,7 @@ class Place:
 class _Node(Protocol):
     """One part of the captured arguments."""
 
-    place: Place
+    place: ArgumentPlace
 
     def take(self, value: Value, found: list[Value]) -> None:
         """Put the tensors of a value at the same place into `found`. Raises GuardError where it is another value."""
@@ -96,7 +96,7 @@ class _Node(Protocol):
 
 @dataclass(slots=True)
 class _Tensor:
-    place: Place
+    place: ArgumentPlace
     index: int
 
     def take(self, value: Value, found: list[Value]) -> None:
@@ -109,7 +109,7 @@ class _Tensor:
 class _Value:
     """A plain value, or any other object, which must be the same one. `default`: it was not given at capture."""
 
-    place: Place
+    place: ArgumentPlace
     value: Any
     default: bool = False
 
@@ -127,7 +127,7 @@ class _Value:
 
 @dataclass(slots=True)
 class _Mapping:
-    place: Place
+    place: ArgumentPlace
     kind: type[Any]
     items: dict[Any, _Node]
 
@@ -142,7 +142,7 @@ class _Mapping:
 
 @dataclass(slots=True)
 class _Sequence:
-    place: Place
+    place: ArgumentPlace
     kind: type[Any]
     items: list[_Node]
 
@@ -158,7 +158,7 @@ class _Sequence:
 class _Registered:
     """A class that is registered with torch's pytrees, taken apart as they do."""
 
-    place: Place
+    place: ArgumentPlace
     spec: pytree.TreeSpec
     items: list[_Node]
 
@@ -174,7 +174,7 @@ _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch
 _AGAIN = "Plan again with the inputs you use; on_change='replan' does so by itself, on_change='eager' runs the model's own forward."
 
 
-def _other(place: Place, was: str, now: str) -> GuardError:
+def _other(place: ArgumentPlace, was: str, now: str) -> GuardError:
     return GuardError(
         f"{place} = {was} when the plan was made, but got {now}: shapes, dtypes and plain values are fixed in it. {_AGAIN}",
         place=place.guarded,
@@ -189,12 +189,12 @@ def _shown(value: object) -> str:
 class _Builder:
     """Makes the nodes of example arguments; tensors are numbered in the order in which they are met, unless they are defaults."""
 
-    tensors: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
+    tensors: list[tuple[ArgumentPlace, torch.Tensor]] = field(default_factory=list)
     values: list[_Value] = field(default_factory=list)
     default: bool = False
 
     @singledispatchmethod
-    def node(self, value: object, place: Place) -> _Node:
+    def node(self, value: object, place: ArgumentPlace) -> _Node:
         leaves, spec = pytree.tree_flatten(value)
         if self.default or spec.is_leaf():
             self.values.append(made := _Value(place, value, self.default))
@@ -202,22 +202,22 @@ class _Builder:
         return _Registered(place, spec, [self.node(leaf, place.at(i)) for i, leaf in enumerate(leaves)])
 
     @node.register
-    def _(self, value: torch.Tensor, place: Place) -> _Node:
+    def _(self, value: torch.Tensor, place: ArgumentPlace) -> _Node:
         if self.default:
             return _Value(place, value, default=True)
         self.tensors.append((place, value))
         return _Tensor(place, len(self.tensors) - 1)
 
     @node.register
-    def _(self, value: dict, place: Place) -> _Node:  # type: ignore[type-arg] # dispatches on it
+    def _(self, value: dict, place: ArgumentPlace) -> _Node:  # type: ignore[type-arg] # dispatches on it
         return _Mapping(place, type(value), {key: self.node(item, place.at(key)) for key, item in value.items()})
 
     @node.register
-    def _(self, value: list | tuple, place: Place) -> _Node:  # type: ignore[type-arg] # as above
+    def _(self, value: list | tuple, place: ArgumentPlace) -> _Node:  # type: ignore[type-arg] # as above
         return _Sequence(place, type(value), [self.node(item, place.at(i)) for i, item in enumerate(value)])
 
 
-class CallGuards:
+class CallChecks:
     """The arguments of the capture, as what later ones are held against.
 
     Attributes:
@@ -230,11 +230,11 @@ class CallGuards:
         self.parameters, self._name = Parameters.of(forward), name
         given = self.parameters.by_name(args, kwargs)
         builder = _Builder()
-        self._nodes = {key: builder.node(given[key], Place(key)) for key in (sorted(given) if by_name else given)}
+        self._nodes = {key: builder.node(given[key], ArgumentPlace(key)) for key in (sorted(given) if by_name else given)}
         self.tensors = builder.tensors
         builder.default = True
         left_out = {key: value for key, value in self.parameters.defaults.items() if key not in given}
-        self._nodes |= {key: builder.node(value, Place(key)) for key, value in left_out.items()}
+        self._nodes |= {key: builder.node(value, ArgumentPlace(key)) for key, value in left_out.items()}
         self.values = [(node.place, node.value) for node in builder.values if not node.default]
         self._constants = builder.values
         self._known: dict[tuple[int, tuple[str, ...]], list[_Node]] = {}
@@ -266,19 +266,19 @@ class CallGuards:
         accepted = self.parameters
         names = [*accepted.names(len(args)), *kwargs]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise GuardError(f"{self._name} cannot be called so: {twice[0]} is given twice.", place=Place(twice[0]).guarded)
+            raise GuardError(f"{self._name} cannot be called so: {twice[0]} is given twice.", place=ArgumentPlace(twice[0]).guarded)
         values = dict(zip(names, (*args, *kwargs.values()), strict=True))
         nothing = {name for name in names if name not in self._nodes and values[name] is None and not accepted.accepts(name)}
         new = sorted(set(names) - self._nodes.keys() - nothing)
         missing = sorted(name for name in self._nodes.keys() - set(names) if not self._is_default(name))
         if new or missing:
             if strange := [name for name in new if not accepted.accepts(name)]:
-                raise GuardError(f"{self._name} cannot be called so: it takes no {strange[0]!r}.", place=Place(strange[0]).guarded)
+                raise GuardError(f"{self._name} cannot be called so: it takes no {strange[0]!r}.", place=ArgumentPlace(strange[0]).guarded)
             parts = [f"not planned for: {', '.join(new)}"] * bool(new) + [f"missing: {', '.join(missing)}"] * bool(missing)
             smoothed = " HuggingFace's Trainer takes the labels away for label_smoothing_factor: leave that out." * ("labels" in missing)
             said = f"The inputs differ from those the plan was made with ({'; '.join(parts)}).{smoothed} {_AGAIN}"
-            raise GuardError(said, place=Place((new or missing)[0]).guarded)
-        return [self._nodes[name] if name not in nothing else _Value(Place(name), None) for name in names]
+            raise GuardError(said, place=ArgumentPlace((new or missing)[0]).guarded)
+        return [self._nodes[name] if name not in nothing else _Value(ArgumentPlace(name), None) for name in names]
 
     def _is_default(self, name: str) -> bool:
         """Whether leaving an argument out is the same as what was captured for it."""

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import axes as dynamic_axes
 from effcompile.capture import cleanup
-from effcompile.capture.calls import CallGuards
+from effcompile.capture.calls import CallChecks
 from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, place_of
 from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
@@ -66,7 +66,7 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
         CaptureError: torch.export cannot trace it; names the line, the construct and the fix.
     """
     args, kwargs = pytree.tree_map(_contiguous, (tuple(args), dict(kwargs or {})))
-    call = CallGuards(model.forward, type(model).__name__, args, kwargs)
+    call = CallChecks(model.forward, type(model).__name__, args, kwargs)
     read = ConfigReads()
     with evaluating(model), torch.no_grad(), recording(model, read):
         original = _run_eager(model, args, kwargs)

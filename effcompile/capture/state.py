@@ -15,7 +15,7 @@ from torch import nn
 from effcompile.capture import reads as code
 from effcompile.capture.config_reads import ConfigReads
 from effcompile.capture.snapshot import Fact, Snapshot, is_plain
-from effcompile.capture.tensors import Sums
+from effcompile.capture.tensors import Checksums
 from effcompile.core.errors import CaptureError, GuardError
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.guards import Guard, Kind
@@ -71,7 +71,7 @@ class ModelGuards:
             self._without = free
             self._snapshot = self._taken()
         self._first = frozenset(self._snapshot.facts)
-        self._sums, self._mode = Sums(()), model.training
+        self._sums, self._mode = Checksums(()), model.training
 
     def check(self) -> None:
         """Raise GuardError where the model's own forward would now be another one than the one captured.
@@ -115,7 +115,7 @@ class ModelGuards:
         names = sorted({change.place for change in changes} | kept)
         notes = [Because(_LEFT, (", ".join(names),))] * bool(names)
         if not self._training:
-            self._sums = Sums(fresh.tensors)
+            self._sums = Checksums(fresh.tensors)
             notes += [Because(_SUMMED, (self._sums.calls,))] * (self._sums.calls > 1)
         return tuple(notes)
 

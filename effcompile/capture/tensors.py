@@ -2,7 +2,7 @@
 
 A change under no_grad (an optimizer's step, load_state_dict) is counted in `_version`; one of `p.data` in place is not: the
 samples see it. They cover small models whole; of large ones the first, the middle and the last bytes of every tensor, which a write to
-all of it changes. A write through `p.data` to some rows alone may miss them: `Sums` go over all bytes, a share at each call.
+all of it changes. A write through `p.data` to some rows alone may miss them: `Checksums` go over all bytes, a share at each call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Watched:
         )
 
 
-class Sums:
+class Checksums:
     """CRC-32 of all bytes of tensors that are too large to be sampled whole, taken piece by piece over many calls.
 
     Only to be asked where `Watched` says that every tensor is where it was.

@@ -24,7 +24,7 @@ from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, place_of
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
-from effcompile.capture.training_outputs import Layout, check_loss
+from effcompile.capture.training_outputs import OutputLayout, check_loss
 from effcompile.core import torch_compat, torch_compat_aot
 from effcompile.core.errors import CaptureError, EffcompileError, InputsError
 from effcompile.core.reasons import Because, Reason
@@ -49,10 +49,10 @@ class Exported:
     """
 
     front: fx.GraphModule | None = None
-    layout: Layout | None = None
+    layout: OutputLayout | None = None
     configurations: ConfigReads = field(default_factory=ConfigReads)
 
-    def keep(self, front: fx.GraphModule, layout: Layout | None) -> None:
+    def keep(self, front: fx.GraphModule, layout: OutputLayout | None) -> None:
         """Graphs within the graph are changed in place on their way to autograd: such a forward is not kept."""
         if not any(isinstance(part, fx.GraphModule) for part in front.modules() if part is not front):
             self.front, self.layout = front, layout
@@ -73,7 +73,7 @@ class _Subject:
     refill: Refill
     exported: Exported
     mends: list[Reason] = field(default_factory=list)
-    layout: Layout | None = None
+    layout: OutputLayout | None = None
 
 
 def capture_training(
@@ -151,7 +151,7 @@ class _StepModule(nn.Module):
         # its forward, for hooks on the outermost module run around a planned step, at the call of the module that has it
         outputs = getattr(self, training_graph.WRAPPED).forward(*taken, **named)
         if subject.layout is None:
-            subject.layout = Layout.of(outputs, own_loss=subject.loss is not None, keep_outputs=subject.keep_outputs)
+            subject.layout = OutputLayout.of(outputs, own_loss=subject.loss is not None, keep_outputs=subject.keep_outputs)
         if subject.loss is not None:
             loss = subject.loss(outputs, (args, kwargs) if args and kwargs else args or kwargs)
         else:
@@ -160,7 +160,7 @@ class _StepModule(nn.Module):
         return (check_loss(loss, where), *(tensor.detach() for tensor in subject.layout.pick(outputs)))
 
 
-def _joint(subject: _Subject) -> training_graph.Joint:
+def _joint(subject: _Subject) -> training_graph.JointGraph:
     """The joint graph by the first way that works.
 
     Raises:
@@ -192,7 +192,7 @@ def _joint(subject: _Subject) -> training_graph.Joint:
     raise capture_error(first, subject.model) from first
 
 
-def _joined(subject: _Subject, front: Callable[[_StepModule, list[Tensor]], fx.GraphModule]) -> training_graph.Joint:
+def _joined(subject: _Subject, front: Callable[[_StepModule, list[Tensor]], fx.GraphModule]) -> training_graph.JointGraph:
     with torch_compat.quiet_export():
         graph = front(_StepModule(subject), subject.tensors)
         return training_graph.join(training_graph.lift(graph, subject.model, subject.tensors), subject.model)
@@ -330,7 +330,7 @@ def _devices(model: nn.Module) -> list[int]:
     return sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
 
 
-def _step(subject: _Subject, joint: training_graph.Joint) -> Step:
+def _step(subject: _Subject, joint: training_graph.JointGraph) -> Step:
     layout = subject.layout
     assert layout is not None
     constants = [entry.value for entry in joint.roles.enters(Entering.CONSTANT).values()]

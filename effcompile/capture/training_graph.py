@@ -38,7 +38,7 @@ class Lifted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joint:
+class JointGraph:
     """The tidy joint graph and what its placeholders and results are: see `effcompile.ir.step.Step`."""
 
     module: fx.GraphModule
@@ -127,7 +127,7 @@ def _user_name(path: str) -> str:
     return re.sub(r"@\d+", "", path.rpartition(WRAPPED)[2].lstrip("."))
 
 
-def join(lifted: Lifted, model: nn.Module) -> Joint:
+def join(lifted: Lifted, model: nn.Module) -> JointGraph:
     """Trace autograd through a lifted module, and tidy the graph.
 
     Raises:
@@ -160,7 +160,7 @@ def join(lifted: Lifted, model: nn.Module) -> Joint:
     for node in gone:
         module.graph.erase_node(node)
     module.graph.lint()
-    return Joint(
+    return JointGraph(
         module=torch_compat_aot.graph_module({}, module.graph, type(model).__name__ + "Step"),
         roles=Roles({node: entry for node, entry in entering.items() if node not in gone}, tuple(result for result, _ in returned)),
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from effcompile.capture.calls import CallGuards
+from effcompile.capture.calls import CallChecks
 from effcompile.core.errors import GuardError, InputsError
 from effcompile.core.types import Args, Inputs, Kwargs, Value
 from effcompile.ir.guards import Guard
@@ -22,7 +22,7 @@ class StepInputs:
 
     def __init__(self, model: nn.Module, args: Sequence[object], kwargs: Kwargs) -> None:
         self._model = type(model).__name__
-        self.call = CallGuards(model.forward, self._model, args, kwargs, by_name=True)
+        self.call = CallChecks(model.forward, self._model, args, kwargs, by_name=True)
         for place, value in self.call.values:
             if not isinstance(value, _PLAIN):
                 raise InputsError(

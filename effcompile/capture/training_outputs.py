@@ -28,7 +28,7 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class OutputLayout:
     """A model's output as one loss and tensors for show.
 
     Attributes:
@@ -46,7 +46,7 @@ class Layout:
     cut_off: Mapping[int, str]
 
     @classmethod
-    def of(cls, outputs: Outputs, *, own_loss: bool, keep_outputs: bool) -> Layout:
+    def of(cls, outputs: Outputs, *, own_loss: bool, keep_outputs: bool) -> OutputLayout:
         """Read an output.
 
         Raises:

@@ -17,7 +17,7 @@ Reads = Literal["all", "last"]
 EXACT_TOLERANCE = 1e-5
 
 
-class Limits(TypedDict, total=False):
+class GoalLimits(TypedDict, total=False):
     """The fields of a goal but its mode, as keyword arguments."""
 
     minimize: Objective
@@ -30,7 +30,7 @@ class Limits(TypedDict, total=False):
     new: int | None
 
 
-class GoalFields(Limits, total=False):
+class GoalFields(GoalLimits, total=False):
     """The fields of a goal, as keyword arguments."""
 
     mode: Mode

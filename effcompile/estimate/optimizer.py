@@ -19,7 +19,7 @@ from effcompile.core import gpu
 from effcompile.estimate.storages import Allocations
 from effcompile.machine import memory
 from effcompile.machine.target import Target
-from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, one_by_one, pieces
+from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Group, StatesForm, build, one_by_one, pieces
 from effcompile.ops.states8 import step8
 
 #: Bytes that torch may take on the CPU for a step's numbers: counters and factors become tensors for a moment.
@@ -45,7 +45,7 @@ class StateBytes:
     moved_bytes: int
 
 
-def state_bytes(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Group, torch.Tensor]], device: str) -> StateBytes:
+def state_bytes(form: StatesForm, optimizer: Optimizer, parameters: Sequence[tuple[Group, torch.Tensor]], device: str) -> StateBytes:
     """What a form of an optimizer takes for its parameters, run on tensors without data."""
     groups = {id(group): group for group, _ in parameters}
     count = Counter((id(group), tuple(p.shape), p.dtype) for group, p in parameters)
@@ -59,7 +59,7 @@ def state_bytes(form: Form, optimizer: Optimizer, parameters: Sequence[tuple[Gro
     return StateBytes(state_bytes=states, working_bytes=working, largest=largest, moved_bytes=2 * states + 3 * tensors)
 
 
-def measured_seconds(form: Form, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int, device: str) -> float:
+def measured_seconds(form: StatesForm, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int, device: str) -> float:
     """Seconds of one step for so many elements: the update, run here, of a parameter like the largest one, of fewer rows if need be."""
     if device == "cuda":
         return _measured_on_gpu(form, optimizer, group, largest, elements)
@@ -83,7 +83,7 @@ def measured_seconds(form: Form, optimizer: Optimizer, group: Group, largest: to
 _TIMED_ON_GPU, _TOUCHED = 1 << 25, 32
 
 
-def _measured_on_gpu(form: Form, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int) -> float:
+def _measured_on_gpu(form: StatesForm, optimizer: Optimizer, group: Group, largest: torch.Tensor, elements: int) -> float:
     """The same on the current GPU, by its own clock, of several parameters at once, as a model has them."""
     shape = _timed_shape(tuple(largest.shape))
     room = (memory.free_bytes("cuda") or 0) // 2 // _TOUCHED
@@ -134,7 +134,7 @@ def _whole(optimizer: Optimizer, parameters: Sequence[tuple[Group, torch.Tensor]
     for group in optimizer.param_groups:
         mine = [p for g, p in parameters if g is group]
         together = {**group, "foreach": True} if _together(optimizer, device) else group
-        most = max(most, _traced(Form(), optimizer, together, [_meta(tuple(p.shape), p.dtype) for p in mine], device)[1])
+        most = max(most, _traced(StatesForm(), optimizer, together, [_meta(tuple(p.shape), p.dtype) for p in mine], device)[1])
     return most
 
 
@@ -142,7 +142,7 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _traced(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor], device: str) -> tuple[int, int, int]:
+def _traced(form: StatesForm, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor], device: str) -> tuple[int, int, int]:
     """(bytes of states, working bytes of a step, bytes made by the first step of one piece) of these tensors."""
     try:
         inner = _unfused(form, optimizer, group, tensors)
@@ -156,12 +156,12 @@ def _traced(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[to
     return states, scalars + (0 if form.fused else working), scalars + (states if form.fused else first)
 
 
-def _unfused(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor]) -> Optimizer:
+def _unfused(form: StatesForm, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor]) -> Optimizer:
     """The optimizer of parameters like these; the fused kernels do not run without data, and the others make the same states."""
     parameters = [torch.nn.Parameter(piece) for tensor in tensors for piece in pieces(form, tensor)]
     for p in parameters:
         p.grad = torch.zeros_like(p)
-    return build(Form(form.name, False, form.piece), optimizer, {**group, "fused": None} if group.get("fused") else group, parameters)
+    return build(StatesForm(form.name, False, form.piece), optimizer, {**group, "fused": None} if group.get("fused") else group, parameters)
 
 
 def _tables(inner: Optimizer) -> int:

@@ -42,7 +42,7 @@ class Site:
 
 
 @dataclass(slots=True, kw_only=True)
-class Record:
+class ErrorRecord:
     """One input's forward pass: tensors at the sites, and the gradients drawn there (one list per output group)."""
 
     inputs: list[Any]
@@ -101,7 +101,7 @@ def _shared_peaks(program: Program, sites: list[LinearSite]) -> dict[str, float]
 
 
 @torch.no_grad()
-def delta_of(site: Site, option: Form, record: Record, limits: fake_quant.Range | None) -> torch.Tensor:
+def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.Range | None) -> torch.Tensor:
     """What the option adds to the site's result on this input."""
     result = record.results[site.node].detach()
     if site.kind == "embedding":
@@ -137,7 +137,7 @@ def _stored(site: Site, option: Form) -> torch.Tensor:
     return site.cache[key]
 
 
-def static_range(site: Site, records: list[Record]) -> fake_quant.Range:
+def static_range(site: Site, records: list[ErrorRecord]) -> fake_quant.Range:
     """Range of the activations that enter the site over all calibration inputs."""
     ranges = [fake_quant.range_of(r.entering[site.node]) for r in records]
     return min(low for low, _ in ranges), max(high for _, high in ranges)

@@ -36,7 +36,7 @@ Constants = Mapping[Key, tuple[Tensor, ...]]
 
 
 @dataclass(slots=True, kw_only=True)
-class Figure:
+class PredictorFigure:
     """One predictor at one attention, over the calibration inputs.
 
     Attributes:
@@ -155,7 +155,7 @@ class Trial:
     program: Program
     nodes: Mapping[str, fx.Node]
     seconds: float
-    figures: dict[Key, Figure] = field(default_factory=dict)
+    figures: dict[Key, PredictorFigure] = field(default_factory=dict)
     changes: list[dict[Key, Tensor]] = field(default_factory=list)  # by input: what a predictor adds to the attention's result
     outputs: list[list[Tensor]] = field(default_factory=list)  # by input, of the model as it is
     started: float = field(default_factory=time.perf_counter)
@@ -209,7 +209,7 @@ class _Observer(_Watcher):
     def __init__(self, program: Program, nodes: Mapping[str, fx.Node], predictors: Sequence[Predictor], constants: Constants) -> None:
         super().__init__(program, nodes)
         self.predictors, self.constants = predictors, constants
-        self.figures: dict[Key, Figure] = {}
+        self.figures: dict[Key, PredictorFigure] = {}
         self.changes: dict[Key, Tensor] = {}
 
     def at(self, site: str, given: Arguments, result: Value) -> Value:
@@ -232,22 +232,22 @@ class _Shifted(_Watcher):
         return result[0] + self.change, result[1]
 
 
-def figure_of(given: Arguments, block: int, lse: Tensor, found: Tensor, tiles: Sequence[Tensor]) -> Figure:
+def figure_of(given: Arguments, block: int, lse: Tensor, found: Tensor, tiles: Sequence[Tensor]) -> PredictorFigure:
     """The figures of one call, whose arguments are `given`, from the lse over all keys and over the tiles."""
     b, h, nq = *lse.shape[:2], tiles[0].shape[2]
     visited = int(tiles[0].sum() + tiles[2].sum()) * b * h // (tiles[0].shape[0] * tiles[0].shape[1])
     seeing = lse > -torch.inf
     recall = torch.exp(found - lse)[seeing].mean() if bool(seeing.any()) else torch.ones(())
     keys = min(visited * block / max(1, b * h * nq), float(given["k"].shape[2]))
-    return Figure(visited=visited, visible=visible_tiles(given, block), keys=keys, recall=float(recall))
+    return PredictorFigure(visited=visited, visible=visible_tiles(given, block), keys=keys, recall=float(recall))
 
 
-def _joined(first: Figure | None, second: Figure, count: int) -> Figure:
+def _joined(first: PredictorFigure | None, second: PredictorFigure, count: int) -> PredictorFigure:
     """The figures over `count` inputs, of which the second is the last."""
     if first is None:
         return second
     share = 1 / count
-    return Figure(
+    return PredictorFigure(
         visited=first.visited + second.visited, visible=first.visible + second.visible,
         keys=first.keys + (second.keys - first.keys) * share, recall=first.recall + (second.recall - first.recall) * share,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
-from effcompile.estimate.perturb import MERGED, Record, Site, Weights, delta_of, find_sites, static_range
+from effcompile.estimate.perturb import MERGED, ErrorRecord, Site, Weights, delta_of, find_sites, static_range
 from effcompile.ir.export import LENIENT
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
@@ -127,7 +127,7 @@ class _Task:
     """What all sites are priced with. `scales`: see `_output_scales`."""
 
     program: Program
-    records: list[Record]
+    records: list[ErrorRecord]
     scales: list[list[float]]
 
 
@@ -163,7 +163,7 @@ class _Recorder(fx.Interpreter):
         return self.results[n]
 
 
-def _forward(program: Program, sites: list[Site], inputs: Inputs) -> Record:
+def _forward(program: Program, sites: list[Site], inputs: Inputs) -> ErrorRecord:
     """One recorded forward pass, with the autograd graph behind its floating outputs."""
     flat = leaves_of(program, inputs)
     recorder = _Recorder(program, {s.node: (s.x, s.bias) for s in sites})
@@ -171,7 +171,9 @@ def _forward(program: Program, sites: list[Site], inputs: Inputs) -> Record:
         outputs = floating(recorder.run(*flat, enable_io_processing=False))
     sizes = [t.shape[0] for t in flat if isinstance(t, torch.Tensor) and t.dim()]
     batch = sizes[0] if sizes and outputs and all(o.dim() and o.shape[0] == sizes[0] for o in outputs) else 1
-    return Record(inputs=flat, outputs=outputs, results=recorder.results, entering=recorder.entering, biases=recorder.biases, batch=batch)
+    return ErrorRecord(
+        inputs=flat, outputs=outputs, results=recorder.results, entering=recorder.entering, biases=recorder.biases, batch=batch
+    )
 
 
 def leaves_of(program: Program, inputs: Inputs) -> list[Value]:
@@ -199,7 +201,7 @@ def _capped(program: Program, inputs: Sequence[Inputs]) -> list[Inputs]:
     return list(inputs[: max(2, MAX_ROWS // rows)])
 
 
-def _output_scales(records: list[Record]) -> list[list[float]]:
+def _output_scales(records: list[ErrorRecord]) -> list[list[float]]:
     """Groups of outputs probed together, each as one weight per output: the first output, then all others (an upper bound).
 
     Weights are 1 / ‖y‖ over all inputs, 0 for an output outside the group, so that ‖Jδ‖² comes out relative.
@@ -237,13 +239,13 @@ def _rounds(task: _Task, probes: int) -> int:
     return max(1, min(wanted, MAX_GRADIENT_BYTES // max(per_round, 1)))
 
 
-def _signs(record: Record, weights: list[float], generator: torch.Generator) -> list[torch.Tensor]:
+def _signs(record: ErrorRecord, weights: list[float], generator: torch.Generator) -> list[torch.Tensor]:
     """Random signs of each output's shape, times its weight."""
     draws = (torch.randint(0, 2, o.shape, generator=generator, dtype=torch.int8) for o in record.outputs)
     return [(d.to(o) * 2 - 1) * w for d, o, w in zip(draws, record.outputs, weights, strict=True)]
 
 
-def _backward(record: Record, v: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+def _backward(record: ErrorRecord, v: list[torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
     """VᵀJ at every site that the outputs with a non-zero v depend on differentiably."""
     pairs = [(o, w) for o, w in zip(record.outputs, v, strict=True) if o.requires_grad and bool(w.any())]
     if not pairs:
@@ -254,7 +256,7 @@ def _backward(record: Record, v: list[torch.Tensor]) -> dict[fx.Node, torch.Tens
     return {n: g for n, g in zip(nodes, found, strict=True) if g is not None}
 
 
-def _separate(record: Record, generator: torch.Generator) -> set[fx.Node]:
+def _separate(record: ErrorRecord, generator: torch.Generator) -> set[fx.Node]:
     """Sites whose result is cut by sample: the gradient of the first sample's outputs is zero in all other samples' rows."""
     signs = _signs(record, [1.0] * len(record.outputs), generator)
     for v in signs:
@@ -285,7 +287,7 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
     return errors, late
 
 
-def _deltas(task: _Task, site: Site, option: Form, used: list[Record]) -> Iterator[tuple[Record, torch.Tensor]]:
+def _deltas(task: _Task, site: Site, option: Form, used: list[ErrorRecord]) -> Iterator[tuple[ErrorRecord, torch.Tensor]]:
     """δ on each input, one at a time."""
     fixed = option.weights is not None and option.weights.activation == "static int8"
     limits = static_range(site, task.records) if fixed else None
@@ -293,7 +295,7 @@ def _deltas(task: _Task, site: Site, option: Form, used: list[Record]) -> Iterat
         yield record, delta_of(site, option, record, limits)
 
 
-def _from_gradients(task: _Task, site: Site, deltas: Iterator[tuple[Record, torch.Tensor]]) -> float:
+def _from_gradients(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]) -> float:
     """The largest over the output groups of Σ_inputs mean_draws Σ_samples (vᵀJδ)²."""
     totals, seen = [0.0] * len(task.scales), 0
     for record, delta in deltas:
@@ -307,7 +309,7 @@ def _from_gradients(task: _Task, site: Site, deltas: Iterator[tuple[Record, torc
     return max(totals, default=0.0) * len(task.records) / max(seen, 1)  # scales are relative to the norm over all inputs
 
 
-def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[Record, torch.Tensor]]) -> float:
+def _by_running(task: _Task, site: Site, deltas: Iterator[tuple[ErrorRecord, torch.Tensor]]) -> float:
     """The error by running the model with δ added, for sites behind which nothing can be differentiated."""
     moved: dict[int, float] = defaultdict(float)
     norms: dict[int, float] = defaultdict(float)

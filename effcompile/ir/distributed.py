@@ -14,7 +14,7 @@ MOST_COLUMNS = 160
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class RankBytes:
     """What some layers of a stage do: how many they are, what each computes again, whether its gathered weights are kept."""
 
     layers: int
@@ -48,7 +48,7 @@ class StagePlan:
     host_bytes: int
     forward_seconds: float
     backward_seconds: float
-    held: tuple[Held, ...]
+    held: tuple[RankBytes, ...]
     line: str
 
 

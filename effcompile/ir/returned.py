@@ -1,6 +1,6 @@
 """What a call returns, as data in its plan: whoever opens an artifact without the model gives the same structure back.
 
-A class of outputs that only the model's package has (transformers' ModelOutput, a dataclass) comes back as a `Record` with the same names.
+A class of outputs that only the model's package has (transformers' ModelOutput, a dataclass) comes back as a `ReturnedRecord` with these names.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Returned:
                 return dict(zip(self.keys, parts, strict=True))
             case "namedtuple":
                 return namedtuple("Outputs", self.keys, rename=True)(*parts)
-        return Record(dict(zip(self.keys, parts, strict=True)), self.absent)
+        return ReturnedRecord(dict(zip(self.keys, parts, strict=True)), self.absent)
 
 
-class Record(dict[str, Any]):
+class ReturnedRecord(dict[str, Any]):
     """Named outputs, as attributes, by name, and in order: `out.logits`, `out["logits"]`, `out[0]`."""
 
     def __init__(self, values: Mapping[str, Any], absent: Sequence[str] = ()) -> None:

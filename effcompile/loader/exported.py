@@ -12,10 +12,10 @@ from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
 from effcompile.loader.loaded import Loaded
-from effcompile.loader.source import Reading, Source
+from effcompile.loader.source import ModelSource, Reading
 
 
-def load_exported(source: Source, reading: Reading) -> Loaded:
+def load_exported(source: ModelSource, reading: Reading) -> Loaded:
     """The program as a module, with its example inputs.
 
     Raises:

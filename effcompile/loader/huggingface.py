@@ -17,7 +17,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line
 from effcompile.loader.derive import Derived, derive
 from effcompile.loader.loaded import Loaded
-from effcompile.loader.source import Reading, Source, config_of
+from effcompile.loader.source import ModelSource, Reading, config_of
 
 #: Task, as transformers' pipelines name it → the class that has its head.
 TASKS = {
@@ -39,7 +39,7 @@ TASKS = {
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin")
 
 
-def load_folder(source: Source, reading: Reading) -> Loaded:
+def load_folder(source: ModelSource, reading: Reading) -> Loaded:
     """The model of a folder, with inputs derived from its config.
 
     Raises:
@@ -50,7 +50,7 @@ def load_folder(source: Source, reading: Reading) -> Loaded:
     return _loaded(source, model, made, notes)
 
 
-def load_diffusers(source: Source, reading: Reading) -> Loaded:
+def load_diffusers(source: ModelSource, reading: Reading) -> Loaded:
     """A model of diffusers from its folder. Raises as `load_folder` does."""
     _check_weights(source.path, reading)
     diffusers = _imported("diffusers")
@@ -63,7 +63,7 @@ def load_diffusers(source: Source, reading: Reading) -> Loaded:
     return _loaded(source, model.eval(), derive(model, reading, str(source.path)), ())
 
 
-def load_safetensors(source: Source, reading: Reading) -> Loaded:
+def load_safetensors(source: ModelSource, reading: Reading) -> Loaded:
     """The weights of one file, in the model of the config beside it. Raises as `load_folder` does."""
     folder = source.path.parent
     if not (folder / "config.json").is_file():
@@ -222,5 +222,5 @@ def _some(names: Any, most: int = 3) -> str:
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
-def _loaded(source: Source, model: nn.Module, made: Derived, notes: tuple[Reason, ...]) -> Loaded:
+def _loaded(source: ModelSource, model: nn.Module, made: Derived, notes: tuple[Reason, ...]) -> Loaded:
     return Loaded(path=source.path, name=type(model).__name__, model=model, args=made.args, kwargs=made.kwargs, notes=(*made.notes, *notes))

@@ -23,10 +23,10 @@ from effcompile.core.errors import InputsError, UsageError
 from effcompile.core.types import Inputs
 from effcompile.loader.derive import Derived, derive
 from effcompile.loader.loaded import Loaded, a, as_inputs
-from effcompile.loader.source import Reading, Source
+from effcompile.loader.source import ModelSource, Reading
 
 
-def load_file(source: Source, reading: Reading) -> Loaded:
+def load_file(source: ModelSource, reading: Reading) -> Loaded:
     """Load what a Python file defines; inputs that it does not define are derived from the model.
 
     Raises:

@@ -9,9 +9,9 @@ from effcompile.loader.huggingface import load_diffusers, load_folder, load_safe
 from effcompile.loader.loaded import Loaded
 from effcompile.loader.python_file import load_file
 from effcompile.loader.sentence import load_sentence
-from effcompile.loader.source import Kind, Reading, Source, find
+from effcompile.loader.source import Kind, ModelSource, Reading, find
 
-_READERS: dict[Kind, Callable[[Source, Reading], Loaded]] = {
+_READERS: dict[Kind, Callable[[ModelSource, Reading], Loaded]] = {
     Kind.PYTHON: load_file,
     Kind.FOLDER: load_folder,
     Kind.SENTENCE: load_sentence,

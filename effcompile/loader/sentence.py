@@ -15,7 +15,7 @@ from effcompile.core.files import read_bounded
 from effcompile.loader.derive import derive
 from effcompile.loader.huggingface import check_safetensors, pretrained
 from effcompile.loader.loaded import Loaded
-from effcompile.loader.source import Reading, Source, config_of
+from effcompile.loader.source import ModelSource, Reading, config_of
 
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 _LEAST = 1e-9
@@ -68,7 +68,7 @@ class Normalize(nn.Module):
         return nn.functional.normalize(x, dim=-1)
 
 
-def load_sentence(source: Source, reading: Reading) -> Loaded:
+def load_sentence(source: ModelSource, reading: Reading) -> Loaded:
     """The whole model of a sentence-transformers folder, with inputs derived from its config.
 
     Raises:

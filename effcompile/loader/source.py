@@ -54,7 +54,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ModelSource:
     """Where a model is: a file or a folder, and the name that it has in a Python file."""
 
     kind: Kind
@@ -62,7 +62,7 @@ class Source:
     name: str = "model"
 
 
-def find(spec: str) -> Source:
+def find(spec: str) -> ModelSource:
     """What a text names: `model.py`, `model.py:name`, a folder, a file, or the id of a model in HuggingFace's cache.
 
     Raises:
@@ -73,7 +73,7 @@ def find(spec: str) -> Source:
         return _folder(path.resolve(), spec)
     readers = {".safetensors": Kind.SAFETENSORS, ".pt2": Kind.EXPORTED}
     if path.suffix in readers and path.is_file():
-        return Source(kind=readers[path.suffix], path=path.resolve())
+        return ModelSource(kind=readers[path.suffix], path=path.resolve())
     for suffixes, refusal in (((".onnx",), _ONNX), ((".bin", ".pt", ".pth", ".ckpt", ".pkl"), _PICKLE)):
         if path.suffix in suffixes and path.is_file():
             raise UsageError(refusal.format(path=spec))
@@ -97,12 +97,12 @@ def config_of(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return found
 
 
-def _folder(folder: Path, spec: str) -> Source:
+def _folder(folder: Path, spec: str) -> ModelSource:
     if (folder / "modules.json").is_file():
-        return Source(kind=Kind.SENTENCE, path=folder)
+        return ModelSource(kind=Kind.SENTENCE, path=folder)
     if (folder / "config.json").is_file():
         config = config_of(folder)
-        return Source(kind=Kind.DIFFUSERS if "_class_name" in config else Kind.FOLDER, path=folder)
+        return ModelSource(kind=Kind.DIFFUSERS if "_class_name" in config else Kind.FOLDER, path=folder)
     scripts = sorted(path.name for path in folder.glob("*.py"))
     if (folder / "plan.json").is_file():
         raise UsageError(f"{spec!r} is what effcompile wrote. Run it with `effcompile run {spec}`, or effcompile.load({spec!r}) in Python.")
@@ -144,7 +144,7 @@ def _cached(spec: str) -> Path | None:
     return None
 
 
-def _python(spec: str) -> Source:
+def _python(spec: str) -> ModelSource:
     """`model.py:name` into path and attribute; a colon is part of the path when such a file exists."""
     path, colon, name = spec.rpartition(":")
     if not colon or Path(spec).exists():
@@ -158,4 +158,4 @@ def _python(spec: str) -> Source:
         hint = f" Did you mean {str(file.parent / close[0])!r}?" if close else ""
         unknown = "" if file.suffix else " Nor is a model of this id in HuggingFace's cache (hf download ID puts one there)."
         raise UsageError(f"No such file: {path!r}.{hint or unknown}")
-    return Source(kind=Kind.PYTHON, path=file.resolve(), name=name)
+    return ModelSource(kind=Kind.PYTHON, path=file.resolve(), name=name)

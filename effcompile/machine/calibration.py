@@ -22,7 +22,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.ir.formats import W4, W8, W8_CHANNEL
 from effcompile.machine import native
 from effcompile.machine.grid import grid
-from effcompile.machine.hardware import Accelerator, DeviceRates, Machine, matmul_peak, package_versions, read_bandwidth, this_hardware
+from effcompile.machine.hardware import Accelerator, DeviceRates, Hardware, matmul_peak, package_versions, read_bandwidth, this_hardware
 from effcompile.machine.load import busy
 from effcompile.machine.target import KERNELS, Dims, KernelCall, Law, merge_points
 
@@ -91,7 +91,7 @@ class Calibration(msgspec.Struct, kw_only=True, omit_defaults=True):
         dirty: whether it holds points that its file does not.
     """
 
-    machine: Machine
+    machine: Hardware
     date: str
     memory_bandwidth: _Rate
     peak_flops: dict[str, _Rate]
@@ -202,7 +202,7 @@ def versions_of(backend: str) -> dict[str, str]:
 # ------------------------------------------------------------------ on disk
 
 
-def calibration_path(machine: Machine | None = None) -> Path:
+def calibration_path(machine: Hardware | None = None) -> Path:
     """The file of a machine's calibration (default: of this one)."""
     return cache_folder() / f"calibration-{(machine or this_hardware()).key}.json"
 

@@ -60,7 +60,7 @@ class DeviceRates(msgspec.Struct, kw_only=True, frozen=True):
     library_bytes: tuple[_Count, _Count] = (0, 0)
 
 
-class Machine(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class Hardware(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """What a timing depends on besides the packages, and what kernels allocate.
 
     Attributes:
@@ -82,13 +82,13 @@ class Machine(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:12]
 
 
-def this_hardware(device: Accelerator | None = None) -> Machine:
+def this_hardware(device: Accelerator | None = None) -> Hardware:
     """The machine this process runs on. `device`: its GPU that is meant."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     asked = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     threads = int(asked) if asked.isdigit() and int(asked) > 0 else cores
-    return Machine(
+    return Hardware(
         cpu=_cpu_model(), cores=cores, threads=threads, memory_bytes=_memory_bytes(), instructions=_instructions(), device=device
     )
 

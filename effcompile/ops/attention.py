@@ -32,7 +32,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.types import Args, AutogradContext, Kwargs
 from effcompile.ops import attention_flash, attention_kernel
-from effcompile.ops.attention_terms import Terms, Wanted, check, visible_pairs, wide
+from effcompile.ops.attention_terms import NeededGradients, Terms, check, visible_pairs, wide
 from effcompile.ops.mask import FORM, OPERANDS, declared
 
 __all__ = ["attention", "attention_backward"]
@@ -69,7 +69,7 @@ def attention_backward(
     grad_out has any strides; out and lse are what `attention` returned for the same arguments. `bias_gradient` and
     `sink_gradient`: whether those are wanted, as a bias that is only added costs less.
     """
-    wanted, form = Wanted.taken_from(form)
+    wanted, form = NeededGradients.taken_from(form)
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
     return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, wanted)
@@ -86,7 +86,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: object, **form: object) -> tuple[T
 def _(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **form: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wanted, form = Wanted.taken_from(form)
+    wanted, form = NeededGradients.taken_from(form)
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
     return attention_flash.backward(grad_out, q, k, v, out, lse, terms, wanted)
@@ -101,7 +101,7 @@ def _(q, k, v, *rest, **form):  # type: ignore[no-untyped-def]
 
 @attention_backward.register_fake
 def _(grad_out, q, k, v, out, lse, *rest, **form):  # type: ignore[no-untyped-def]
-    wanted, form = Wanted.taken_from(form)
+    wanted, form = NeededGradients.taken_from(form)
     terms = Terms.of(*rest, **form)
     optional = ((terms.bias, wanted.bias_gradient), (terms.sink, wanted.sink_gradient))
     return *(t.new_empty(t.shape) for t in (q, k, v)), *(
@@ -151,4 +151,4 @@ def _attention_backward_flops(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **form: object
 ) -> int:
     """Five: scores again, dq and dk over D; the gradient of the weights and dv over Dv."""
-    return _score_flops(q, k, rest, Wanted.taken_from(form)[1]) * (3 * q.shape[3] + 2 * v.shape[3])
+    return _score_flops(q, k, rest, NeededGradients.taken_from(form)[1]) * (3 * q.shape[3] + 2 * v.shape[3])

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from effcompile.ops import attention_kernel
-from effcompile.ops.attention_kernel import Sums, shape_of
-from effcompile.ops.attention_spans import Group, Shape, Span, groups, hidden_of, key_heads, spans
-from effcompile.ops.attention_terms import Terms, Wanted, part, sink_rows, wide
+from effcompile.ops.attention_kernel import SoftmaxSums, shape_of
+from effcompile.ops.attention_spans import Shape, Span, SpanGroup, groups, hidden_of, key_heads, spans
+from effcompile.ops.attention_terms import NeededGradients, Terms, part, sink_rows, wide
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -57,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: Wanted
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: NeededGradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) of checked arguments on a CPU."""
     if not _takes(q, k, v, terms) or (terms.bias is not None and wanted.bias_gradient):
@@ -66,9 +66,9 @@ def backward(
     given = _Forward(_dense(grad_out), out, lse.masked_fill(lse == -torch.inf, 0.0))
     found = call.spans(causal_from=0)
     if len(found) == 1 and _is_everything(found[0], call.shape):
-        sums = Sums.around(*call.backward(found[0], given), terms, wanted)
+        sums = SoftmaxSums.around(*call.backward(found[0], given), terms, wanted)
     else:
-        sums = Sums.of(q, k, v, terms, replace(wanted, bias_gradient=False))
+        sums = SoftmaxSums.of(q, k, v, terms, replace(wanted, bias_gradient=False))
         for group in call.groups(found, most=2 * k.shape[2]):  # a group has its own gradients of the keys that it visits
             call.backward_group(group, given, sums)
     return attention_kernel.finish(sums, grad_out, q, k, v, out, lse, terms)
@@ -145,11 +145,11 @@ class _Call:
         dq, dk, dv = (_unfolded(x, like) for x, like in zip(found, operands[:3], strict=True))
         return dq, dk, dv
 
-    def groups(self, found: list[Span], most: int) -> list[Group]:
+    def groups(self, found: list[Span], most: int) -> list[SpanGroup]:
         """As few calls as there can be: every call wakes all threads and waits for them. A bias differs from place to place."""
-        return [Group(span=span) for span in found] if self.terms.bias is not None else groups(found, most)
+        return [SpanGroup(span=span) for span in found] if self.terms.bias is not None else groups(found, most)
 
-    def forward_group(self, group: Group, out: Tensor, lse: Tensor) -> None:
+    def forward_group(self, group: SpanGroup, out: Tensor, lse: Tensor) -> None:
         """The rows of a group, written where they belong."""
         span = group.span
         if group.count == 1:
@@ -166,7 +166,7 @@ class _Call:
             rows(out).copy_(part_of_out)
             rows(lse[..., None]).copy_(part_of_lse[..., None])
 
-    def backward_group(self, group: Group, given: _Forward, sums: Sums) -> None:
+    def backward_group(self, group: SpanGroup, given: _Forward, sums: SoftmaxSums) -> None:
         """What a group adds to the gradients."""
         span = group.span
         if group.count == 1:
@@ -187,7 +187,7 @@ class _Call:
                 for total, each in zip((sums.k, sums.v), found[1:], strict=True):
                     keys(total, of_keys=True, start=start, stop=stop).add_(each[:, :, start:stop])
 
-    def add(self, sums: Sums, span: Span, dk: Tensor, dv: Tensor) -> None:
+    def add(self, sums: SoftmaxSums, span: Span, dk: Tensor, dv: Tensor) -> None:
         """A span's gradients of keys and values into all keys' ones."""
         heads, at = self._key_heads(span), 0
         for run in span.runs:
@@ -300,7 +300,7 @@ def rows_per_span(shape: Shape, terms: Terms, width: int, least: int = 64) -> in
 
 
 def _windows(
-    x: Tensor, entry: int, group: Group, heads: slice, *, of_keys: bool = False, start: int = 0, stop: int | None = None
+    x: Tensor, entry: int, group: SpanGroup, heads: slice, *, of_keys: bool = False, start: int = 0, stop: int | None = None
 ) -> Tensor:
     """(B, heads, length, width) → (count, h, r or c, width): a view of what each span of a group reads, or of a part of its keys."""
     span = group.span

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from effcompile.ops.attention_spans import Run, Shape, Span, hidden_of, key_heads, spans
-from effcompile.ops.attention_terms import Terms, Wanted, part, sink_rows, wide
+from effcompile.ops.attention_spans import Shape, Span, SpanRun, hidden_of, key_heads, spans
+from effcompile.ops.attention_terms import NeededGradients, Terms, part, sink_rows, wide
 
 #: Scores per block: 4 MB in fp32, which stays in a core's caches with its neighbours.
 SCORES = 1 << 20
@@ -48,10 +48,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: Wanted
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, wanted: NeededGradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) of checked arguments."""
-    sums = Sums.of(q, k, v, terms, wanted)
+    sums = SoftmaxSums.of(q, k, v, terms, wanted)
     shape = shape_of(q, k)
     delta = delta_of(grad_out, out)
     for span in _blocks(terms, shape, SCORES):
@@ -60,7 +60,7 @@ def backward(
 
 
 def finish(
-    sums: Sums, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
+    sums: SoftmaxSums, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients, when all spans are in `sums`: rows that see nothing and the sink are added."""
     shape = shape_of(q, k)
@@ -115,7 +115,7 @@ def fill_empty(out: Tensor, lse: Tensor, v: Tensor) -> None:
 
 
 @dataclass(slots=True, kw_only=True)
-class Sums:
+class SoftmaxSums:
     """Gradients while they are summed, in fp32 (fp64 for fp64); a bias's and a sink's in their broadcastable shapes, or None."""
 
     q: Tensor
@@ -125,7 +125,7 @@ class Sums:
     sink: Tensor | None
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wanted: Wanted) -> Sums:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wanted: NeededGradients) -> SoftmaxSums:
         """Zeros."""
         dtype = wide(q)
         bias = terms.bias if wanted.bias_gradient else None
@@ -135,7 +135,7 @@ class Sums:
         return cls(q=q.new_zeros(q.shape), k=dk, v=dv, bias=db, sink=ds)
 
     @classmethod
-    def around(cls, dq: Tensor, dk: Tensor, dv: Tensor, terms: Terms, wanted: Wanted) -> Sums:
+    def around(cls, dq: Tensor, dk: Tensor, dv: Tensor, terms: Terms, wanted: NeededGradients) -> SoftmaxSums:
         """What is already whole, with no bias's."""
         dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
         sink = sink_rows(terms.sink) if wanted.sink_gradient and terms.sink is not None else None
@@ -200,7 +200,7 @@ class _Block:
         hidden = hidden_of(self.terms, self.span, scores.device)
         return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
-    def _columns(self) -> list[tuple[Run, slice]]:
+    def _columns(self) -> list[tuple[SpanRun, slice]]:
         """Each run and its place among the span's keys."""
         found, at = [], 0
         for run in self.span.runs:
@@ -208,7 +208,7 @@ class _Block:
             at += run.stop - run.start
         return found
 
-    def add_gradients(self, sums: Sums, grad_out: Tensor, delta: Tensor, lse: Tensor, empty: Tensor | None) -> None:
+    def add_gradients(self, sums: SoftmaxSums, grad_out: Tensor, delta: Tensor, lse: Tensor, empty: Tensor | None) -> None:
         """What this span adds to the gradients. `empty`, (B, H, Sq): count only these rows, with the weights 1 / Sk."""
         grad = self._stack(grad_out[self.at])
         if empty is None:

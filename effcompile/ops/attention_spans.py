@@ -19,7 +19,7 @@ Shape = tuple[int, int, int, int]  # B, H, Sq, Sk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SpanRun:
     """Keys start to stop. `free`: all of them are seen, whatever the terms say (full tiles)."""
 
     start: int
@@ -40,7 +40,7 @@ class Span:
     batch: slice
     heads: slice
     rows: slice
-    runs: tuple[Run, ...]
+    runs: tuple[SpanRun, ...]
     whole: bool = False
     causal: bool = False
     banded: bool = False
@@ -52,7 +52,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class SpanGroup:
     """`count` spans of one form, of which each begins `step` rows and keys after the one before it; `span` is the first."""
 
     span: Span
@@ -60,13 +60,13 @@ class Group:
     step: int = 0
 
 
-def groups(found: Iterable[Span], most: int) -> list[Group]:
+def groups(found: Iterable[Span], most: int) -> list[SpanGroup]:
     """Spans of one run that only differ in where they lie, as groups of at most so many keys; the others alone."""
     alike: dict[object, list[Span]] = {}
-    result: list[Group] = []
+    result: list[SpanGroup] = []
     for span in found:
         if len(span.runs) > 1 or not (span.whole or span.causal or span.banded):
-            result.append(Group(span=span))
+            result.append(SpanGroup(span=span))
             continue
         rows, keys = span.rows, span.runs[0]
         form = (span.batch.start, span.heads.start, rows.stop - rows.start, span.keys, keys.start - rows.start, span.whole, span.causal)
@@ -76,7 +76,7 @@ def groups(found: Iterable[Span], most: int) -> list[Group]:
     return result
 
 
-def _progressions(members: list[Span], most: int) -> Iterator[Group]:
+def _progressions(members: list[Span], most: int) -> Iterator[SpanGroup]:
     """Members of one form, ascending, in groups of equal steps."""
     at = 0
     while at < len(members):
@@ -84,7 +84,7 @@ def _progressions(members: list[Span], most: int) -> Iterator[Group]:
         stop = at + 1
         while stop < len(members) and stop - at < most and members[stop].rows.start - members[stop - 1].rows.start == step:
             stop += 1
-        yield Group(span=members[at], count=stop - at, step=step)
+        yield SpanGroup(span=members[at], count=stop - at, step=step)
         at = stop
 
 
@@ -213,7 +213,7 @@ def _whole(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, caus
     full = _open(terms, rectangle.rows, rectangle.keys)
     # full; or the band is j − k0 ≤ i − q0 and no more
     if full or (q1 - q0 >= causal_from and terms.hi == k0 - q0 and (terms.lo is None or k0 - (q1 - 1) >= terms.lo)):
-        return Span(batch=batch, heads=heads, rows=slice(q0, q1), runs=(Run(start=k0, stop=k1),), whole=full, causal=not full)
+        return Span(batch=batch, heads=heads, rows=slice(q0, q1), runs=(SpanRun(start=k0, stop=k1),), whole=full, causal=not full)
     return None
 
 
@@ -229,7 +229,7 @@ def _blocks(terms: Terms, rectangle: _Rectangle, batch: slice, heads: slice, row
             first, last = _bounds(terms, batch, heads, slice(start, stop), first, last)
         if first < last:
             free = exact and _open(terms, (start, stop), (first, last))
-            runs = (Run(start=first, stop=last),)
+            runs = (SpanRun(start=first, stop=last),)
             yield Span(batch=batch, heads=heads, rows=slice(start, stop), runs=runs, whole=free, banded=exact and not free)
 
 
@@ -268,12 +268,12 @@ def _tile_spans(terms: Terms, shape: Shape) -> Iterator[Span]:
                     yield Span(batch=place[0], heads=place[1], rows=rows, runs=runs, whole=all(run.free for run in runs))
 
 
-def _runs(kinds: dict[int, bool], block: int, sk: int) -> tuple[Run, ...]:
+def _runs(kinds: dict[int, bool], block: int, sk: int) -> tuple[SpanRun, ...]:
     """Tile index → free, as runs of keys."""
-    found: list[Run] = []
+    found: list[SpanRun] = []
     for tile in sorted(kinds):
         start, stop = tile * block, min((tile + 1) * block, sk)
         if found and found[-1].stop == start and found[-1].free == kinds[tile]:
             start = found.pop().start
-        found.append(Run(start=start, stop=stop, free=kinds[tile]))
+        found.append(SpanRun(start=start, stop=stop, free=kinds[tile]))
     return tuple(found)

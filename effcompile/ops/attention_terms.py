@@ -45,20 +45,20 @@ class Terms(Mask[Tensor, Tensor, int]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class NeededGradients:
     """Which gradients are wanted beside those of q, k and v, as the backward's arguments name them."""
 
     bias_gradient: bool = True
     sink_gradient: bool = True
 
     @classmethod
-    def taken_from(cls, form: Mapping[str, object]) -> tuple[Wanted, dict[str, object]]:
+    def taken_from(cls, form: Mapping[str, object]) -> tuple[NeededGradients, dict[str, object]]:
         """From the backward's keyword arguments, and the others."""
         ours = {name: bool(form[name]) for name in ("bias_gradient", "sink_gradient") if name in form}
         return cls(**ours), {name: value for name, value in form.items() if name not in ours}
 
 
-ALL_WANTED = Wanted()
+ALL_WANTED = NeededGradients()
 
 
 def wide(x: Tensor) -> torch.dtype:

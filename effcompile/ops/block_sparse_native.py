@@ -62,7 +62,7 @@ def onnxruntime_library() -> Path:
         LoweringError: there is no compiler, or it fails.
     """
     isa = best_isa()
-    forms = [Form.of(torch.float32, block, isa) for block in BLOCKS]
+    forms = [KernelForm.of(torch.float32, block, isa) for block in BLOCKS]
     defines = {"KIND": _FP32, "WIDTH": _WIDTHS[isa], "CACHE_BYTES": _CACHE, "STRIPE_BYTES": _STRIPE, "NARROW": _NARROW}
     defines |= {f"ROWS_{form.block}": form.rows for form in forms} | {f"VECS_{form.block}": form.vecs for form in forms}
     return compiled(_ORT_SOURCE, defines, "avx512" if isa == "avx512_bf16" else isa)
@@ -70,14 +70,14 @@ def onnxruntime_library() -> Path:
 
 def _built(dtype: torch.dtype, block: int, isa: str) -> Kernels | str:
     try:
-        made = Kernels(Form.of(dtype, block, isa), isa)
+        made = Kernels(KernelForm.of(dtype, block, isa), isa)
     except LoweringError as error:
         return str(error)
     return made.objection() or made
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class KernelForm:
     """How one kernel is cut: see the macros in `block_sparse.cpp`."""
 
     block: int
@@ -87,7 +87,7 @@ class Form:
     vecs: int
 
     @classmethod
-    def of(cls, dtype: torch.dtype, block: int, isa: str) -> Form:
+    def of(cls, dtype: torch.dtype, block: int, isa: str) -> KernelForm:
         """The register tile that was fastest: as many accumulators as there are registers for."""
         pairs = isa == "avx512_bf16" and block > 1
         kind = _FP32 if dtype == torch.float32 else _PAIRS if pairs else _BF16
@@ -127,7 +127,7 @@ class Form:
 class Kernels:
     """The compiled kernels of one block size and dtype."""
 
-    def __init__(self, form: Form, isa: str) -> None:
+    def __init__(self, form: KernelForm, isa: str) -> None:
         """Raises LoweringError when they cannot be compiled."""
         self.form, self.isa = form, isa
         names = {"BLOCK": form.block, "KIND": form.kind, "WIDTH": form.width, "ROWS": form.rows, "VECS": form.vecs}

@@ -30,7 +30,7 @@ _compiling = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TileLayout:
     """What a tensor looks like: sizes, strides in elements, dtype, and the type of its device."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Layout:
     device: str
 
     @classmethod
-    def of(cls, value: torch.Tensor) -> Layout:
+    def of(cls, value: torch.Tensor) -> TileLayout:
         """The layout of a real or fake tensor of static shape."""
         return cls(tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device.type)
 
@@ -56,7 +56,7 @@ class Fused:
     Tensors of other layouts are taken too, by running the operators one by one.
     """
 
-    def __init__(self, graph: fx.Graph, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> None:
+    def __init__(self, graph: fx.Graph, inputs: Sequence[TileLayout], outputs: Sequence[TileLayout]) -> None:
         """`graph`: placeholders for `inputs`, aten calls, and a flat tuple of results for `outputs`."""
         self._graph = graph
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)

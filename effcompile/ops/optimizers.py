@@ -46,7 +46,7 @@ _BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StatesForm:
     """`name`: GIVEN, EIGHT_BIT or a key of CHANGES. `fused`: one kernel per parameter. `piece`: elements updated at once, 0 for all."""
 
     name: str = GIVEN
@@ -54,12 +54,12 @@ class Form:
     piece: int = 0
 
 
-def given_form(optimizer: Optimizer, device: str) -> Form:
+def given_form(optimizer: Optimizer, device: str) -> StatesForm:
     """The user's optimizer; by torch's fused kernels where it has them and the user has not chosen others."""
     plain = all(not group.get(key) for group in optimizer.param_groups for key in ("foreach", "capturable", "differentiable"))
     chosen = any(group.get("fused") is False for group in optimizer.param_groups)
     able = type(optimizer) in _FUSED and device in ("cpu", "cuda") and not (device == "cpu" and _is_narrow_sgd(optimizer))
-    return Form(fused=able and plain and not chosen and not optimizer.state)
+    return StatesForm(fused=able and plain and not chosen and not optimizer.state)
 
 
 def _is_narrow_sgd(optimizer: Optimizer) -> bool:
@@ -123,7 +123,7 @@ def declined(name: str, optimizer: Optimizer) -> Unsupported | None:
     return None
 
 
-def build(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor]) -> Optimizer:
+def build(form: StatesForm, optimizer: Optimizer, group: Group, tensors: Sequence[torch.Tensor]) -> Optimizer:
     """An optimizer of this form with the group's options, for these tensors alone, without states."""
     if form.name == GIVEN:
         return _rebuilt(optimizer, options(form, group), tensors)
@@ -135,7 +135,7 @@ def build(form: Form, optimizer: Optimizer, group: Group, tensors: Sequence[torc
     return made
 
 
-def options(form: Form, group: Group) -> dict[str, Any]:
+def options(form: StatesForm, group: Group) -> dict[str, Any]:
     """What the user's group says, in the form's own options."""
     if form.name == GIVEN:
         kept = {key: value for key, value in group.items() if key != "params"}
@@ -147,7 +147,7 @@ def options(form: Form, group: Group) -> dict[str, Any]:
     return {**found, "betas": group["betas"], "eps": group["eps"]} if form.name == "lamb" and "betas" in group else found
 
 
-def update_options(inner: Optimizer, form: Form, group: Group) -> None:
+def update_options(inner: Optimizer, form: StatesForm, group: Group) -> None:
     """The group's present options, in place (torchao keeps its learning rate in a tensor)."""
     mine = inner.param_groups[0]
     for key, value in options(form, group).items():
@@ -157,7 +157,7 @@ def update_options(inner: Optimizer, form: Form, group: Group) -> None:
             mine[key] = value
 
 
-def pieces(form: Form, tensor: torch.Tensor) -> list[torch.Tensor]:
+def pieces(form: StatesForm, tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor, or flat views of it that are updated one after the other."""
     count = tensor.numel()
     if not form.piece or count <= form.piece or not tensor.is_contiguous():

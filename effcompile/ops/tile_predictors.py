@@ -27,7 +27,7 @@ _AT_ONCE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Estimate:
+class ScoreEstimate:
     """Scores that are estimated as finish(left · rightᵀ), not computed yet.
 
     Attributes:
@@ -58,21 +58,21 @@ def pooled_rows(x: Tensor, size: int) -> Tensor:
     return torch.cat(parts, 2)
 
 
-def exact(q: Tensor, k: Tensor, _: int, __: Sequence[Tensor]) -> Estimate:
+def exact(q: Tensor, k: Tensor, _: int, __: Sequence[Tensor]) -> ScoreEstimate:
     """The scores themselves: what a calibrated mask is made from.
 
     ViTCoD (You et al., HPCA 2023) averages a head's attention over the training data and fixes the mask that keeps the most of it; we
     do so by tiles, on the calibration inputs.
     """
-    return Estimate(left=q, right=k.float())
+    return ScoreEstimate(left=q, right=k.float())
 
 
-def block_means(q: Tensor, k: Tensor, block: int, _: Sequence[Tensor]) -> Estimate:
+def block_means(q: Tensor, k: Tensor, block: int, _: Sequence[Tensor]) -> ScoreEstimate:
     """Queries against the means of `block` keys each: MInference's block-sparse heads and SpargeAttn's first stage."""
-    return Estimate(left=q, right=pooled_rows(k, block), width=block)
+    return ScoreEstimate(left=q, right=pooled_rows(k, block), width=block)
 
 
-def low_bits(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> Estimate:
+def low_bits(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> ScoreEstimate:
     """Sanger's prediction (Lu et al., MICRO 2021): q and k rounded to `bits` (4 there), symmetric; then their product.
 
     One scale per head for the keys and one per query, so that no query's choice depends on another's size. The integers are
@@ -84,10 +84,10 @@ def low_bits(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> Estimate:
         step = x.abs().amax(over, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / most
         return (x / step).round_() * step
 
-    return Estimate(left=rounded(q, (3,)), right=rounded(k.float(), (2, 3)))
+    return ScoreEstimate(left=rounded(q, (3,)), right=rounded(k.float(), (2, 3)))
 
 
-def sign_hashes(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> Estimate:
+def sign_hashes(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> ScoreEstimate:
     """ELSA's approximate similarity (Ham et al., ISCA 2021): the Hamming distance of signs of orthogonal random projections.
 
     It tells the angle: θ ≈ π · distance / bits (Charikar 2002), and q·k = ‖q‖ ‖k‖ cos θ. The signs' product is a = 1 − 2 · distance /
@@ -102,10 +102,10 @@ def sign_hashes(q: Tensor, k: Tensor, bits: int, _: Sequence[Tensor]) -> Estimat
         lengths = k_norm[:, :, columns].repeat_interleave(q_norm.shape[1] // k_norm.shape[1], 1)
         return cosine.mul_(q_norm[:, :, rows, None]).mul_(lengths[:, :, None])
 
-    return Estimate(left=_signs(q @ planes), right=_signs(k @ planes), finish=finish)
+    return ScoreEstimate(left=_signs(q @ planes), right=_signs(k @ planes), finish=finish)
 
 
-def low_rank(q: Tensor, k: Tensor, rank: int, factors: Sequence[Tensor]) -> Estimate:
+def low_rank(q: Tensor, k: Tensor, rank: int, factors: Sequence[Tensor]) -> ScoreEstimate:
     """DOTA's detector (Qu et al., ASPLOS 2022): scores of q and k projected to `rank` dimensions.
 
     DOTA trains its projections to the least squared error of the scores; `fit_low_rank` has that optimum in closed form.
@@ -113,23 +113,23 @@ def low_rank(q: Tensor, k: Tensor, rank: int, factors: Sequence[Tensor]) -> Esti
     """
     left, right = (factor.float() for factor in factors)
     wide = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return Estimate(left=q @ left[..., :rank], right=wide @ right[..., :rank])
+    return ScoreEstimate(left=q @ left[..., :rank], right=wide @ right[..., :rank])
 
 
-def largest_components(q: Tensor, k: Tensor, count: int, _: Sequence[Tensor]) -> Estimate:
+def largest_components(q: Tensor, k: Tensor, count: int, _: Sequence[Tensor]) -> ScoreEstimate:
     """A3's candidate search (Ham et al., HPCA 2020): the score of a key from the products of largest magnitude alone.
 
     A3 sorts the keys by each component and takes products off the top; we keep the `count` components in which the query is largest.
     """
     top = q.abs().topk(min(count, q.shape[3]), -1).indices
-    return Estimate(left=torch.zeros_like(q).scatter_(-1, top, q.gather(-1, top)), right=k.float())
+    return ScoreEstimate(left=torch.zeros_like(q).scatter_(-1, top, q.gather(-1, top)), right=k.float())
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """How scores are estimated. `detail`: the default of its parameter, named by `unit`; `fitted`: it needs factors."""
 
-    estimate: Callable[[Tensor, Tensor, int, Sequence[Tensor]], Estimate]
+    estimate: Callable[[Tensor, Tensor, int, Sequence[Tensor]], ScoreEstimate]
     detail: int
     unit: str
     fitted: bool = False
@@ -147,7 +147,7 @@ METHODS: dict[str, Method] = {
 STATIC = "vitcod"
 
 
-def tile_mass(found: Estimate, see: Visibility, *, q_len: int, k_len: int, pool: int, block_q: int, block_k: int) -> Tensor:
+def tile_mass(found: ScoreEstimate, see: Visibility, *, q_len: int, k_len: int, pool: int, block_q: int, block_k: int) -> Tensor:
     """The share of a block of queries' softmax that the estimate puts into each tile: fp32 [B, H, nq, nk]; rows add to at most 1.
 
     A pooled query sees what any of its queries sees, by the band, the chunks and the padding of `see`.

@@ -15,7 +15,7 @@ from effcompile.core.cost import Cost, Provenance
 from effcompile.core.findings import Together
 from effcompile.core.mask import OnlyWhere, Sees, StaysDense
 from effcompile.core.reasons import NotMeasured, OverError, Reason, Recall, Unsupported
-from effcompile.estimate.prediction import Figure, Trial, calibrate, told
+from effcompile.estimate.prediction import PredictorFigure, Trial, calibrate, told
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program, shape_of
 from effcompile.ops.tile_predictors import METHODS
@@ -147,7 +147,7 @@ class Predict(Pass):
         if options:
             yield replace(exact, options=(exact.option(exact.baseline), *options))
 
-    def _too_wrong(self, figure: Figure, error: float | None, context: Context) -> Recall | None:
+    def _too_wrong(self, figure: PredictorFigure, error: float | None, context: Context) -> Recall | None:
         """Why the error rules it out; None if it does not."""
         if error is None:
             return replace(figure.reason, but=NotMeasured(setting="predict.seconds", seconds=self.seconds))
@@ -155,7 +155,7 @@ class Predict(Pass):
             return replace(figure.reason, but=OverError(error=math.sqrt(error), limit=context.goal.max_error or 0.0))
         return None
 
-    def _price(self, program: Program, site: AttentionSite, predictor: Predictor, figure: Figure, context: Context) -> Cost | None:
+    def _price(self, program: Program, site: AttentionSite, predictor: Predictor, figure: PredictorFigure, context: Context) -> Cost | None:
         """Seconds of the predictor and of the attention on its tiles; None where the backend has no such kernel."""
         sk = site.dims[3]
         grain = max(self.block, sk // 32)  # sites of nearly the same density are measured once

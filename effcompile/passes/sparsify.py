@@ -31,7 +31,7 @@ from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
 from effcompile.passes.sparse_forms import SparseForm, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.passes.two_of_four import offered as offered_on_cores
 from effcompile.passes.two_of_four import on_cores
-from effcompile.passes.weight_saliency import SALIENCIES, Scores, check_shares, load_masks, weight_of
+from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks, weight_of
 from effcompile.sites.parts import LinearSite, linears
 from effcompile.sparse import BLOCKS
 from effcompile.sparse.forms import stored_bytes
@@ -139,7 +139,7 @@ class Sparsify(Pass):
         """Every linear with sparse forms; forms that change no result come first and hide others of their name."""
         known = linears(program)
         pruned = {site.site for site in self._pruned(known)}
-        scores = Scores(program, self.saliency, [site for site in known if site.site in pruned])
+        scores = SaliencyScores(program, self.saliency, [site for site in known if site.site in pruned])
         masks = self._masks(known)
         result = []
         for site in known:

@@ -24,7 +24,7 @@ from effcompile.passes.merge import MERGED, SEPARATE, merge_cost
 from effcompile.passes.pricing import EVERYWHERE, no_error_allowed, no_kernel, price_linear
 from effcompile.passes.prunable_groups import Structure, cut, structures
 from effcompile.passes.quantize import stored_bytes
-from effcompile.passes.weight_saliency import SALIENCIES, Scores, check_shares, load_masks, weight_of
+from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks, weight_of
 from effcompile.sites.parts import LinearSite, MergeSite, linears, merges
 
 BASELINE = "all"
@@ -179,7 +179,7 @@ class Shrink(Pass):
     def _pruned(self, program: Program, structure: Structure) -> Iterator[Cut]:
         """The best units by their saliency; it is measured when the first is asked for."""
         step = math.gcd(structure.count, _STEP, max(1, structure.count // 8)) if structure.kind == "neurons" else 1
-        scores = Scores(program, self.saliency, structure.members)
+        scores = SaliencyScores(program, self.saliency, structure.members)
         for share in self.neurons if structure.kind == "neurons" else self.heads:
             kept = max(step, round(structure.count * (1 - share) / step) * step)
 
@@ -228,7 +228,7 @@ _NOTHING = {
 }
 
 
-def worth(structure: Structure, scores: Scores) -> Tensor:
+def worth(structure: Structure, scores: SaliencyScores) -> Tensor:
     """What each unit is worth, (U): the saliency of its rows and its columns, summed.
 
     Of Wanda's only the columns': they weigh what the unit puts out, whereas its rows may be large and the unit still never fire.

@@ -30,7 +30,7 @@ def weight_of(program: Program, site: LinearSite) -> Tensor:
     return value.detach().T if site.transposed else value.detach()
 
 
-class Scores:
+class SaliencyScores:
     """Element saliencies of some linears; what needs data is measured once, when the first is asked for.
 
     magnitude: |W|. wanda: |W| ‖x‖ (Sun et al. 2023, eq. 1). snip: |W ∂L/∂W| (Lee et al. 2019, eq. 5); a program for inference has no loss,

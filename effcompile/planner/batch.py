@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial(Generic[T]):
+class BatchTrial(Generic[T]):
     """A batch that was tried.
 
     Attributes:
@@ -68,11 +68,11 @@ class BatchSearch(Generic[T]):
 
     sizes: Sequence[int]
     memory: int
-    attempt: Callable[[int], Trial[T]]
+    attempt: Callable[[int], BatchTrial[T]]
     worth: float = WORTH
-    tried: dict[int, Trial[T]] = field(default_factory=dict)
+    tried: dict[int, BatchTrial[T]] = field(default_factory=dict)
 
-    def best(self, start: int) -> Trial[T] | None:
+    def best(self, start: int) -> BatchTrial[T] | None:
         """The size that takes most examples a second, the search beginning at `start`; None where nothing fits at any size."""
         at = next((i for i, size in enumerate(self.sizes) if size >= start), len(self.sizes) - 1)
         fits, not_fits = self._upwards(at)
@@ -123,7 +123,7 @@ class BatchSearch(Generic[T]):
     def _fits(self, at: int) -> bool:
         return self._at(at).seconds is not None
 
-    def _at(self, place: int) -> Trial[T]:
+    def _at(self, place: int) -> BatchTrial[T]:
         size = self.sizes[place]
         if size not in self.tried:
             self.tried[size] = self.attempt(size)

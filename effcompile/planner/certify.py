@@ -29,7 +29,7 @@ from typing import Literal
 import z3
 
 from effcompile.planner.ask import ask
-from effcompile.planner.reduce import Link, Reduced
+from effcompile.planner.reduce import Implication, Reduced
 
 _GRID = 1 << 20
 _SPURIOUS = 2000  # models of the rounded rows that may fail the exact check before giving up
@@ -90,7 +90,7 @@ def _select(reduced: Reduced, keep: list[list[int]]) -> Reduced:
     def moved(group: int, indices: frozenset[int]) -> frozenset[int]:
         return frozenset(new[group][i] for i in indices if i in new[group])
 
-    links = tuple(Link(k.left, moved(k.left, k.when), k.right, moved(k.right, k.then)) for k in reduced.links)
+    links = tuple(Implication(k.left, moved(k.left, k.when), k.right, moved(k.right, k.then)) for k in reduced.links)
     return replace(reduced, groups=tuple(tuple(g[i] for i in kept) for g, kept in zip(reduced.groups, keep, strict=True)), links=links)
 
 

@@ -17,7 +17,7 @@ _STARTS = 4  # choices met in the dual that are polished
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SolverOutcome:
     """The best choice found and the proven bound, in the reduced problem's integers, base included."""
 
     choice: Mapping[str, str]
@@ -33,7 +33,7 @@ class Undecided(Exception):  # noqa: N818
     """Neither a feasible choice nor a proof that there is none before the deadline."""
 
 
-def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Outcome:
+def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> SolverOutcome:
     """The least Σ vector[0] + base, proven to `gap` · |objective| unless the deadline comes first.
 
     Raises:
@@ -55,9 +55,9 @@ def optimise(reduced: Reduced, *, base: int, gap: float, deadline: float) -> Out
             target = min(lower, value)
         verdict = refute(reduced, target, (weights,), deadline)
         if verdict.answer == "refuted":
-            return Outcome(reduced.choice(best), value + base, target + base)
+            return SolverOutcome(reduced.choice(best), value + base, target + base)
         if verdict.answer == "unknown" or verdict.reduced is None:
-            return Outcome(reduced.choice(best), value + base, min(lower, value) + base)
+            return SolverOutcome(reduced.choice(best), value + base, min(lower, value) + base)
         best = _better(reduced, problem, dual, _lift(reduced, verdict.reduced, verdict.picks))
 
 

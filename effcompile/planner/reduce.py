@@ -34,7 +34,7 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Implication:
     """If group `left` takes a configuration in `when`, group `right` must take one in `then` (indices)."""
 
     left: int
@@ -48,7 +48,7 @@ class Reduced:
     """One configuration per group, Σ vector[1 + r] ≤ slack[r], links hold; minimise Σ vector[0]."""
 
     groups: tuple[tuple[Config, ...], ...]
-    links: tuple[Link, ...]
+    links: tuple[Implication, ...]
     slack: tuple[int, ...]
     scale: int  # of the objective
 
@@ -173,7 +173,7 @@ def _beaten(tail: tuple[int, ...], rivals: list[tuple[int, ...]]) -> bool:
     return False
 
 
-def _links(groups: list[list[Config]], ties: list[_Tie]) -> tuple[Link, ...]:
+def _links(groups: list[list[Config]], ties: list[_Tie]) -> tuple[Implication, ...]:
     where = {site: i for i, group in enumerate(groups) if group for site in group[0].picks}
     links = []
     for tie in ties:
@@ -181,5 +181,5 @@ def _links(groups: list[list[Config]], ties: list[_Tie]) -> tuple[Link, ...]:
             left, right = where[tie.site], where[tie.other]
             when = frozenset(i for i, c in enumerate(groups[left]) if c.picks[tie.site] == tie.option)
             then = frozenset(i for i, c in enumerate(groups[right]) if c.picks[tie.other] in tie.allowed)
-            links.append(Link(left, when, right, then))
+            links.append(Implication(left, when, right, then))
     return tuple(links)

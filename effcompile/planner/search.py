@@ -22,7 +22,7 @@ from effcompile.core.reasons import OverBudget, Reason, Slower, Unsupported
 Options = Mapping[str, str]
 
 
-class Solution(Protocol):
+class SearchSolution(Protocol):
     """What a case became: its seconds, and a bound that no solution of it is below."""
 
     @property
@@ -31,7 +31,7 @@ class Solution(Protocol):
     def bound(self) -> float: ...
 
 
-class Case(Protocol):
+class SearchCase(Protocol):
     """A program with its whole choices made.
 
     Attributes:
@@ -45,8 +45,8 @@ class Case(Protocol):
     def least_seconds(self) -> float: ...
 
 
-C = TypeVar("C", bound=Case)
-S = TypeVar("S", bound=Solution)
+C = TypeVar("C", bound=SearchCase)
+S = TypeVar("S", bound=SearchSolution)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

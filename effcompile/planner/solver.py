@@ -13,7 +13,7 @@ import z3
 
 from effcompile.core.errors import EffcompileError, UsageError
 from effcompile.planner.infeasible import explain, with_objective
-from effcompile.planner.optimise import Impossible, Outcome, Undecided, optimise
+from effcompile.planner.optimise import Impossible, SolverOutcome, Undecided, optimise
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Problem, Solution, check
 from effcompile.planner.reduce import reduce_problem
 
@@ -66,7 +66,7 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float) -> Solution:
     return _solution(problem, outcome, reduced.scale, gap, start)
 
 
-def _solution(problem: Problem, outcome: Outcome, scale: int, gap: float, start: float) -> Solution:
+def _solution(problem: Problem, outcome: SolverOutcome, scale: int, gap: float, start: float) -> Solution:
     choice = {site: outcome.choice[site] for site in problem.sites}
     broken = problem.violations(choice)
     assert not broken, broken

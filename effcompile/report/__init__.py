@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from effcompile.report.html import frontier_html, html_report
     from effcompile.report.infeasible import flag, print_infeasible
     from effcompile.report.passes import print_passes
-    from effcompile.report.progress import Shown, Steps
+    from effcompile.report.progress import ProgressSteps, Shown
     from effcompile.report.questions import TOP, curve, print_curve, print_ranked, print_what_if, ranked, what_if
     from effcompile.report.sparsity import print_sparsity
     from effcompile.report.targets import targets_table
@@ -32,7 +32,7 @@ _HOME = {
     "print_infeasible": "infeasible",
     "print_passes": "passes",
     "Shown": "progress",
-    "Steps": "progress",
+    "ProgressSteps": "progress",
     "TOP": "questions",
     "curve": "questions",
     "print_curve": "questions",
@@ -47,8 +47,8 @@ _HOME = {
 
 __all__ = [
     "TOP",
+    "ProgressSteps",
     "Shown",
-    "Steps",
     "curve",
     "diff",
     "explain",

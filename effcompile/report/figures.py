@@ -14,7 +14,7 @@ from effcompile.ir.step_figures import Fit
 NONE = "–"
 
 
-class Verdict(Enum):
+class PlanVerdict(Enum):
     """Whether the goal is met, and how we know."""
 
     MET = "✔ met"
@@ -77,13 +77,13 @@ def _training(plan: Plan) -> bool:
     return plan.goal.mode == "training"
 
 
-def verdict(plan: Plan) -> Verdict:
+def verdict(plan: Plan) -> PlanVerdict:
     """Met only when something was measured and every check passed; predictions alone are never "met"."""
     if not plan.met or _over_tolerance(plan):
-        return Verdict.NOT_MET
+        return PlanVerdict.NOT_MET
     if plan.measured is None:
-        return Verdict.PREDICTED
-    return Verdict.MET if plan.checks or plan.measured.error is not None else Verdict.UNVERIFIED
+        return PlanVerdict.PREDICTED
+    return PlanVerdict.MET if plan.checks or plan.measured.error is not None else PlanVerdict.UNVERIFIED
 
 
 def fit_line(fit: Fit) -> str:

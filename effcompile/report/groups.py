@@ -12,7 +12,7 @@ from effcompile.report.reasons import alike, likeness, together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class DecisionGroup:
     """Decisions of one kind that take the same option against the same baseline by the same pass."""
 
     kind: str
@@ -46,7 +46,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class RefusalGroup:
     """Declined options of one kind with the same reason; figures that differ are printed as ranges."""
 
     kind: str
@@ -92,12 +92,12 @@ def share(plan: Plan, error_squared: float) -> float | None:
     return error_squared / plan.goal.max_error**2 if plan.goal.max_error else None
 
 
-def groups(decisions: Iterable[Decision], worth: Callable[[Decision], float] = saved_seconds) -> list[Group]:
+def groups(decisions: Iterable[Decision], worth: Callable[[Decision], float] = saved_seconds) -> list[DecisionGroup]:
     """Groups, kinds together: changed before kept, then by what they are worth, among the kinds and within each."""
     found: dict[tuple[str, str, str, str], list[Decision]] = {}
     for d in decisions:
         found.setdefault((d.kind, d.option, d.baseline, d.by), []).append(d)
-    result = [Group(kind=k, option=o, baseline=b, by=by, decisions=tuple(ds)) for (k, o, b, by), ds in found.items()]
+    result = [DecisionGroup(kind=k, option=o, baseline=b, by=by, decisions=tuple(ds)) for (k, o, b, by), ds in found.items()]
     worths = {group: sum(map(worth, group.decisions)) for group in result}
     saved: dict[str, float] = {}
     kept: dict[str, bool] = {}
@@ -108,14 +108,14 @@ def groups(decisions: Iterable[Decision], worth: Callable[[Decision], float] = s
     return sorted(result, key=lambda g: (order[g.kind], g.kept, -worths[g]))
 
 
-def refusals(declined: Iterable[Declined]) -> list[Refusal]:
+def refusals(declined: Iterable[Declined]) -> list[RefusalGroup]:
     """Declined options with reasons that are alike, kinds together in order of first appearance."""
     found: dict[tuple[str, str, str, Hashable], list[Declined]] = {}
     for d in declined:
         found.setdefault((d.kind, d.option, d.by, likeness(d.reason)), []).append(d)
     kinds = list(dict.fromkeys(kind for kind, *_ in found))
     result = [
-        Refusal(kind=kind, option=option, by=by, reasons=tuple(d.reason for d in ds), sites=tuple(d.site for d in ds))
+        RefusalGroup(kind=kind, option=option, by=by, reasons=tuple(d.reason for d in ds), sites=tuple(d.site for d in ds))
         for (kind, option, by, _), ds in found.items()
     ]
     return sorted(result, key=lambda r: kinds.index(r.kind))

@@ -13,14 +13,14 @@ from effcompile.report import levers as lever_table
 from effcompile.report.chart import dots_of, letter
 from effcompile.report.devices_html import devices_sections
 from effcompile.report.frontier import TITLES, Other, inference_row, other_row, title, training_row
-from effcompile.report.groups import Group, groups, refusals, share
+from effcompile.report.groups import DecisionGroup, groups, refusals, share
 from effcompile.report.ledger import Ledger, choice, ledger_of
 from effcompile.report.names import Template, collapse
 from effcompile.report.plots import frontier_plot, memory_plot
 from effcompile.report.reasons import words
 from effcompile.report.script import SCRIPT
 from effcompile.report.style import STYLE
-from effcompile.report.svg import Bar, Part, stacked_bars
+from effcompile.report.svg import Bar, SvgPart, stacked_bars
 
 _VERDICT_CLASS = {f.Verdict.MET: "good", f.Verdict.NOT_MET: "bad", f.Verdict.UNVERIFIED: "warn", f.Verdict.PREDICTED: "warn"}
 
@@ -138,18 +138,18 @@ def _time_chart(plan: Plan) -> str:
         if spent:  # a merge or fusion only makes others faster: what it saves comes off the longest segment
             spent[spent.index(max(spent))] += sum(seconds for seconds in spent if seconds < 0)
         parts = [
-            Part(name=kind, length=max(s, 0.0), text=format_seconds(s), colour=i)
+            SvgPart(name=kind, length=max(s, 0.0), text=format_seconds(s), colour=i)
             for i, (kind, s) in enumerate(zip(kinds, spent, strict=True))
         ]
         rest = max(total - sum(part.length for part in parts), 0.0)
-        parts.append(Part(name="everything else", length=rest, text=format_seconds(rest), colour=None))
+        parts.append(SvgPart(name="everything else", length=rest, text=format_seconds(rest), colour=None))
         bars.append(Bar(label=label, total=format_seconds(total), parts=tuple(parts)))
     return stacked_bars(bars, title="time")
 
 
 def _peak_chart(timeline: MemoryTimeline) -> str:
     """What is alive at the highest instant, as one bar."""
-    parts = [Part(name=name, length=size, text=format_bytes(size), colour=i) for i, (name, size) in enumerate(timeline.parts.items())]
+    parts = [SvgPart(name=name, length=size, text=format_bytes(size), colour=i) for i, (name, size) in enumerate(timeline.parts.items())]
     where = f"highest in the {timeline.peak_phase} at <code>{escape(timeline.peak_site)}</code> <small>{escape(timeline.peak_node)}</small>"
     total = format_bytes(timeline.peak_bytes)
     bars = stacked_bars([Bar(label="at the peak", total=total, parts=tuple(parts))], title="alive at the peak") if parts else ""
@@ -170,8 +170,8 @@ def _memory_chart(plan: Plan) -> str:
         weights = min(fixed or 0, source.peak_bytes)
         rest = source.peak_bytes - weights
         parts = (
-            Part(name=names[0], length=weights, text=format_bytes(weights), colour=0),
-            Part(name=names[1], length=rest, text=format_bytes(rest), colour=1),
+            SvgPart(name=names[0], length=weights, text=format_bytes(weights), colour=0),
+            SvgPart(name=names[1], length=rest, text=format_bytes(rest), colour=1),
         )
         bars.append(Bar(label=label, total=format_bytes(source.peak_bytes), parts=parts))
     limit = plan.goal.memory
@@ -186,11 +186,11 @@ def _error_chart(plan: Plan) -> str:
     parts = []
     for colour, group in enumerate(spending):
         part = share(plan, group.error_squared) or 0.0
-        parts.append(Part(name=f"{group.kind} {group.option}", length=part, text=f.format_share(part), colour=colour))
+        parts.append(SvgPart(name=f"{group.kind} {group.option}", length=part, text=f.format_share(part), colour=colour))
     left = max(1 - sum(p.length for p in parts), 0.0)
     total = f.format_share(sum(p.length for p in parts)) + " spent"
     return stacked_bars(
-        [Bar(label="budget", total=total, parts=(*parts, Part(name="unspent", length=left, text=f.format_share(left), colour=None)))],
+        [Bar(label="budget", total=total, parts=(*parts, SvgPart(name="unspent", length=left, text=f.format_share(left), colour=None)))],
         title="share of the squared error allowed",
     )
 
@@ -225,7 +225,7 @@ def _decisions(plan: Plan) -> str:
     return section("Decisions", f'<div class="scroll"><div class="rows">{head}{rows}</div></div>')
 
 
-def _group(plan: Plan, ledger: Ledger, group: Group) -> str:
+def _group(plan: Plan, ledger: Ledger, group: DecisionGroup) -> str:
     strayed = f' <b class="warn">⚠ {len(group.strayed)} not applied</b>' if group.strayed else ""
     where = f"<b>{escape(group.kind)}</b> <small>{_where(group.sites)}</small>{strayed}"
     option = escape(choice(group.kind, group.option, group.baseline))

@@ -13,7 +13,7 @@ from effcompile.report.groups import saved_bytes, saved_seconds, saved_weight_by
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class LedgerFigure:
     """One figure as text; `worse` where it is worse than the baseline's."""
 
     text: str
@@ -34,7 +34,7 @@ class Ledger:
     """
 
     headers: tuple[str, ...]
-    figures: Callable[[Plan, Sequence[Decision]], list[Figure]]
+    figures: Callable[[Plan, Sequence[Decision]], list[LedgerFigure]]
     worth: Callable[[Decision], float]
     option_headers: tuple[str, ...]
     option_figures: Callable[[Plan, Cost], list[str]]
@@ -52,13 +52,13 @@ def choice(kind: str, option: str, baseline: str) -> str:
     return option if kind == "checkpoint" else f.format_choice(option, baseline)
 
 
-def _inference_figures(plan: Plan, decisions: Sequence[Decision]) -> list[Figure]:
+def _inference_figures(plan: Plan, decisions: Sequence[Decision]) -> list[LedgerFigure]:
     seconds, size = sum(map(saved_seconds, decisions)), sum(map(saved_weight_bytes, decisions))
     part = share(plan, sum(d.cost.error_squared for d in decisions))
     return [
-        Figure(f.format_saved_seconds(seconds), seconds < 0),
-        Figure(f.format_saved_bytes(size), size < 0),
-        Figure(f.format_share(part)),
+        LedgerFigure(f.format_saved_seconds(seconds), seconds < 0),
+        LedgerFigure(f.format_saved_bytes(size), size < 0),
+        LedgerFigure(f.format_share(part)),
     ]
 
 
@@ -74,12 +74,12 @@ def _inference_changes(plan: Plan, decision: Decision) -> list[str]:
     return [_change("time", seconds, format_seconds(abs(seconds))), _change("weights", size, format_bytes(abs(size))), error]
 
 
-def _training_figures(plan: Plan, decisions: Sequence[Decision]) -> list[Figure]:
+def _training_figures(plan: Plan, decisions: Sequence[Decision]) -> list[LedgerFigure]:
     seconds, size = -sum(map(saved_seconds, decisions)), sum(map(saved_bytes, decisions))
     return [
-        Figure(f.format_saved_bytes(size), size < 0),
-        Figure(f.format_extra_seconds(seconds), seconds > 0),
-        Figure(_of_step(plan, seconds), seconds > 0),
+        LedgerFigure(f.format_saved_bytes(size), size < 0),
+        LedgerFigure(f.format_extra_seconds(seconds), seconds > 0),
+        LedgerFigure(_of_step(plan, seconds), seconds > 0),
     ]
 
 

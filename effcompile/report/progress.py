@@ -30,7 +30,7 @@ class Took:
     cpu: float
 
 
-class Steps:
+class ProgressSteps:
     """`with Steps(console) as steps: with steps.step("capture"): ...; steps.update("kernels", 3, 60)`.
 
     Nothing is printed when not enabled. On something that is not a terminal only finished steps are printed.
@@ -60,7 +60,7 @@ class Steps:
         self._running: list[tuple[str, TaskID]] = []
         self._counted: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Steps:
+    def __enter__(self) -> ProgressSteps:
         self._live.start()
         return self
 
@@ -136,7 +136,7 @@ class Shown:
     """Progress of a call from Python: its display lives while a step runs, so that what holds this may be copied."""
 
     def __init__(self) -> None:
-        self._steps: Steps | None = None
+        self._steps: ProgressSteps | None = None
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -145,7 +145,7 @@ class Shown:
             with self._steps.step(name):
                 yield
             return
-        with Steps() as self._steps:
+        with ProgressSteps() as self._steps:
             try:
                 with self._steps.step(name):
                     yield

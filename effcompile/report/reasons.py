@@ -32,13 +32,13 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SiteName:
     """The name of a site in a phrase."""
 
     name: str
 
 
-Part = str | Figure | Place
+Part = str | Figure | SiteName
 Phrase = tuple[Part, ...]
 
 
@@ -67,15 +67,15 @@ def alike(found: Iterable[r.Reason]) -> list[list[r.Reason]]:
 
 
 def _nature(part: Part) -> Hashable:
-    return part if isinstance(part, str) else part.show if isinstance(part, Figure) else Place
+    return part if isinstance(part, str) else part.show if isinstance(part, Figure) else SiteName
 
 
 def _spread(parts: Sequence[Part]) -> str:
     first = parts[0]
     if isinstance(first, str):
         return first
-    if isinstance(first, Place):
-        places = printed(collapse(part.name for part in parts if isinstance(part, Place)))
+    if isinstance(first, SiteName):
+        places = printed(collapse(part.name for part in parts if isinstance(part, SiteName)))
         return ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
     values = [part.value for part in parts if isinstance(part, Figure)]
     return _span(first.show(min(values)), first.show(max(values)))
@@ -161,7 +161,7 @@ def _text(reason: r.Because | r.Unsupported) -> Phrase:
     for before, hole, figure in reason.parts:
         parts.append(before)
         if isinstance(figure, str):
-            parts += [Place(figure) if hole == "site" else figure] * (hole is not None)
+            parts += [SiteName(figure) if hole == "site" else figure] * (hole is not None)
         elif hole is not None:
             parts.append(_HOLES[hole](figure))
     return tuple(parts)
@@ -224,12 +224,12 @@ def _not_allowed(reason: r.NotAllowed) -> Phrase:
 @phrase.register
 def _requires(reason: r.Requires) -> Phrase:
     but = "which costs more than it gains" if reason.offered else "which is not offered"
-    return ("needs ", Place(reason.site), f" to be {' or '.join(reason.options)}, {but}")
+    return ("needs ", SiteName(reason.site), f" to be {' or '.join(reason.options)}, {but}")
 
 
 @phrase.register
 def _needed(reason: r.Needed) -> Phrase:
-    return ("with it ", Place(reason.site), f" could not be {reason.option}")
+    return ("with it ", SiteName(reason.site), f" could not be {reason.option}")
 
 
 @phrase.register

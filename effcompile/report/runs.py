@@ -58,14 +58,14 @@ class StageRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class RunMachine:
     """What a run's machine takes by the hour, where its target states that: `watts` at load, `price` in dollars."""
 
     watts: float | None = None
     price: float | None = None
 
 
-def print_run(rows: Sequence[StageRow], machine: Machine, console: Console | None = None) -> None:
+def print_run(rows: Sequence[StageRow], machine: RunMachine, console: Console | None = None) -> None:
     """The stages in their order, and what they come to."""
     page = Page(console)
     page.line(Text(f" effcompile · {run_title(rows)}", style=STRONG))
@@ -99,7 +99,7 @@ def cells_of(row: StageRow) -> list[str]:
     ]  # fmt: skip
 
 
-def lines_of(rows: Sequence[StageRow], machine: Machine) -> list[tuple[str, str]]:
+def lines_of(rows: Sequence[StageRow], machine: RunMachine) -> list[tuple[str, str]]:
     """What stands below the table: what it comes to, what was measured, and what the stages' fields say."""
     found = totals(rows, machine)
     lines = [("whole", f"{found['steps']:,} steps, {found['examples']:,} examples, {format_seconds(found['seconds'])} predicted")]
@@ -120,7 +120,7 @@ def lines_of(rows: Sequence[StageRow], machine: Machine) -> list[tuple[str, str]
     return lines + [(f"stage {number}", note) for number, row in enumerate(rows, 1) for note in row.notes]
 
 
-def totals(rows: Sequence[StageRow], machine: Machine) -> dict[str, Any]:
+def totals(rows: Sequence[StageRow], machine: RunMachine) -> dict[str, Any]:
     """What the stages come to: 6ND is six FLOPs for each parameter and token (Kaplan et al. 2020, arXiv 2001.08361)."""
     seconds, tokens = sum(row.whole for row in rows), sum(row.tokens for row in rows)
     flops = None if any(row.flops is None for row in rows) else sum(row.steps * (row.flops or 0.0) for row in rows)
@@ -134,7 +134,7 @@ def totals(rows: Sequence[StageRow], machine: Machine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_data(rows: Sequence[StageRow], stages: Sequence[Mapping[str, Any]], machine: Machine) -> dict[str, Any]:
+def run_data(rows: Sequence[StageRow], stages: Sequence[Mapping[str, Any]], machine: RunMachine) -> dict[str, Any]:
     """A run as JSON has it."""
     told = [
         {

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from html import escape
 
 from effcompile.report.html import document, section, table
-from effcompile.report.runs import HEADS, Machine, StageRow, cells_of, goal_of, lines_of, run_title
+from effcompile.report.runs import HEADS, RunMachine, StageRow, cells_of, goal_of, lines_of, run_title
 
 
-def run_html(rows: Sequence[StageRow], machine: Machine) -> str:
+def run_html(rows: Sequence[StageRow], machine: RunMachine) -> str:
     """The whole document; nothing in it is computed."""
     goal = f'<p class="dim">{escape(goal_of(rows))}</p>'
     head = f'<header><p class="brand">effcompile · run</p><h1>{escape(run_title(rows))}</h1>{goal}</header>'

@@ -11,7 +11,7 @@ _ROW, _BAR, _LABEL, _WIDTH, _VALUE = 34, 20, 84, 720, 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SvgPart:
     """One segment: its name in the legend, its length, its value as text; `colour` None is neutral."""
 
     name: str
@@ -26,7 +26,7 @@ class Bar:
 
     label: str
     total: str
-    parts: tuple[Part, ...]
+    parts: tuple[SvgPart, ...]
 
 
 def stacked_bars(bars: Sequence[Bar], *, title: str, limit: tuple[float, str] | None = None) -> str:

@@ -14,8 +14,8 @@ from effcompile.ir.guards import counted
 from effcompile.ir.plan import Candidate, Check, Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.devices import print_devices
-from effcompile.report.groups import Group, Refusal, groups, refusals
-from effcompile.report.ledger import Figure, Ledger, choice, ledger_of
+from effcompile.report.groups import DecisionGroup, RefusalGroup, groups, refusals
+from effcompile.report.ledger import Ledger, LedgerFigure, choice, ledger_of
 from effcompile.report.levers import print_levers
 from effcompile.report.names import Template, collapse, printed
 from effcompile.report.page import BAD, DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row
@@ -157,7 +157,7 @@ def _decisions(page: Page, plan: Plan, verbose: bool) -> None:
     page.table(columns, rows)
 
 
-def _group_rows(page: Page, plan: Plan, ledger: Ledger, group: Group, kind: str, verbose: bool) -> list[Row]:
+def _group_rows(page: Page, plan: Plan, ledger: Ledger, group: DecisionGroup, kind: str, verbose: bool) -> list[Row]:
     option = Text(choice(group.kind, group.option, group.baseline), style=DIM if group.kept else STRONG)
     cells: list[Cell] = [kind, option, str(len(group.decisions)), *_figures(ledger.figures(plan, group.decisions))]
     where: list[Cell] = [] if verbose else _where(group.sites)
@@ -181,7 +181,7 @@ def _site_row(plan: Plan, ledger: Ledger, decision: Decision, span: int) -> Row:
     return Row(cells=[Text(f"  · {decision.site}", style=DIM), *_figures(ledger.figures(plan, [decision]))], span=span)
 
 
-def _figures(figures: Sequence[Figure]) -> list[Cell]:
+def _figures(figures: Sequence[LedgerFigure]) -> list[Cell]:
     return [Text(figure.text, style=WARN if figure.worse else "") for figure in figures]
 
 
@@ -212,13 +212,13 @@ def _declined(page: Page, plan: Plan, verbose: bool) -> None:
         page.field("", Text(f"+{len(found) - len(shown)} more groups: --verbose, or effcompile explain plan.json SITE", style=DIM))
 
 
-def _most_telling(found: Sequence[Refusal], most: int) -> list[Refusal]:
+def _most_telling(found: Sequence[RefusalGroup], most: int) -> list[RefusalGroup]:
     """At most so many, in their order: what was declined everywhere first, what only follows from decisions at other sites last."""
     chosen = sorted(found, key=lambda refusal: (any(refusal.sites), refusal.follows))[:most]
     return [refusal for refusal in found if refusal in chosen]
 
 
-def _refused_where(plan: Plan, refusal: Refusal, verbose: bool) -> list[Cell]:
+def _refused_where(plan: Plan, refusal: RefusalGroup, verbose: bool) -> list[Cell]:
     """Where an option was declined; nothing when that is every site of its kind."""
     if verbose:
         return [f"· {site}" for site in refusal.sites]

@@ -10,7 +10,7 @@ from effcompile.core.units import format_bytes
 from effcompile.estimate.optimizer import state_bytes
 from effcompile.ir.plan import Plan
 from effcompile.machine.target import Target
-from effcompile.ops.optimizers import Form
+from effcompile.ops.optimizers import StatesForm
 from effcompile.passes.training.states import SITE
 from effcompile.runs.entering import Entered
 from effcompile.runs.fields.base import Graph
@@ -68,7 +68,7 @@ def limits(entered: Entered, memory: int | str | None, target: str | Target) -> 
     beside, graphs = entered.bytes_beside, entered.graphs
     device = next(iter(entered.model.parameters())).device.type
     parameters = [(group, p) for group in entered.optimizer.param_groups for p in group["params"]]
-    states = state_bytes(Form(), entered.optimizer, parameters, device).state_bytes if len(graphs) > 1 else 0
+    states = state_bytes(StatesForm(), entered.optimizer, parameters, device).state_bytes if len(graphs) > 1 else 0
     if memory is None:
         return Budgets(memory=(None,) * len(graphs), beside=beside, states=states)
     limit = Goal.of(mode="training", memory=memory).memory

@@ -24,7 +24,7 @@ from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
 from effcompile.passes.training.microbatch import examples_in
 from effcompile.planner.learning_rate import LearningRate
-from effcompile.report.runs import Machine, StageRow, print_run, run_data
+from effcompile.report.runs import RunMachine, StageRow, print_run, run_data
 from effcompile.report.runs_html import run_html
 from effcompile.runs import saving
 from effcompile.runs.carry import States, group_names, names_of, states_of
@@ -287,11 +287,11 @@ class Run:
         print_run(self.rows(), self.machine, console)
 
     @property
-    def machine(self) -> Machine:
+    def machine(self) -> RunMachine:
         """What the target takes by the hour, where it states that."""
         target = self.common["target"]
         found = None if target == "auto" else target if isinstance(target, Target) else load_target(target)
-        return Machine() if found is None else Machine(watts=found.watts, price=found.hourly_price)
+        return RunMachine() if found is None else RunMachine(watts=found.watts, price=found.hourly_price)
 
     def html(self) -> str:
         """The report as one page."""

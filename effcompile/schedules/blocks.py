@@ -24,7 +24,7 @@ from effcompile.core.torch_compat_aot import draws, is_random
 from effcompile.estimate.storages import Storage, Storages
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES
-from effcompile.planner.remat.problem import BackwardStep, BlockProblem, Op, Stage
+from effcompile.planner.remat.problem import BackwardStep, BlockProblem, BlockStage, Op
 from effcompile.schedules.cuts import ancestors, cut
 from effcompile.schedules.ways import Way
 
@@ -51,7 +51,7 @@ class Block:
     operators: Mapping[str, fx.Node]
     entering: tuple[Storage, ...]
     leaving: tuple[Storage, ...]
-    stage: Stage
+    stage: BlockStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ class _Cutter:
             backward=steps,
         )
         entering_bytes = sum(self.held.nbytes[s] for s in entering)
-        stage = Stage(
+        stage = BlockStage(
             name=self.names[i],
             kind=hashlib.sha256(repr(problem).encode()).hexdigest()[:12],
             forward_base=forward_live - entering_bytes + sum(self.held.nbytes[s] for s in self.shared if self.maker[s] <= i),

@@ -30,7 +30,7 @@ Instance = tuple[Storage, int]  # a storage, and which copy of the operator made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instant:
+class MemoryInstant:
     """One operator of a schedule. `phase`: "forward" or "backward"; `live`: bytes alive while it runs; `again`: it is a copy."""
 
     phase: str
@@ -53,8 +53,8 @@ class Trace:
     """
 
     peak_bytes: int
-    peak: Instant
-    instants: tuple[Instant, ...]
+    peak: MemoryInstant
+    instants: tuple[MemoryInstant, ...]
     saved_bytes: int
     end_bytes: int
     parts: dict[str, int]
@@ -197,7 +197,7 @@ class _Simulator:
         for instance, at in last.items():
             freed.setdefault(at, []).append(instance)
         live = base = self.cut.base_bytes
-        instants: list[Instant] = []
+        instants: list[MemoryInstant] = []
         saved = live
         host = most_hosted = 0
         for at, node in enumerate(self.calls):
@@ -208,7 +208,7 @@ class _Simulator:
             phase = "forward" if at < self.split else "backward"
             workspace = self._workspace(node)
             again = phase == "backward" and origin in self._forward_nodes
-            instants.append(Instant(phase=phase, stage=self.emitted.stage[node], node=node.name, live=live + workspace, again=again))
+            instants.append(MemoryInstant(phase=phase, stage=self.emitted.stage[node], node=node.name, live=live + workspace, again=again))
             live -= sum(self._bytes(i) for i in freed.get(at, ()))
             if at == self.split - 1:
                 saved = live + copied

@@ -25,7 +25,7 @@ __all__ = ["measure", "per_row", "per_row_of"]
 
 
 @dataclass(slots=True)
-class Rows:
+class RowTimes:
     """Rows that a linear layer saw in one step, and how many of them came with a gradient to pass on."""
 
     trained: bool
@@ -85,7 +85,9 @@ def measure(
             one.dense_gradient = gradient
 
 
-def _count(model: nn.Module, inside: Sequence[str], held: Sequence[Held], loss: Callable[[], Tensor]) -> tuple[StepFlops, dict[str, Rows]]:
+def _count(
+    model: nn.Module, inside: Sequence[str], held: Sequence[Held], loss: Callable[[], Tensor]
+) -> tuple[StepFlops, dict[str, RowTimes]]:
     linears, weights = _linears(model, held)
     with _as_before(model), _rows(linears) as rows, flop_counter() as counter:
         value = loss()
@@ -114,7 +116,7 @@ def _linears(model: nn.Module, held: Sequence[Held]) -> tuple[dict[str, nn.Modul
     return found, {name: shapes[name][0] * shapes[name][1] for name in found}
 
 
-def _efficiency(held: Sequence[Held], rows: Mapping[str, Rows], rounds: int) -> Efficiency | None:
+def _efficiency(held: Sequence[Held], rows: Mapping[str, RowTimes], rounds: int) -> Efficiency | None:
     """Forward and backward of the sparse layers against dense ones, at the rows of a step; None when no layer saw any.
 
     Layers of equal shape and density are measured once. The two are run in turn, so that a busy machine slows both.
@@ -136,7 +138,7 @@ def _efficiency(held: Sequence[Held], rows: Mapping[str, Rows], rounds: int) -> 
     return Efficiency(sparse_seconds=totals[0], dense_seconds=totals[1], sparse_flops=totals[2], dense_flops=totals[3])
 
 
-def _seconds(one: Held, rows: Rows, rounds: int) -> tuple[float, float]:
+def _seconds(one: Held, rows: RowTimes, rounds: int) -> tuple[float, float]:
     weight = one.parameter
     x = torch.randn(rows.forward, one.shape[1], device=weight.device, dtype=weight.dtype, requires_grad=rows.backward > 0)
     dense = nn.Linear(one.shape[1], one.shape[0], device=weight.device, dtype=weight.dtype)
@@ -157,10 +159,10 @@ def _saved_weights(one: Held) -> int:
 
 
 @contextmanager
-def _rows(linears: Mapping[str, nn.Module]) -> Iterator[dict[str, Rows]]:
-    rows = {name: Rows(trained=next(layer.parameters()).requires_grad) for name, layer in linears.items()}
+def _rows(linears: Mapping[str, nn.Module]) -> Iterator[dict[str, RowTimes]]:
+    rows = {name: RowTimes(trained=next(layer.parameters()).requires_grad) for name, layer in linears.items()}
 
-    def watch(seen: Rows) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def watch(seen: RowTimes) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             count = inputs[0].numel() // inputs[0].shape[-1]
             seen.forward += count

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from effcompile.capture.calls import CallGuards
+from effcompile.capture.calls import CallChecks
 from effcompile.core.errors import GuardError
 
 X, Y = torch.zeros(2), torch.ones(3)
@@ -21,8 +21,8 @@ def forward(x: Any, batch: Any = None, alpha: float = 1.0, *, flag: bool = True,
 def takes_all(x: Any, *rest: Any, **others: Any) -> None: ...
 
 
-def guards(*args: Any, **kwargs: Any) -> CallGuards:
-    return CallGuards(forward, "Model", args, kwargs)
+def guards(*args: Any, **kwargs: Any) -> CallChecks:
+    return CallChecks(forward, "Model", args, kwargs)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_calls_that_are_not_this_one(args: Any, kwargs: Any, said: str) -> None:
 
 
 def test_any_number_and_any_names() -> None:
-    known = CallGuards(takes_all, "Model", (X, Y, 3), {"scale": 2, "mask": X})
+    known = CallChecks(takes_all, "Model", (X, Y, 3), {"scale": 2, "mask": X})
     assert [id(t) for t in known.take((X, Y, 3), {"mask": Y, "scale": 2})] == [id(X), id(Y), id(Y)]
     for args, kwargs in (
         ((X, Y, 4), {"scale": 2, "mask": X}),
@@ -119,6 +119,6 @@ def test_any_number_and_any_names() -> None:
 
 
 def test_sorted_by_name_for_a_step() -> None:
-    known = CallGuards(forward, "Model", (X,), {"batch": [Y], "alpha": 2.0}, by_name=True)
+    known = CallChecks(forward, "Model", (X,), {"batch": [Y], "alpha": 2.0}, by_name=True)
     assert [str(place) for place, _ in known.tensors] == ["batch[0]", "x"]
     assert {guard.place: guard.expected for guard in known.listed()}["inputs['alpha']"] == "2.0"

@@ -24,7 +24,7 @@ from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.offload import Offload
 from effcompile.report import print_plan
 from effcompile.search.training.levers import Subsets, lever_rows
-from effcompile.search.training.prepare import Figures, prepare
+from effcompile.search.training.prepare import OperatorCosts, prepare
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise", "states.in_backward=true"]
@@ -81,7 +81,7 @@ def test_a_lever_alone_is_what_a_plan_with_it_alone_reaches(plan: Plan) -> None:
 
 def test_pairs_that_are_not_looked_at_are_told() -> None:
     model, batch = gpt2(layers=1, vocab_size=512)
-    figures, levers = Figures(target=load_target("cpu-generic"), here=False), Levers(values=(Offload(bandwidth="40GB"),))
+    figures, levers = OperatorCosts(target=load_target("cpu-generic"), here=False), Levers(values=(Offload(bandwidth="40GB"),))
     step = capture_training(model, (), batch)
     found = prepare(step, forms_of(step, LossHeads(chunks=2))[0], Checkpoint(), figures, levers=levers)
     subsets = Subsets(found=[found], levers=levers, figures=figures)
@@ -97,7 +97,7 @@ def test_pairs_that_are_not_looked_at_are_told() -> None:
 def test_whole_blocks_at_a_fixed_period_cost_their_forwards_and_hold_their_inputs() -> None:
     """Against the step emitted by hand: of every k-th block all operators run again, and its input alone is kept."""
     model, batch = gpt2(layers=4)
-    figures = Figures(target=load_target("cpu-generic"), here=False)
+    figures = OperatorCosts(target=load_target("cpu-generic"), here=False)
     step = capture_training(model, (), batch)
     found = prepare(step, [Case(step=step)], Checkpoint(), figures)
     cut = found.variants[0].plain

@@ -32,7 +32,7 @@ from effcompile.search.request import Request, Task
 from effcompile.search.training import cases as training_cases
 from effcompile.search.training.levers import Subsets
 from effcompile.search.training.moved import RefutedError, too_coarse
-from effcompile.search.training.prepare import Figures, prepare
+from effcompile.search.training.prepare import OperatorCosts, prepare
 from effcompile.search.training.solve import Schedule
 from effcompile.search.training.work import make_work
 
@@ -245,7 +245,7 @@ def solve(subsets: Subsets, names: tuple[str, ...], budget: int) -> Schedule | N
 
 def test_all_levers_are_never_slower_than_some_at_any_budget(made: Any) -> None:
     model, batch = made["gpt2"]
-    figures = Figures(target=load_target("cpu-generic"), here=False)
+    figures = OperatorCosts(target=load_target("cpu-generic"), here=False)
     levers = Levers(values=(Offload(bandwidth="40GB", share=0.05), Compress(share=0.05)))
     checkpoint = Checkpoint()
     step = capture_training(model, (), batch)
@@ -295,7 +295,7 @@ def test_a_target_with_a_link_offloads_without_being_asked(made: Any) -> None:
 def test_room_on_the_host_that_no_choice_fills_is_no_limit(made: Any, recompute: bool) -> None:
     """Where copies hide in the compute, to offload costs nothing, and no option without it may be left."""
     model, batch = made["gpt2"]
-    figures = Figures(target=replace(load_target("h100-sxm"), link_bandwidth=1e18, launch_seconds=0.0), here=False)
+    figures = OperatorCosts(target=replace(load_target("h100-sxm"), link_bandwidth=1e18, launch_seconds=0.0), here=False)
     step = capture_training(model, (), batch)
     levers = Levers(recompute=recompute, values=(Offload(host="64GiB", share=0.0),))
     (found,) = prepare(step, [Case(step=step)], Checkpoint(), figures, levers=levers).variants

@@ -15,7 +15,7 @@ from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.report.reasons import words
-from effcompile.search.training.prepare import Figures
+from effcompile.search.training.prepare import OperatorCosts
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 #: What only changes the order of sums left out, so that there is one way to compute what autocast computes.
@@ -185,7 +185,7 @@ def test_it_is_taken_only_where_it_is_predicted_to_be_faster(monkeypatch: pytest
         return lambda _, node: narrow if "bfloat16" in str(getattr(node.meta.get("val"), "dtype", "")) else wide
 
     for wide, narrow, wanted in ((1e-3, 1e-5, "bf16 autocast"), (1e-5, 1e-3, "fp32")):
-        monkeypatch.setattr(Figures, "seconds", seconds(wide, narrow))
+        monkeypatch.setattr(OperatorCosts, "seconds", seconds(wide, narrow))
         monkeypatch.setattr("effcompile.passes.training.precision.product_ratio", lambda *_: 0.5)
         plan = plan_training(model, (), batch, goal=goal(), passes=AS_WRITTEN)
         assert precision(plan) == wanted

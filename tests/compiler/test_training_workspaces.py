@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from effcompile.machine.machines import load_target
-from effcompile.search.training.prepare import Figures
+from effcompile.search.training.prepare import OperatorCosts
 
 
 @pytest.mark.parametrize(("target", "dtype", "margin"), [
@@ -19,5 +19,5 @@ def test_a_margin_is_counted_for_16_bit_products_of_a_cpu_that_is_not_here(targe
     a.meta["val"], b.meta["val"] = torch.empty(64, 32, dtype=dtype, device="meta"), torch.empty(32, 128, dtype=dtype, device="meta")
     node = graph.call_function(torch.ops.aten.mm.default, (a, b))
     node.meta["val"] = torch.empty(64, 128, dtype=dtype, device="meta")
-    found = Figures(target=load_target(target), here=False).workspace(node, 7)
+    found = OperatorCosts(target=load_target(target), here=False).workspace(node, 7)
     assert found > 4 * 64 * 128 if margin else found == 7

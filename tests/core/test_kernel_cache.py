@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from effcompile.core.kernel_cache import mended, unfinished
-from effcompile.ops.fused import Fused, Layout
+from effcompile.ops.fused import Fused, TileLayout
 
 WHOLE = Path(_ctypes.__file__).read_bytes()
 
@@ -48,6 +48,6 @@ def test_a_kernels_compilation_clears_the_cache_of_them(tmp_path: Path, monkeypa
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(torch.ops.aten.neg.default, (graph.call_function(torch.ops.aten.sin.default, (x,)),)),))
-    layout = Layout((37, 3), (3, 1), torch.float32, "cpu")
+    layout = TileLayout((37, 3), (3, 1), torch.float32, "cpu")
     Fused(graph, [layout], [layout]).compile()
     assert whole.exists() and not broken.exists()

@@ -8,7 +8,7 @@ from torch import fx
 
 from effcompile.core import torch_compat
 from effcompile.ops import fused as module
-from effcompile.ops.fused import Fused, Layout
+from effcompile.ops.fused import Fused, TileLayout
 
 aten = torch.ops.aten
 
@@ -22,8 +22,8 @@ def gelu(width: int = 256, factor: float = 0.5) -> Fused:
     turned = graph.call_function(aten.transpose.int, (graph.call_function(aten.add.Tensor, (x, 1)), 0, 1))
     second = graph.call_function(aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
     graph.output((first, second))
-    given = Layout((128, width), (width, 1), torch.float32, "cpu")
-    return Fused(graph, [given], [given, Layout((width, 128), (128, 1), torch.float32, "cpu")])
+    given = TileLayout((128, width), (width, 1), torch.float32, "cpu")
+    return Fused(graph, [given], [given, TileLayout((width, 128), (128, 1), torch.float32, "cpu")])
 
 
 def expected(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

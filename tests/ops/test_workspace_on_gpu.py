@@ -9,7 +9,7 @@ from torch import fx
 from effcompile.machine.machines import load_target
 from effcompile.ops import attention, loss_head  # noqa: F401  the operators
 from effcompile.ops.workspace_on_gpu import calls_products
-from effcompile.search.training.prepare import Figures
+from effcompile.search.training.prepare import OperatorCosts
 
 MIB = 1 << 20
 
@@ -29,7 +29,7 @@ def node(target: object, *args: object, **kwargs: object) -> fx.Node:
 
 
 def on_h100(found: fx.Node) -> int:
-    return Figures(target=load_target("h100-sxm"), here=False).workspace(found, 0)
+    return OperatorCosts(target=load_target("h100-sxm"), here=False).workspace(found, 0)
 
 
 def test_a_loss_head_holds_one_chunk_of_logits() -> None:

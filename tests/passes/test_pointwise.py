@@ -21,13 +21,13 @@ from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
 from effcompile.passes.training.accumulate import accumulate_embeddings
-from effcompile.passes.training.base import Case, Outcome
+from effcompile.passes.training.base import Case, StepOutcome
 from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.pointwise import Pointwise, fuse
 from effcompile.schedules.blocks import Blocks, cut_into_blocks, split
 from effcompile.schedules.emit import emit
 from effcompile.schedules.simulate import simulate
-from effcompile.search.training.prepare import Figures
+from effcompile.search.training.prepare import OperatorCosts
 
 aten = torch.ops.aten
 TOLERANCE = 1e-6
@@ -184,7 +184,7 @@ def test_small_tensors_and_single_operators_are_left() -> None:
 def test_what_is_not_faster_is_left_out() -> None:
     step = capture_training(*_asked("gpt2", 0.0))
 
-    class Prices(Figures):
+    class Prices(OperatorCosts):
         def priced(self, nodes: Sequence[fx.Node]) -> list[float]:
             return [9.0 if "tanh" in str(n.target) and isinstance(n.target, Fused) else 1.0 for n in nodes]
 
@@ -192,7 +192,7 @@ def test_what_is_not_faster_is_left_out() -> None:
     (form,) = forms([Pointwise()], Case(step=step), here).cases
     left = [str(node.target) for node in kernels(form.step)]
     assert left and not any("tanh" in name for name in left)
-    outcome = Outcome(case=form, cut=cut(form.step), seconds=1.0, unplanned_seconds=1.0, unplanned=Footprint, captured=Cost())
+    outcome = StepOutcome(case=form, cut=cut(form.step), seconds=1.0, unplanned_seconds=1.0, unplanned=Footprint, captured=Cost())
     decisions = told(form.taken[0], outcome, Cost(), Cost(), None)
     assert [len(d.settings) > 0 for d in decisions if d.option.endswith("one by one")] == [True]
     again = reapplied([Pointwise()], Case(step=step), decisions)

@@ -31,7 +31,7 @@ from effcompile.passes.base import Context, Option
 from effcompile.passes.quantize import Quantize
 from effcompile.passes.sparse_forms import given_forms
 from effcompile.passes.sparsify import Sparsify
-from effcompile.passes.weight_saliency import Scores
+from effcompile.passes.weight_saliency import SaliencyScores
 from effcompile.report.reasons import words
 from effcompile.sites.parts import linears
 from effcompile.sparse import BlockPattern, BlockSparseLinear
@@ -308,7 +308,7 @@ def test_several_shares_compete_in_one_choice(dense: Program) -> None:
 def test_snip_scores_are_taken_for_blocks_too(dense: Program) -> None:
     ((_, weight),) = Sparsify(sparsity=(0.5,), block=8, saliency="snip", sites=(HEAD,)).replaced_weights(dense).items()
     head = next(site for site in linears(dense) if site.site == HEAD)
-    scores = Scores(dense, "snip", [head]).of(head).view(1, 8, 4, 8).sum((1, 3)).flatten()
+    scores = SaliencyScores(dense, "snip", [head]).of(head).view(1, 8, 4, 8).sum((1, 3)).flatten()
     kept = weight().view(8, 4, 8).abs().sum((0, 2)) > 0
     assert set(kept.nonzero().flatten().tolist()) == set(scores.topk(2).indices.tolist())
 

@@ -15,7 +15,7 @@ from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Because
 from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, Outcome, RequestError, StepChoice, StepOption
+from effcompile.passes.training.base import Case, RequestError, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.step_edit import Refusal, copied
 from effcompile.report.reasons import words
@@ -31,7 +31,7 @@ class Marks:
     name: ClassVar[str] = "marks"
     exact: ClassVar[bool] = True
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
         for letter in self.letters:
             option = StepOption(name="on", settings={"letter": letter}, why=Because("why not"))
             if self.early:
@@ -65,7 +65,7 @@ def test_every_combination_of_two_passes_choices_is_a_form_the_step_as_it_is_fir
 
 
 def test_a_plans_decisions_make_the_form_again(step: Step) -> None:
-    nothing: Outcome = None  # type: ignore[assignment]  # these options tell nothing more
+    nothing: StepOutcome = None  # type: ignore[assignment]  # these options tell nothing more
     for form in forms_of(step, Marks())[0]:
         decisions = [d for chosen in form.taken for d in told(chosen, nothing, Cost(), Cost(), None)]
         assert [d.why for d in decisions if d.option == "on"] == [Because("why not")] * len(marks(form.step))
@@ -82,7 +82,7 @@ def test_what_was_refuted_is_no_form_and_told(step: Step) -> None:
 
 def test_a_lone_option_is_taken_without_its_baseline_and_is_no_lever(step: Step) -> None:
     class Always(Marks):
-        def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+        def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
             for choice in Marks.propose(self, case, context):
                 yield replace(choice, options=choice.options[:1], settled=True)
 
@@ -106,7 +106,7 @@ def test_what_the_user_asked_wrongly_is_raised_and_any_other_error_declines_the_
     class Wrong(Marks):
         error: ClassVar[type[Exception]]
 
-        def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+        def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
             raise self.error("no such mark")
 
     Wrong.error = RequestError
@@ -120,7 +120,7 @@ def test_what_the_user_asked_wrongly_is_raised_and_any_other_error_declines_the_
 
 def test_a_baseline_with_settings_is_made_and_one_step_stays_one_with_what_stands_beside_it(step: Step) -> None:
     class Beside(Marks):
-        def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+        def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
             options = tuple(StepOption(name=size, settings={"letter": size}) for size in ("1", "20"))
             yield StepChoice(site="beside", kind="beside", baseline="1", options=options)
 

@@ -28,7 +28,7 @@ from effcompile.passes.base import Choice, Declined
 from effcompile.passes.channel_dependencies import _components
 from effcompile.passes.prunable_groups import Structure, structures
 from effcompile.passes.structured_pruning import Shrink, worth
-from effcompile.passes.weight_saliency import Scores, output_gradients
+from effcompile.passes.weight_saliency import SaliencyScores, output_gradients
 from effcompile.report.reasons import words
 from effcompile.sites.parts import linears
 
@@ -231,7 +231,7 @@ def test_shrinking_equals_zeroing_what_reads_and_leaves_smaller_weights(name: st
     for structure in structures(program):
         option = "-50%"
         after = shrink.apply(program, plan_of({structure.site: option}))
-        scores = Scores(program, "magnitude", structure.members)
+        scores = SaliencyScores(program, "magnitude", structure.members)
         keep = torch.zeros(structure.count, dtype=torch.bool)
         keep[worth(structure, scores).topk(structure.count // 2).indices] = True
         for found, expected in zip(outputs(after), zeroed(program, structure, keep), strict=True):
@@ -313,7 +313,7 @@ def test_snip_is_the_first_order_change_of_the_outputs(program: Program) -> None
         moved = (outputs(program)[0] - before).norm() / before.norm() / 1e-2
         weight[2, 3] -= 1e-2
     assert float(found[2, 3]) == pytest.approx(float(moved), rel=0.7)  # a root mean square of four draws
-    assert torch.equal(Scores(program, "snip", [head]).of(head), found * weight.abs())
+    assert torch.equal(SaliencyScores(program, "snip", [head]).of(head), found * weight.abs())
 
 
 def test_wanda_and_snip_see_what_magnitude_does_not() -> None:
@@ -325,7 +325,7 @@ def test_wanda_and_snip_see_what_magnitude_does_not() -> None:
     program = program_of(made, 64, 32)
     (structure,) = structures(program)
     for how in ("wanda", "snip"):
-        assert worth(structure, Scores(program, how, structure.members)).topk(16).indices.min() >= 16, how
+        assert worth(structure, SaliencyScores(program, how, structure.members)).topk(16).indices.min() >= 16, how
 
 
 def test_the_price_is_that_of_smaller_layers_for_each_form_of_the_members(program: Program) -> None:

@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 
 from hypothesis import strategies as st
 
-from effcompile.planner.remat import BackwardStep, BlockOption, BlockProblem, ChainProblem, Group, Op, Stage
+from effcompile.planner.remat import BackwardStep, BlockOption, BlockProblem, BlockStage, ChainProblem, Group, Op
 
 Point = tuple[int, int, float]
 
@@ -199,7 +199,7 @@ def chains(draw: st.DrawFn, stages: int = 4, options: int = 4) -> ChainProblem:
         budget=draw(st.one_of(st.none(), st.integers(0, 60))),
         options=table,
         stages=tuple(
-            Stage(
+            BlockStage(
                 name=n,
                 kind=k,
                 forward_base=draw(small),
@@ -295,7 +295,7 @@ def realistic_chain(count: int, kinds: int, *, options: int, groupable: bool = T
             ways.append(way((2 + 70 * (1 - t)) * size * MB, peak * size * MB, 0.2 * t**2 * speed, MB))
         table[f"k{k}"] = tuple(ways)
     stages = [
-        Stage(
+        BlockStage(
             name=f"h{i}",
             kind=f"k{i % kinds}",
             forward_base=0,
@@ -306,6 +306,6 @@ def realistic_chain(count: int, kinds: int, *, options: int, groupable: bool = T
         )
         for i in range(count)
     ]
-    stages.append(Stage(name="head", kind="head", forward_base=0, backward_base=0))
+    stages.append(BlockStage(name="head", kind="head", forward_base=0, backward_base=0))
     runs = ((0, count - 1),) if groupable else ()
     return ChainProblem(base=500 * MB, budget=None, options=table, stages=tuple(stages), groupable=runs)

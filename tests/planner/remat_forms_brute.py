@@ -9,7 +9,7 @@ from itertools import product
 from hypothesis import strategies as st
 from remat_brute import blocks
 
-from effcompile.planner.remat import BlockProblem, Form
+from effcompile.planner.remat import BlockProblem, Residency
 
 Figures = tuple[int, int, int, float, int]  # kept bytes, forward peak, backward peak, seconds, host bytes
 
@@ -52,7 +52,7 @@ def played(problem: BlockProblem, kept: frozenset[str], names: Mapping[str, str]
     )
 
 
-def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Form], drawn: set[str]) -> int:
+def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Residency], drawn: set[str]) -> int:
     """`drawn`: operators that run again, the generator's state before which is kept where they draw."""
     loads, values, packed, states = [], set(problem.entering), 0, 0
 
@@ -87,7 +87,9 @@ def _forward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Fo
     return max(loads, default=sum(problem.nbytes[v] for v in problem.entering))
 
 
-def _backward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Form], schedule: list, need: Mapping[str, int]) -> list[int]:
+def _backward(
+    problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, Residency], schedule: list, need: Mapping[str, int]
+) -> list[int]:
     loads = []
     alive = {v: problem.nbytes[v] for v in kept}
     packed = {v: f.packed for v, f in forms.items() if f.packed and f.staged}
@@ -118,7 +120,7 @@ def _backward(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, F
     return loads
 
 
-def _waits(problem: BlockProblem, forms: Mapping[str, Form], need: Mapping[str, int]) -> float:
+def _waits(problem: BlockProblem, forms: Mapping[str, Residency], need: Mapping[str, int]) -> float:
     """Seconds that the step waits for the link, which is played as a queue."""
     if problem.hidden is None:
         return sum(f.out + f.back for f in forms.values())
@@ -153,15 +155,15 @@ def held_ways(problem: BlockProblem) -> Iterator[tuple[frozenset[str], dict[str,
 
 
 @st.composite
-def forms_of(draw: st.DrawFn, size: int, overlap: bool) -> tuple[Form, ...]:
+def forms_of(draw: st.DrawFn, size: int, overlap: bool) -> tuple[Residency, ...]:
     """Some of offload, compress, and both."""
     packed = draw(st.integers(0, max(1, size // 2)))
     extra = draw(st.sampled_from([0, 0, 2, 5]))
     link, pack = draw(st.sampled_from([0.25, 0.5, 1.5])), draw(st.sampled_from([0.25, 0.5]))
     every = (
-        Form(name="offload", staged=size if overlap else 0, host=size, out=link, back=2 * link),
-        Form(name="compress", held=packed, staged=packed, packed=packed, workspace=extra, seconds=pack),
-        Form(
+        Residency(name="offload", staged=size if overlap else 0, host=size, out=link, back=2 * link),
+        Residency(name="compress", held=packed, staged=packed, packed=packed, workspace=extra, seconds=pack),
+        Residency(
             name="both",
             staged=packed if overlap else 0,
             packed=packed,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effcompile.core.errors import UsageError
-from effcompile.planner.batch import WORTH, BatchSearch, Trial, sizes, wanted_sizes
+from effcompile.planner.batch import WORTH, BatchSearch, BatchTrial, sizes, wanted_sizes
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Machine:
         kept = min(b, (room - b * self.remade) // (self.kept - self.remade)) if room >= b * self.remade else -1
         return None if kept < 0 else self.unlimited(b) + (b - kept) * self.again
 
-    def attempt(self, b: int) -> Trial[None]:
-        return Trial(batch=b, unlimited=self.unlimited(b), bytes=self.fixed_bytes + b * self.kept, seconds=self.seconds(b))
+    def attempt(self, b: int) -> BatchTrial[None]:
+        return BatchTrial(batch=b, unlimited=self.unlimited(b), bytes=self.fixed_bytes + b * self.kept, seconds=self.seconds(b))
 
 
 positive = st.floats(1e-6, 1e-2)

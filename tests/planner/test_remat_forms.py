@@ -17,10 +17,10 @@ from effcompile.planner.remat import (
     BackwardStep,
     BlockOption,
     BlockProblem,
+    BlockStage,
     ChainProblem,
-    Form,
     Op,
-    Stage,
+    Residency,
     block_front,
     joint_front,
     simulate_block,
@@ -44,8 +44,8 @@ def chain_of_two(**changes: object) -> BlockProblem:
     steps = (BackwardStep(name="grad_b", reads=("b",), live=10), BackwardStep(name="grad_a", reads=("a",), live=30))
     forms = {
         "a": (
-            Form(name="offload", host=200, out=2.0, back=3.0),
-            Form(name="compress", held=50, staged=50, packed=50, workspace=7, seconds=0.5),
+            Residency(name="offload", host=200, out=2.0, back=3.0),
+            Residency(name="compress", held=50, staged=50, packed=50, workspace=7, seconds=0.5),
         )
     }
     whole = {"x": 100, "a": 200, "b": 300}
@@ -64,7 +64,7 @@ def test_forms_played_by_hand() -> None:
 
 
 def test_copies_beside_the_compute_cost_what_they_lag_behind() -> None:
-    away = Form(name="offload", staged=200, host=200, out=2.0, back=3.0)
+    away = Residency(name="offload", staged=200, host=200, out=2.0, back=3.0)
     problem = chain_of_two(hidden=(2.5, 1.0), forms={"a": (away,)})
     # out: made after 4 s of the forward's 5, copied at 6: 1 s late; back: asked for at 0, needed at 2.5, there at 3: 0.5 s late
     assert simulate_block(problem, {"b"}, (), {"a": "offload"}) == (300, 505, 510, 1.5)
@@ -198,7 +198,7 @@ def test_many_equal_stages_share_the_host() -> None:
         return BlockOption(kept=frozenset(), recomputed=(), seconds=seconds, forms=forms, **sizes)
 
     table = {"k": (way(100, 0.0), way(60, 0.05, 40), way(40, 0.3), way(20, 0.25, 70), way(5, 0.9), way(5, 0.4, 95))}
-    stages = tuple(Stage(name=f"h{i}", kind="k", forward_base=0, backward_base=3 * (48 - i)) for i in range(48))
+    stages = tuple(BlockStage(name=f"h{i}", kind="k", forward_base=0, backward_base=3 * (48 - i)) for i in range(48))
     problem = ChainProblem(base=1000, budget=3400, options=table, stages=stages, host=48 * 95 // 3)
     found = solve_chain(problem, reference_seconds=48.0, timeout=30)
     assert found.status == OPTIMAL
@@ -215,9 +215,9 @@ def test_many_equal_stages_share_the_host() -> None:
     [
         ({"forms": {"z": ()}}, "'z'"),
         ({"leaving": ("a",)}, "has forms"),
-        ({"forms": {"a": (Form(name="offload"), Form(name="offload"))}}, "named 'offload'"),
-        ({"forms": {"a": (Form(name="offload", out=float("nan")),)}}, "finite"),
-        ({"forms": {"a": (Form(name="offload", staged=7),)}}, "staged"),
+        ({"forms": {"a": (Residency(name="offload"), Residency(name="offload"))}}, "named 'offload'"),
+        ({"forms": {"a": (Residency(name="offload", out=float("nan")),)}}, "finite"),
+        ({"forms": {"a": (Residency(name="offload", staged=7),)}}, "staged"),
         ({"hidden": (1.0,)}, "2 backward steps"),
     ],
 )

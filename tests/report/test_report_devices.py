@@ -15,7 +15,7 @@ from effcompile.machine.machines import load_target
 from effcompile.report import html_report
 from effcompile.report.devices import strategy_text
 from effcompile.search.parallel.asked import ManyDevices
-from effcompile.search.parallel.plan import Work
+from effcompile.search.parallel.plan import StrategySearch
 from effcompile.search.request import Request
 
 ASKED: dict[str, tuple[int, int, int, StrategyFields]] = {
@@ -32,7 +32,7 @@ def made(name: str) -> Plan:
     assert target.cluster is not None
     many = ManyDevices.of(devices, strategy=asked, global_batch=batch)
     request = Request(goal=Goal(mode="training"), target="h100-sxm", devices=many)
-    work = Work(
+    work = StrategySearch(
         request=request, many=many, model=model(layers), target=target, links=target.cluster, limit=target.memory_bytes, batch=1
     )  # fmt: skip
     plan = work.plan()

@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from effcompile.report import Shown, Steps, progress
+from effcompile.report import ProgressSteps, Shown, progress
 
 
 def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -18,9 +18,9 @@ def console(terminal: bool = False) -> tuple[Console, io.StringIO]:
 
 def test_silent_when_not_enabled(capfd: pytest.CaptureFixture[str]) -> None:
     out, stream = console(terminal=True)
-    with Steps(out, enabled=False) as steps, steps.step("capture"):
+    with ProgressSteps(out, enabled=False) as steps, steps.step("capture"):
         steps.update("kernels", 1, 2)
-    with pytest.raises(ValueError, match="broken"), Steps(out, enabled=False) as steps, steps.step("capture"):
+    with pytest.raises(ValueError, match="broken"), ProgressSteps(out, enabled=False) as steps, steps.step("capture"):
         raise ValueError("broken")
     assert stream.getvalue() == ""
     assert capfd.readouterr() == ("", "")
@@ -28,7 +28,7 @@ def test_silent_when_not_enabled(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_default_is_stderr(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_WORTH_TELLING", 0.0)
-    with Steps() as steps, steps.step("capture"):
+    with ProgressSteps() as steps, steps.step("capture"):
         pass
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -37,7 +37,7 @@ def test_default_is_stderr(capfd: pytest.CaptureFixture[str], monkeypatch: pytes
 
 def test_short_steps_are_not_told_on_a_pipe() -> None:
     out, stream = console()
-    with Steps(out) as steps, steps.step("solve"):
+    with ProgressSteps(out) as steps, steps.step("solve"):
         steps.update("solve", 1, 2)
     assert stream.getvalue() == ""
 
@@ -46,21 +46,21 @@ def test_long_and_nested_steps_are_told_with_their_time(monkeypatch: pytest.Monk
     clock = iter([0.0, 0.0, 10.0, 12.5, 13.0])
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     out, stream = console()
-    with Steps(out) as steps, steps.step("calibrate"), steps.step("kernels"):
+    with ProgressSteps(out) as steps, steps.step("calibrate"), steps.step("kernels"):
         pass
     assert stream.getvalue().splitlines() == ["   ✔ kernels 2.50 s", " ✔ calibrate 13.0 s"]
 
 
 def test_a_failed_step_is_told_and_the_error_passes() -> None:
     out, stream = console()
-    with pytest.raises(ValueError, match="broken"), Steps(out) as steps, steps.step("lower"):
+    with pytest.raises(ValueError, match="broken"), ProgressSteps(out) as steps, steps.step("lower"):
         raise ValueError("broken")
     assert stream.getvalue().startswith(" ✘ lower")
 
 
 def test_counts_show_on_a_terminal() -> None:
     out, stream = console(terminal=True)
-    with Steps(out) as steps, steps.step("calibrate"):
+    with ProgressSteps(out) as steps, steps.step("calibrate"):
         steps.update("kernels [raw]", 3, 60)
         steps._live.refresh()
         assert "3/60" in stream.getvalue()
@@ -75,7 +75,7 @@ def test_a_profile_says_what_each_step_took_and_what_lies_between(monkeypatch: p
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(progress, "_processors", lambda: 0.0)
     out, stream = console()
-    with Steps(out, enabled=False, profile=True) as steps, steps.step("calibrate"), steps.step("kernels"):
+    with ProgressSteps(out, enabled=False, profile=True) as steps, steps.step("calibrate"), steps.step("kernels"):
         pass
     assert [line.split() for line in stream.getvalue().splitlines()[2:]] == [
         ["calibrate", "6.0", "0.0", "75%"],

@@ -12,7 +12,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import effcompile
 from effcompile.core.errors import UsageError
 from effcompile.estimate.optimizer import state_bytes
-from effcompile.ops.optimizers import Form
+from effcompile.ops.optimizers import StatesForm
 from effcompile.runs import Run, Stage
 from effcompile.runs.fields.layers import graphs
 from effcompile.runs.plateau import Plateau
@@ -267,7 +267,7 @@ def test_muon_keeps_one_moment_of_each_matrix_and_follows_the_square_root() -> N
     run = made(Stage(steps=1), optimizer=muon, lr=(0.01, 8), model=Stack(depth=1))
     matrices = [p for p in run.model.parameters() if p.dim() == 2]
     pairs = [(run.optimizer.param_groups[0], p) for p in matrices]
-    counted = state_bytes(Form(), run.optimizer, pairs, "cpu").state_bytes
+    counted = state_bytes(StatesForm(), run.optimizer, pairs, "cpu").state_bytes
     for p in matrices:
         p.grad = torch.ones_like(p)
     run.optimizer.step()

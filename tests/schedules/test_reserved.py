@@ -18,7 +18,7 @@ from effcompile.schedules.blocks import Blocks
 from effcompile.schedules.emit import emit
 from effcompile.schedules.reserved import Allocator, reserved_bytes
 from effcompile.schedules.simulate import allocations, simulate
-from effcompile.search.training.prepare import Figures, cut_step
+from effcompile.search.training.prepare import OperatorCosts, cut_step
 
 #: Lives of tensors on an H100: (name, bytes, or 0 where it is freed, memory_allocated after it, memory_reserved after it).
 RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "h100_allocator.json").read_text())["traces"]
@@ -56,7 +56,7 @@ def cut() -> Blocks:
     with torch.device("meta"):
         model, batch = gpt2(layers=2, n_embd=256, n_head=4, n_positions=256)
     step = capture_training(model, (), {name: ids.new_empty((8, 256)) for name, ids in batch.items()})
-    return cut_step(step, Figures(target=load_target("h100-sxm"), here=False))
+    return cut_step(step, OperatorCosts(target=load_target("h100-sxm"), here=False))
 
 
 def test_a_planned_step_is_carried_out_by_the_allocator_as_simulated(cut: Blocks) -> None:

@@ -11,7 +11,7 @@ from torch import fx
 
 from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.plan import Declined
-from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
+from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption
 from effcompile.passes.training.step_edit import copied
 
 KEPT, REMOVED = "kept", "left out"
@@ -26,7 +26,7 @@ class Unscale:
     name: ClassVar[str] = "unscale"
     exact: ClassVar[bool] = True
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         found = [node for node in case.step.graph.nodes if _by_one(node)]
         if len(found) < self.least:
             yield Declined(

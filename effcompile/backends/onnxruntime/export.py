@@ -36,7 +36,7 @@ _FX_NAME = re.compile(r"%(\S+) ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class OnnxExport:
     """An ONNX model and, for each site, the node that carries it (site → node name in the model)."""
 
     model: ir.Model
@@ -48,7 +48,7 @@ class Exported:
     gelus: Mapping[str, str]
 
 
-def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
+def export(program: Program, *, opset: int = OPSETS[0]) -> OnnxExport:
     """Translate a program; dynamic axes, input and output names as in `program.inputs` and `program.outputs`.
 
     Raises:
@@ -90,7 +90,7 @@ def export(program: Program, *, opset: int = OPSETS[0]) -> Exported:
     as_in_torch(model.graph)
     by_fx = _nodes_by_fx_name(model)
     _without_source_paths(model)
-    return Exported(
+    return OnnxExport(
         model=model,
         opset=opset,
         linears=dict(_matched(_pairs(sites.linears(program), sites.linears(twin)), by_fx, ("MatMul", "Gemm"))),

@@ -11,12 +11,12 @@ from collections.abc import Collection
 import numpy as np
 import onnx_ir as ir
 
-from effcompile.backends.onnxruntime.export import Exported
+from effcompile.backends.onnxruntime.export import OnnxExport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
 
 
-def apply_forms(exported: Exported, program: Program) -> dict[str, Form]:
+def apply_forms(exported: OnnxExport, program: Program) -> dict[str, Form]:
     """Rewrite attentions and norms as tagged; returns site → the form each now has."""
     nodes = {str(node.name): node for node in exported.model.graph}
     applied: dict[str, Form] = {}
@@ -34,7 +34,7 @@ def apply_forms(exported: Exported, program: Program) -> dict[str, Form]:
     return applied
 
 
-def linears_as_matmul(exported: Exported, quantised: Collection[str]) -> None:
+def linears_as_matmul(exported: OnnxExport, quantised: Collection[str]) -> None:
     """Give every node that is to be quantised the only form that ORT's quantisers see: MatMul with a constant (K, N).
 
     They silently skip Gemm, and a weight behind a Transpose, which is how a large tied table is exported

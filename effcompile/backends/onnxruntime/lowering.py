@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from effcompile.backends.onnxruntime.export import OPSETS, Exported, export
+from effcompile.backends.onnxruntime.export import OPSETS, OnnxExport, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul, weights_as_read
 from effcompile.backends.onnxruntime.quantise import found_formats, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
@@ -123,7 +123,7 @@ def _check_runs(program: Program, path: Path) -> None:
 
 
 def _planned(
-    program: Program, exported: Exported, calibration: Sequence[Sequence[torch.Tensor]]
+    program: Program, exported: OnnxExport, calibration: Sequence[Sequence[torch.Tensor]]
 ) -> tuple[dict[str, WeightFormat], dict[str, tuple[float, float]]]:
     """(node → format, node → input range) for everything that is to be quantised."""
     nodes = {**exported.linears, **exported.embeddings}
@@ -132,7 +132,7 @@ def _planned(
     return formats, ranges
 
 
-def _found(model: onnx.ModelProto | None, exported: Exported) -> dict[str, Form]:
+def _found(model: onnx.ModelProto | None, exported: OnnxExport) -> dict[str, Form]:
     """Site → form read from the written model; fp32 everywhere when nothing was quantised."""
     nodes = {**exported.linears, **exported.embeddings}
     if model is None:

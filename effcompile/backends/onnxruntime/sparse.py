@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 
 from effcompile.backends.onnxruntime.custom_ops import BLOCK_SPARSE, DOMAIN, VERSION
-from effcompile.backends.onnxruntime.export import Exported
+from effcompile.backends.onnxruntime.export import OnnxExport
 from effcompile.backends.onnxruntime.forms import behind_transpose, is_plain_gemm, replace
 from effcompile.core.errors import UsageError
 from effcompile.ir.formats import WeightFormat
@@ -21,7 +21,7 @@ from effcompile.sparse.forms import pattern_format
 from effcompile.sparse.pattern import BlockPattern
 
 
-def make_sparse(exported: Exported, blocks: Mapping[str, int]) -> None:
+def make_sparse(exported: OnnxExport, blocks: Mapping[str, int]) -> None:
     """Turn the named nodes, MatMul or Gemm with a constant weight, into BlockSparseLinear with blocks of that side.
 
     A node of another form is left as it is, and then found to be so.

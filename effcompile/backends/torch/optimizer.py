@@ -18,7 +18,7 @@ from effcompile.backends.torch.consumed_gradient import ConsumedGradient
 from effcompile.backends.torch.host import host_copies, rest
 from effcompile.core.errors import FormatError, InputsError
 from effcompile.ops.one_by_one import OneByOne
-from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Form, Group, build, pieces, update_options
+from effcompile.ops.optimizers import EIGHT_BIT, GIVEN, Group, StatesForm, build, pieces, update_options
 from effcompile.ops.states8 import step8
 
 
@@ -29,7 +29,9 @@ class PlannedOptimizer(OneByOne):
         form: of the inner optimizers. on_host: whether states lie in the host's memory.
     """
 
-    def __init__(self, given: Optimizer, form: Form, *, on_host: bool, consumes: frozenset[str] = frozenset(), names: Mapping[int, str]):
+    def __init__(
+        self, given: Optimizer, form: StatesForm, *, on_host: bool, consumes: frozenset[str] = frozenset(), names: Mapping[int, str]
+    ):
         """Args: `consumes`: parameters that the backward updates, by qualified name. `names`: id of a parameter → that name."""
         self._given, self.form, self.on_host = given, form, on_host
         super().__init__([dict(group) for group in given.param_groups], dict(given.defaults))
@@ -112,7 +114,7 @@ class PlannedOptimizer(OneByOne):
 class Worker:
     """Updates one parameter: as it is, in pieces, or by a copy on the host where the parameter is on another device."""
 
-    def __init__(self, parameter: torch.Tensor, group: Group, given: Optimizer, form: Form, on_host: bool) -> None:
+    def __init__(self, parameter: torch.Tensor, group: Group, given: Optimizer, form: StatesForm, on_host: bool) -> None:
         self.parameter, self.form, self.on_host = parameter, form, on_host
         self.apart = on_host and parameter.device.type != "cpu"
         self.master = host_copies([parameter.detach()])[0] if self.apart else None
@@ -205,7 +207,7 @@ def _mapped(value: torch.Tensor, change: Callable[[Sequence[torch.Tensor]], list
     return made
 
 
-def planned_optimizer(given: Optimizer, form: Form, *, on_host: bool, consumes: frozenset[str], model: nn.Module) -> Optimizer:
+def planned_optimizer(given: Optimizer, form: StatesForm, *, on_host: bool, consumes: frozenset[str], model: nn.Module) -> Optimizer:
     """The optimizer that carries out a plan: the given one itself where only its kernels change."""
     if form.name == GIVEN and not on_host and not consumes:
         for group in given.param_groups if form.fused else ():

@@ -16,7 +16,7 @@ from effcompile.core.findings import Of
 from effcompile.core.reasons import Because, Reason, Unsupported
 
 if TYPE_CHECKING:
-    from effcompile.backends.triton.proof import Verdict
+    from effcompile.backends.triton.proof import KernelVerdict
 
 __all__ = ["device", "examined", "interpreting", "origin", "refuted", "register", "unavailable", "use"]
 
@@ -92,7 +92,7 @@ def refuted(device: str) -> Mapping[str, str]:
     return {name: reason for name, reason in found.items() if reason is not None}
 
 
-def examined() -> Iterator[tuple[str, Sequence[Verdict]]]:
+def examined() -> Iterator[tuple[str, Sequence[KernelVerdict]]]:
     """Each family of kernels in words, and the verdicts on it in bf16 and fp32, where they can run: on a GPU or in the interpreter."""
     proof = importlib.import_module("effcompile.backends.triton.proof")
     for name, words in _OPERATORS.items():

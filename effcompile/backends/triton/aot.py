@@ -1,6 +1,6 @@
 """Compile kernels for GPUs that are not here, down to the assembler, and report what they need. Imports no triton.
 
-A `Job` names a launch by the function that makes it, so that what is compiled is what would run. Jobs go to worker processes
+A `CompileJob` names a launch by the function that makes it, so that what is compiled is what would run. Jobs go to worker processes
 (`aot_worker`), since triton's compiler may abort instead of raising, and a process either interprets or compiles.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["ARCHITECTURES", "SHARED_LIMIT", "Job", "Report", "compile_jobs"]
+__all__ = ["ARCHITECTURES", "SHARED_LIMIT", "CompileJob", "Report", "compile_jobs"]
 
 #: Architectures that a table is made for.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
@@ -23,7 +23,7 @@ SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CompileJob:
     """One kernel to compile.
 
     launch: `module:function`, which is called with `arguments` in the worker, where launches are recorded instead of run.
@@ -55,7 +55,7 @@ class Report:
         return self.error is None and self.shared <= SHARED_LIMIT[arch]
 
 
-def compile_jobs(jobs: Sequence[Job]) -> Iterator[tuple[Job, Report]]:
+def compile_jobs(jobs: Sequence[CompileJob]) -> Iterator[tuple[CompileJob, Report]]:
     """Each job with its report, as they are done. A job that kills its worker is reported so, and the rest go to a new one."""
     left = list(jobs)
     while left:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from effcompile.backends.triton import attention, block_sparse, compress, group_quant, loss_head, rows, states8
-from effcompile.backends.triton.configs import Config, using
+from effcompile.backends.triton.configs import LaunchConfig, using
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.loss_head import MEAN
 
@@ -31,7 +31,7 @@ def attention_launches(
               "q_ids": ((b, s), torch.int64), "k_ids": ((b, s), torch.int64)}  # fmt: skip
     there: dict[str, Any] = {name: torch.empty(shapes[name][0], dtype=shapes[name][1], device="meta") for name in tensors}
     given = Terms(scale=d**-0.5, **there, **({"hi": 0} if terms is None else terms))
-    with using(**{kernel: Config(**config)}):
+    with using(**{kernel: LaunchConfig(**config)}):
         if kernel == "forward":
             attention.forward(q, k, v, given)
         else:
@@ -53,7 +53,7 @@ def block_sparse_launches(*, block: int) -> None:
     side, blocks = 4096 // block, (4096 // block) ** 2 // 10
     x, values = _made(8192, 4096), _made(blocks, block, block)
     ptr, index = _made(side + 1, dtype=torch.int32), _made(blocks, dtype=torch.int32)
-    kernels = block_sparse.Kernels()
+    kernels = block_sparse.BlockSparseKernels()
     kernels.linear(x, values, ptr, index, None)
     kernels.grad_values(x, x, ptr, index)
 

@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from effcompile.backends.triton.aot import Job, Report
+from effcompile.backends.triton.aot import CompileJob, Report
 
 _TENSOR_OPS = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?mfma")
 _POINTERS = {
@@ -37,7 +37,7 @@ Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # kernel, arguments by name
 def main() -> None:
     """Answer each line of stdin."""
     for line in sys.stdin:
-        job = Job(**json.loads(line))
+        job = CompileJob(**json.loads(line))
         try:
             report = run(job)
         except Exception as error:  # the compiler's errors have no common base
@@ -53,7 +53,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {' … '.join(dict.fromkeys((lines or ['no reason given'])[:1] + lines[-1:]))}"
 
 
-def run(job: Job) -> Report:
+def run(job: CompileJob) -> Report:
     """Compile the job's kernel."""
     module, _, function = job.launch.partition(":")
     with recorded() as launches:

@@ -16,14 +16,24 @@ from torch import Tensor
 
 from effcompile.backends.torch.kept import keep
 from effcompile.backends.triton import tune
-from effcompile.backends.triton.configs import KERNELS, Config, architecture, candidates, dtype_name, head_class, here, shared_memory, using
+from effcompile.backends.triton.configs import (
+    KERNELS,
+    LaunchConfig,
+    architecture,
+    candidates,
+    dtype_name,
+    head_class,
+    here,
+    shared_memory,
+    using,
+)
 from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
 from effcompile.backends.triton.layout import WIDEST, by_rows, cdiv, next_power_of_2
 from effcompile.core.building import under_way
 from effcompile.core.types import Arguments
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention import attention, attention_backward
-from effcompile.ops.attention_terms import ALL_WANTED, Terms, Wanted, check, sink_rows
+from effcompile.ops.attention_terms import ALL_WANTED, NeededGradients, Terms, check, sink_rows
 from effcompile.ops.mask import OPERANDS, TILES
 from effcompile.ops.tiles import TileList
 from effcompile.ops.visibility import Visibility
@@ -89,7 +99,7 @@ class _Call:
         }  # fmt: skip
         return cls(by_rows(q), by_rows(k), by_rows(v), terms, tuple(tiles), (b, h, sq, k.shape[2]), widths)
 
-    def config(self, kernel: str) -> Config:
+    def config(self, kernel: str) -> LaunchConfig:
         """The kernel's tiles, cut to divide the given lists'."""
         config = _chosen(kernel, self.q.device, self.q.dtype, self.q.shape[3], self.v.shape[3])
         if not self.tiles:
@@ -97,7 +107,7 @@ class _Call:
         m, n = math.gcd(config.block_m, self.terms.block_q), math.gcd(config.block_n, self.terms.block_k)
         return replace(config, block_m=m, block_n=n)
 
-    def lists(self, config: Config, *, transposed: bool = False) -> _Lists:
+    def lists(self, config: LaunchConfig, *, transposed: bool = False) -> _Lists:
         """The given lists, or those of band and chunk in the kernel's own tiles."""
         t = self.terms
         if self.tiles:
@@ -112,7 +122,7 @@ class _Call:
         strides = (h * rows if b > 1 else 0, rows if h > 1 else 0)
         return _Lists(tuple(t.contiguous() for t in found), strides, block_m, block_n)
 
-    def arguments(self, config: Config, lists: _Lists) -> Arguments:
+    def arguments(self, config: LaunchConfig, lists: _Lists) -> Arguments:
         """What all kernels but delta take, by name."""
         t, (b, h, sq, sk) = self.terms, self.full
         ids = [None if x is None else _per_batch(x, b) for x in (t.q_ids, t.k_ids, t.valid)]
@@ -131,7 +141,7 @@ class _Call:
         }  # fmt: skip
 
 
-def _options(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> tuple[Config, ...]:
+def _options(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> tuple[LaunchConfig, ...]:
     """What the kernel can be launched with on a device."""
     if device.type != "cuda":
         return candidates(kernel, None, dtype, d, dv)
@@ -139,7 +149,7 @@ def _options(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: 
     return () if arch is None else candidates(kernel, arch, dtype, d, dv, shared_memory(device), here(device))
 
 
-def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> Config:
+def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: int) -> LaunchConfig:
     """The fastest of them, as measured on this GPU; the likeliest elsewhere."""
     options = _options(kernel, device, dtype, d, dv)
     assert options, "declines() was not asked"
@@ -154,7 +164,14 @@ def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: i
 
 
 def trial(
-    kernel: str, config: Config, device: torch.device, dtype: torch.dtype, d: int, *, length: int = 8192, heads: tuple[int, int] = (16, 4)
+    kernel: str,
+    config: LaunchConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    d: int,
+    *,
+    length: int = 8192,
+    heads: tuple[int, int] = (16, 4),
 ) -> Callable[[], object]:
     """One call of a kernel, causal with grouped heads, to time a configuration by: long enough that launching it is not what is timed.
 
@@ -195,7 +212,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: object, **form: object) -
 def _attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object, **form: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wanted, form = Wanted.taken_from(form)
+    wanted, form = NeededGradients.taken_from(form)
     terms = Terms.of(*rest, **form)
     check(q, k, v, terms)
     if declines(q, k, v, terms, backward=True) is not None:
@@ -228,7 +245,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tenso
 
 
 def backward(
-    call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor, wanted: Wanted = ALL_WANTED
+    call: _Call, grad_out: Tensor, out: Tensor, lse: Tensor, wanted: NeededGradients = ALL_WANTED
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) as `effcompile::attention_backward`; the last two of size (0) where not wanted or not there."""
     grad_out, terms = by_rows(grad_out), call.terms

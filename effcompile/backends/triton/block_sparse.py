@@ -15,7 +15,7 @@ from effcompile.backends.triton.kernels.block_sparse import block_sparse_product
 from effcompile.backends.triton.layout import cdiv, matrix
 from effcompile.ops.block_sparse import FINDERS
 
-__all__ = ["Kernels", "kernels", "register"]
+__all__ = ["BlockSparseKernels", "kernels", "register"]
 
 _BLOCKS = (16, 32, 64, 128)
 #: Shared memory of the largest blocks, in bytes: two tiles of 128 × 128, twice.
@@ -30,7 +30,7 @@ def register(device: str) -> None:
     FINDERS[device] = kernels
 
 
-def kernels(x: Tensor, block: int) -> Kernels | str:
+def kernels(x: Tensor, block: int) -> BlockSparseKernels | str:
     """The kernels for activations like x, or why there are none."""
     if block not in _BLOCKS:
         return f"the Triton kernels are for blocks of {', '.join(map(str, _BLOCKS))}; these are of {block}"
@@ -38,10 +38,10 @@ def kernels(x: Tensor, block: int) -> Kernels | str:
         return f"the Triton kernels are for tensor cores' dtypes and for some rows; these are {tuple(x.shape)} of {x.dtype}"
     if block == _BLOCKS[-1] and x.is_cuda and (shared_memory(x.device) or _ROOM) < _ROOM:
         return f"blocks of {block} take {_ROOM >> 10} KiB of shared memory, and this GPU gives a program less"
-    return Kernels()
+    return BlockSparseKernels()
 
 
-class Kernels:
+class BlockSparseKernels:
     """The three products, for checked arguments, see `effcompile.ops.block_sparse_native.Kernels`."""
 
     def linear(self, x: Tensor, values: Tensor, crow: Tensor, col: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 __all__ = [
-    "KERNELS", "TABLE", "TILE", "Config", "architecture", "architecture_of", "candidates", "dtype_name", "found_with",
+    "KERNELS", "TABLE", "TILE", "LaunchConfig", "architecture", "architecture_of", "candidates", "dtype_name", "found_with",
     "head_class", "here", "interpreting", "shared_memory", "using",
 ]  # fmt: skip
 
@@ -35,7 +35,7 @@ def interpreting() -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class LaunchConfig:
     """block_m × block_n elements of the score matrix per step, warps per program, stages of the software pipeline.
 
     precision: how fp32 is multiplied: "ieee", or "tf32x3", which is three tensor-core products as exact as fp32's inputs.
@@ -53,11 +53,11 @@ class Config:
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
-_forced: ContextVar[dict[str, Config] | None] = ContextVar("forced", default=None)
+_forced: ContextVar[dict[str, LaunchConfig] | None] = ContextVar("forced", default=None)
 
 
 @contextmanager
-def using(**configs: Config) -> Iterator[None]:
+def using(**configs: LaunchConfig) -> Iterator[None]:
     """Within this context, kernels are launched so, whatever the table says: for measuring and for compiling without a GPU."""
     token = _forced.set(configs)
     try:
@@ -119,7 +119,7 @@ def here(device: torch.device | None = None) -> str:
 
 def candidates(
     kernel: str, arch: str | None, dtype: torch.dtype, d: int, dv: int, shared: int | None = None, here: str | None = None
-) -> tuple[Config, ...]:
+) -> tuple[LaunchConfig, ...]:
     """Configurations of one of KERNELS that compile and fit, the likeliest first; none where no tile fits, one where it was measured.
 
     `arch` is of the table (None: the interpreter's); `shared`: bytes that a program may take, where a GPU has less than that architecture;
@@ -129,19 +129,19 @@ def candidates(
     if forced is not None:
         return (forced,)
     if arch is None or interpreting():
-        return (Config(block_m=32, block_n=32, warps=4, stages=1, precision="ieee" if dtype == torch.float32 else None),)
+        return (LaunchConfig(block_m=32, block_n=32, warps=4, stages=1, precision="ieee" if dtype == torch.float32 else None),)
     return _of_table(kernel, arch, dtype_name(dtype), head_class(d, dv), shared, here)
 
 
 @cache
-def _of_table(kernel: str, arch: str, dtype: str, size: int, shared: int | None, here: str | None) -> tuple[Config, ...]:
+def _of_table(kernel: str, arch: str, dtype: str, size: int, shared: int | None, here: str | None) -> tuple[LaunchConfig, ...]:
     row = _table().get(arch, {}).get(dtype, {}).get(str(size), {}).get(kernel)
     if row is None:
         return ()
     first = [row[name] for name in TILE]
     others = [] if here is not None and row.get("measured") == here else row.get("others", [])
     return tuple(
-        Config(**dict(zip(TILE, numbers, strict=False)), precision=row.get("precision"))
+        LaunchConfig(**dict(zip(TILE, numbers, strict=False)), precision=row.get("precision"))
         for numbers in ([*first, row["shared"]], *others)
         if shared is None or numbers[len(TILE)] <= shared
     )

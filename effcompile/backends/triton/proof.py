@@ -30,7 +30,7 @@ from effcompile.core.files import cache_folder, read_bounded, write_atomically
 from effcompile.core.stages import first_line
 from effcompile.machine.accelerator import kernel_sources, this_accelerator
 
-__all__ = ["USUAL", "Verdict", "prove", "proven"]
+__all__ = ["USUAL", "KernelVerdict", "prove", "proven"]
 
 #: What is compared before the first use, by the name of the dtype: float16 runs the kernels of bfloat16.
 USUAL = ("bfloat16", "float32")
@@ -45,7 +45,7 @@ Unit = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class KernelVerdict:
     """On one family in one dtype: its worst case's error, what that may be, and why the family is not used, if it is not."""
 
     family: str
@@ -63,7 +63,7 @@ def proven(families: Sequence[str], device: str, dtypes: Sequence[str] = USUAL) 
     return {family: next((v.reason for v in found if v.family == family and v.reason), None) for family in families}
 
 
-def prove(wanted: Sequence[tuple[str, str]], device: str) -> list[Verdict]:
+def prove(wanted: Sequence[tuple[str, str]], device: str) -> list[KernelVerdict]:
     """The verdicts on (family, dtype), kept ones where there are some."""
     path = cache_folder() / f"proof-{_digest(device)}.json"
     kept = _read(path)
@@ -80,22 +80,24 @@ def _parts(family: str) -> int:
     return len(import_module("effcompile.backends.triton.proof_cases").CASES.get(family, (None,)))
 
 
-def _worst(parts: Sequence[Verdict]) -> Verdict:
+def _worst(parts: Sequence[KernelVerdict]) -> KernelVerdict:
     return max(parts, key=lambda v: (v.reason is not None, v.error / v.limit if v.limit else 0.0))
 
 
-def _in_processes(units: Sequence[Unit], device: str) -> list[Verdict]:
+def _in_processes(units: Sequence[Unit], device: str) -> list[KernelVerdict]:
     """Each unit's verdict, of some processes side by side; one without, for its process ended, gets a process of its own."""
     count = _processes(device, len(units))
     found = [v for share in _run([units[i::count] for i in range(count)], device) for v in share]
     left = [unit for unit in units if unit not in {(v.family, v.dtype, v.part) for v in found}]
     for family, dtype, part in left:
         (alone,) = _run([[(family, dtype, part)]], device)
-        found += alone or [Verdict(family=family, dtype=dtype, part=part, reason="the process that compared it ended without a result")]
+        found += alone or [
+            KernelVerdict(family=family, dtype=dtype, part=part, reason="the process that compared it ended without a result")
+        ]
     return found
 
 
-def _run(shares: Sequence[Sequence[Unit]], device: str) -> list[list[Verdict]]:
+def _run(shares: Sequence[Sequence[Unit]], device: str) -> list[list[KernelVerdict]]:
     started = []
     for share in shares:
         command = [sys.executable, "-m", __name__, device, *(f"{family}:{dtype}:{part}" for family, dtype, part in share)]
@@ -105,7 +107,7 @@ def _run(shares: Sequence[Sequence[Unit]], device: str) -> list[list[Verdict]]:
     return [_verdicts(process, until) for process in started]
 
 
-def _verdicts(process: subprocess.Popen[str], until: float) -> list[Verdict]:
+def _verdicts(process: subprocess.Popen[str], until: float) -> list[KernelVerdict]:
     try:
         text, _ = process.communicate(timeout=max(1.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -115,7 +117,7 @@ def _verdicts(process: subprocess.Popen[str], until: float) -> list[Verdict]:
     for line in text.splitlines():
         if line.startswith("{"):
             try:
-                found.append(Verdict(**json.loads(line)))
+                found.append(KernelVerdict(**json.loads(line)))
             except (ValueError, TypeError):  # a line that its end cut short
                 continue
     return found
@@ -134,22 +136,22 @@ def _digest(device: str) -> str:
     return hashlib.sha256("\0".join(about).encode() + there).hexdigest()[:16]
 
 
-def _read(path: Path) -> dict[tuple[str, str], Verdict]:
+def _read(path: Path) -> dict[tuple[str, str], KernelVerdict]:
     try:
-        verdicts = [Verdict(**each) for each in json.loads(read_bounded(path, _MOST_BYTES, "kept verdicts"))]
+        verdicts = [KernelVerdict(**each) for each in json.loads(read_bounded(path, _MOST_BYTES, "kept verdicts"))]
     except (EffcompileError, ValueError, TypeError):  # none yet, or damaged: made again
         return {}
     return {(v.family, v.dtype): v for v in verdicts}
 
 
-def _write(path: Path, kept: Mapping[tuple[str, str], Verdict]) -> None:
+def _write(path: Path, kept: Mapping[tuple[str, str], KernelVerdict]) -> None:
     try:
         write_atomically(path, json.dumps([asdict(v) for v in kept.values()], indent=1).encode())
     except EffcompileError as error:  # a read-only home: compared again by the next process
         log.info("the verdicts on kernels are not kept: %s", error)
 
 
-def _compared(family: str, name: str, part: int, device: str) -> Verdict:
+def _compared(family: str, name: str, part: int, device: str) -> KernelVerdict:
     """All cases of a part of one family in one dtype, in this process."""
     from effcompile.backends.triton.proof_cases import CASES, Maker
 
@@ -159,10 +161,10 @@ def _compared(family: str, name: str, part: int, device: str) -> Verdict:
     for one in CASES[family][part](make):
         if not one.error <= one.limit(dtype):
             reason = f"{one.name} in {name}: relative error {one.error:.1e} against PyTorch's, more than {one.limit(dtype):.1e}"
-            return Verdict(family=family, dtype=name, part=part, case=one.name, error=-1.0, limit=one.limit(dtype), reason=reason)
+            return KernelVerdict(family=family, dtype=name, part=part, case=one.name, error=-1.0, limit=one.limit(dtype), reason=reason)
         if one.error > error:
             worst, error, limit = one.name, one.error, one.limit(dtype)
-    return Verdict(family=family, dtype=name, part=part, case=worst, error=error, limit=limit)
+    return KernelVerdict(family=family, dtype=name, part=part, case=worst, error=error, limit=limit)
 
 
 def main(device: str, *units: str) -> None:
@@ -175,7 +177,7 @@ def main(device: str, *units: str) -> None:
             import_module(f"effcompile.backends.triton.{family}").register(device)
             verdict = _compared(family, name, int(part), device)
         except Exception as error:
-            verdict = Verdict(family=family, dtype=name, part=int(part), reason=f"in {name}: {first_line(error)}")
+            verdict = KernelVerdict(family=family, dtype=name, part=int(part), reason=f"in {name}: {first_line(error)}")
         print(json.dumps(asdict(verdict)), flush=True)
 
 

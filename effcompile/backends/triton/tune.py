@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-from effcompile.backends.triton.configs import Config
+from effcompile.backends.triton.configs import LaunchConfig
 from effcompile.core.files import cache_folder
 
 __all__ = ["Timer", "Tuner", "tuner"]
@@ -29,7 +29,7 @@ __all__ = ["Timer", "Tuner", "tuner"]
 #: Seconds of one call.
 Timer = Callable[[Callable[[], object]], float]
 #: What a configuration is tried with: a call of its kernel.
-Trial = Callable[[Config], Callable[[], object]]
+Trial = Callable[[LaunchConfig], Callable[[], object]]
 
 
 def gpu_seconds(run: Callable[[], object]) -> float:
@@ -42,9 +42,9 @@ class Tuner:
 
     def __init__(self, path: Path, timer: Timer = gpu_seconds) -> None:
         self.path, self.timer = path, timer
-        self._found: dict[str, Config] = {}
+        self._found: dict[str, LaunchConfig] = {}
 
-    def choose(self, name: str, options: Sequence[Config], trial: Trial, *, measure: bool = True) -> Config:
+    def choose(self, name: str, options: Sequence[LaunchConfig], trial: Trial, *, measure: bool = True) -> LaunchConfig:
         """The fastest of `options` (one or more), from memory, the file, or by measuring; the first, where nothing may be measured.
 
         `name`: of kernel, dtype and head size.
@@ -59,7 +59,7 @@ class Tuner:
             self._found[name] = kept or self._measured(name, options, trial)
         return self._found[name]
 
-    def _measured(self, name: str, options: Sequence[Config], trial: Trial) -> Config:
+    def _measured(self, name: str, options: Sequence[LaunchConfig], trial: Trial) -> LaunchConfig:
         seconds: dict[int, float] = {}
         for index, option in enumerate(options):
             try:

@@ -27,7 +27,7 @@ from effcompile.schedules.emit import Emitted
 from effcompile.search.machine import AUTO, resolve
 from effcompile.search.training.cases import fastest
 from effcompile.search.training.figures import keep_figures, known_figures
-from effcompile.search.training.prepare import Figures, prepare
+from effcompile.search.training.prepare import OperatorCosts, prepare
 from effcompile.search.training.solve import Schedule
 
 
@@ -59,7 +59,7 @@ class _Partition:
         step, outputs = _as_step(joint, num_fwd_outputs)
         checkpoint = load_training_passes(["checkpoint"]).checkpoint
         machine = resolve(AUTO, [], gpu.place_of(None, joint_inputs))
-        figures = Figures(target=machine.target, here=True, known=known_figures(machine.calibration), store=machine.calibration)
+        figures = OperatorCosts(target=machine.target, here=True, known=known_figures(machine.calibration), store=machine.calibration)
         found = prepare(step, [Case(step=step)], checkpoint, figures)
         keep_figures(figures.known, machine.calibration)
         self.schedule = fastest(found, self.goal.memory)

@@ -106,7 +106,7 @@ class Prices(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class StepContext:
     """What a proposal is made for.
 
     Attributes:
@@ -150,7 +150,7 @@ class StepOption:
     settings: Mapping[str, Setting] = field(default_factory=dict, hash=False)
     why: Reason | None = None
     note: Reason | None = None
-    told: Callable[[Outcome], Iterable[Decision]] | None = field(default=None, compare=False, repr=False)
+    told: Callable[[StepOutcome], Iterable[Decision]] | None = field(default=None, compare=False, repr=False)
     made: Case | None = field(default=None, compare=False, repr=False)
     make: Callable[[], Case] | None = field(default=None, compare=False, repr=False)
 
@@ -191,7 +191,7 @@ class StepPass(Protocol):
     name: ClassVar[str]
     exact: ClassVar[bool]
 
-    def propose(self, case: Case, context: Context) -> Iterable[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterable[StepChoice | Declined]:
         """Choices and refusals for this step; pure."""
         ...
 
@@ -225,7 +225,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """The plan that an option became part of.
 
     Attributes:

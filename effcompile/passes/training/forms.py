@@ -13,7 +13,7 @@ from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.roles import Leaving
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Chosen, Context, Outcome, RequestError, StepChoice, StepOption, StepPass
+from effcompile.passes.training.base import Case, Chosen, RequestError, StepChoice, StepContext, StepOption, StepOutcome, StepPass
 from effcompile.passes.training.step_edit import Refusal
 
 
@@ -25,11 +25,11 @@ class Forms:
     declined: dict[Declined, None] = field(default_factory=dict)
     refused: list[tuple[dict[str, str], Reason]] = field(default_factory=list)
 
-    def ask(self, each: StepPass, context: Context) -> None:
+    def ask(self, each: StepPass, context: StepContext) -> None:
         """Have a pass change every form in all of its ways."""
         self.cases = [made for case in self.cases for made in self._of(each, case, context)]
 
-    def _of(self, each: StepPass, case: Case, context: Context) -> list[Case]:
+    def _of(self, each: StepPass, case: Case, context: StepContext) -> list[Case]:
         """Every form of a step that one pass has.
 
         A pass that raises, or proposes what cannot be, is declined with the reason, and the step stays as it is; but what the user
@@ -56,7 +56,7 @@ class Forms:
             self.refused.append(({**form.options, choice.kind: option.name}, refusal.reason))
 
 
-def forms(passes: Sequence[StepPass], case: Case, context: Context) -> Forms:
+def forms(passes: Sequence[StepPass], case: Case, context: StepContext) -> Forms:
     """Every form of a step that these passes have, one after the other.
 
     Raises:
@@ -78,14 +78,14 @@ def _finished(cases: Sequence[Case]) -> list[Case]:
     return [replace(case, step=changed[id(case.step)], last=None) for case in cases]
 
 
-def proposed(each: StepPass, case: Case, context: Context, declined: dict[Declined, None]) -> list[StepChoice]:
+def proposed(each: StepPass, case: Case, context: StepContext, declined: dict[Declined, None]) -> list[StepChoice]:
     """The choices of a pass that may be taken; what it declines, and what is out of the question, is added to `declined`."""
     items = [part for item in each.propose(case, context) for part in _allowed(item, each, context)]
     declined |= dict.fromkeys(item for item in items if isinstance(item, Declined))
     return [item for item in items if not isinstance(item, Declined)]
 
 
-def _allowed(item: StepChoice | Declined, each: StepPass, context: Context) -> Iterator[StepChoice | Declined]:
+def _allowed(item: StepChoice | Declined, each: StepPass, context: StepContext) -> Iterator[StepChoice | Declined]:
     """A proposal, checked; options that are out of the question are declined."""
     if isinstance(item, Declined):
         yield item
@@ -143,7 +143,7 @@ def applied(each: StepPass, case: Case, choice: StepChoice, option: StepOption) 
     return replace(changed, taken=(*case.taken, chosen))
 
 
-def told(chosen: Chosen, outcome: Outcome, cost: Cost, baseline_cost: Cost, why: Reason | None) -> list[Decision]:
+def told(chosen: Chosen, outcome: StepOutcome, cost: Cost, baseline_cost: Cost, why: Reason | None) -> list[Decision]:
     """What a plan says of an option: one decision at the choice's site, and what the option itself tells."""
     choice, option = chosen.choice, chosen.option
     own = [

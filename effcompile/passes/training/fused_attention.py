@@ -27,7 +27,7 @@ from effcompile.core.torch_compat_aot import off_meta
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.program import Program, TensorSpec
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
+from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.sites.attention.closed_masks import in_closed_form, mask_of
 from effcompile.sites.attention.find.match import SDPA, match
 from effcompile.sites.attention.find.normal_form import AttentionMatch, Unmatched
@@ -65,7 +65,7 @@ class FusedAttention:
     name: ClassVar[str] = "attention"
     exact: ClassVar[bool] = True
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """The step as written, and with its attentions fused: the forward is captured again. Masks are understood by their values."""
         if not self.enabled or case.source is None or case.front is None:
             return
@@ -103,7 +103,7 @@ class FusedAttention:
         step, attended = source.once(self.name, capture)
         return replace(case, step=step, front=None), attended
 
-    def _choice(self, case: Case, made: Case, attended: Attended, context: Context) -> StepChoice:
+    def _choice(self, case: Case, made: Case, attended: Attended, context: StepContext) -> StepChoice:
         """Fused keeps no scores; where it is clearly faster too, or wanted `always`, the step as written is no alternative, else it is."""
         options = [StepOption(name=FUSED, told=partial(_told, attended, True), made=made)]
         settled = self.always or _clearly_better(*context.prices.unplanned(made.step, case.step))
@@ -141,7 +141,7 @@ def _clearly_better(fused: tuple[float, int], written: tuple[float, int]) -> boo
     return fused[0] < _CLEARLY_FASTER * written[0] and fused[1] <= written[1]
 
 
-def _told(attended: Attended, fused: bool, outcome: Outcome) -> Iterator[Decision]:
+def _told(attended: Attended, fused: bool, outcome: StepOutcome) -> Iterator[Decision]:
     """What became of every attention that can be one operator."""
     for site, mask in attended.fused.items():
         size = attended.score_bytes[site]

@@ -13,7 +13,7 @@ from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Because
 from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import Step
-from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
+from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.passes.training.loss_head import LossHead, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
 
 KIND, WHOLE = "loss head", "whole"
@@ -34,7 +34,7 @@ class LossHeads:
     name: ClassVar[str] = "loss_head"
     exact: ClassVar[bool] = True
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """The head whole, and what saves more and more memory; without a head gradients in place alone, where there are any to sum."""
         for left in declined_loss_heads(case.step):
             yield Declined(site=left.site, kind=KIND, option="chunks", by=self.name, reason=left.reason)
@@ -111,7 +111,7 @@ def _alike(before: Step, after: Step) -> bool:
     return len(before.graph.nodes) == len(after.graph.nodes) and all(a.target == b.target for a, b in pairs)
 
 
-def _gradients(outcome: Outcome) -> Iterator[Decision]:
+def _gradients(outcome: StepOutcome) -> Iterator[Decision]:
     """The parameters whose gradients are summed in one tensor, with its bytes."""
     step = outcome.cut.step
     found = (_summed(step, node) for node in step.graph.nodes if _in_place(node))

@@ -24,7 +24,7 @@ from torch import fx
 from effcompile.core.errors import EffcompileError, UnknownNameError
 from effcompile.core.stages import first_line
 from effcompile.machine.target import Target
-from effcompile.planner.remat import BlockProblem, Form
+from effcompile.planner.remat import BlockProblem, Residency
 from effcompile.schedules.away import movable
 from effcompile.schedules.blocks import Block, Blocks, Host
 from effcompile.schedules.ways import Way
@@ -180,7 +180,7 @@ class Levers:
             if way.codec is None or self._said(lever, lambda: _packed(way, value)) < size:  # noqa: B023
                 yield known.setdefault(way.name, way)
 
-    def _with(self, block: Block, forms: dict[str, tuple[Form, ...]], scarce: bool, hidden: tuple[float, ...] | None) -> Block:
+    def _with(self, block: Block, forms: dict[str, tuple[Residency, ...]], scarce: bool, hidden: tuple[float, ...] | None) -> Block:
         """The block with these ways; blocks that have become different are of different kinds."""
         forms = {name: of for name, of in forms.items() if of}
         forward = block.problem.forward if self.recompute else tuple(replace(op, repeatable=False) for op in block.problem.forward)
@@ -247,12 +247,12 @@ def composed(ways: Collection[Way]) -> Iterator[Way]:
             yield from (way.on(host) for host in hosts)
 
 
-def _form(way: Way, value: torch.Tensor, size: int, rates: Rates) -> Form:
+def _form(way: Way, value: torch.Tensor, size: int, rates: Rates) -> Residency:
     """A way as a form of the planner. Where copies run beside the compute, what is on its way is staged on the device."""
     packed = 0 if way.codec is None else way.codec.packed_bytes(value.numel())
     moved = packed or size
     out, back = (moved * rates.out + rates.call, moved * rates.back + rates.call) if way.on_host else (0.0, 0.0)
-    return Form(
+    return Residency(
         name=way.name, held=0 if way.on_host else packed, staged=moved if rates.beside or not way.on_host else 0, packed=packed,
         host=moved if way.on_host else 0,
         workspace=0 if way.codec is None else max(way.codec.pack_workspace(value), way.codec.unpack_workspace(value)),

@@ -36,7 +36,7 @@ _BACKWARD = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logits:
+class HeadLogits:
     """The forward part: logits = outer · tanh(inner · z) if capped, else inner · z, with z = x Wᵀ + bias.
 
     Attributes:
@@ -69,7 +69,7 @@ class Match:
         inside: all nodes that the rewrite makes superfluous, matrix products and nll_loss included.
     """
 
-    logits: Logits
+    logits: HeadLogits
     target: fx.Node
     reduction: int
     ignore_index: int
@@ -149,7 +149,7 @@ def _through(node: Any, kinds: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _upwards(softmax: fx.Node) -> Logits:
+def _upwards(softmax: fx.Node) -> HeadLogits:
     """From the softmax to the matrix product, noting what lies between."""
     classes = shape_of(softmax)[-1]
     node: fx.Node = softmax.args[0]  # type: ignore[assignment]
@@ -174,7 +174,7 @@ def _upwards(softmax: fx.Node) -> Logits:
         node = source  # type: ignore[assignment]
     x, weight, bias = _factors(node, bias)
     turned, capped = weight.target in _TURNS, len(scales) == 2
-    return Logits(
+    return HeadLogits(
         product=node, x=x, weight=weight.args[0] if turned else weight, turned=turned, bias=bias, rows=tuple(rows),  # type: ignore[arg-type]
         inner=scales[-1], outer=scales[0] if capped else 1.0, capped=capped, between=frozenset({node, *between}),
     )  # fmt: skip

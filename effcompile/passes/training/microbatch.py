@@ -34,7 +34,7 @@ from effcompile.core.reasons import Because, Divided, Reason, Unsupported
 from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import DividedStep, Step
-from effcompile.passes.training.base import Case, Context, Outcome, Prices, RequestError, StepChoice, StepOption
+from effcompile.passes.training.base import Case, Prices, RequestError, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.passes.training.consume import with_consumed_gradients
 from effcompile.passes.training.separable import AnotherGraph, divided, divided_into_single
 from effcompile.passes.training.step_edit import Refusal
@@ -62,7 +62,7 @@ class Microbatch:
         if self.count < 0:
             raise UsageError(f"microbatch.count = {self.count}: give the number of micro-batches, or 0 to have it chosen.")
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """The whole batch, and each number of micro-batches, captured when it is taken up."""
         if case.source is None:
             return
@@ -234,7 +234,7 @@ def _additions(gradients: Collection[fx.Node]) -> list[fx.Node]:
 # ------------------------------------------------------------------ what the plan says
 
 
-def _told(outcome: Outcome) -> Iterator[Decision]:
+def _told(outcome: StepOutcome) -> Iterator[Decision]:
     """How the batch is divided."""
     division, case = outcome.case.division, outcome.case
     assert division is not None

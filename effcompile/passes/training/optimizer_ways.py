@@ -16,7 +16,7 @@ from effcompile.ir.footprint import STATES, Footprint
 from effcompile.ir.plan import Setting
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
-from effcompile.ops.optimizers import CHANGES, EIGHT_BIT, GIVEN, Form, Group, given_form, one_by_one
+from effcompile.ops.optimizers import CHANGES, EIGHT_BIT, GIVEN, Group, StatesForm, given_form, one_by_one
 
 #: (qualified name, the optimizer's group, parameter).
 Parameters = Sequence[tuple[str, Group, torch.Tensor]]
@@ -35,7 +35,7 @@ class StatesOption:
         seconds: of the update. measured: they were, here.
     """
 
-    form: Form
+    form: StatesForm
     on_host: bool = False
     consumed: bool = False
     resident_bytes: int = 0
@@ -83,8 +83,8 @@ class GivenOptimizer:
         self.here = here
         self.count = sum(p.numel() for _, _, p in mine)
         self.bytes = sum(p.numel() * p.element_size() for _, _, p in mine)
-        self.known: dict[tuple[Form, str], StateBytes] = {}
-        self.times: dict[Form, float] = {}
+        self.known: dict[tuple[StatesForm, str], StateBytes] = {}
+        self.times: dict[StatesForm, float] = {}
 
     @classmethod
     def of(
@@ -112,7 +112,7 @@ class GivenOptimizer:
         """The optimizer as the user gave it."""
         return self.way(given_form(self.optimizer, self.target.device))
 
-    def way(self, form: Form, *, on_host: bool = False, consumed: bool = False) -> StatesOption:
+    def way(self, form: StatesForm, *, on_host: bool = False, consumed: bool = False) -> StatesOption:
         """A way, priced."""
         taken = self._bytes_of(form, self.mine)
         copies = on_host and self.target.device != "cpu"
@@ -147,14 +147,14 @@ class GivenOptimizer:
             return taken.working_bytes
         return max(taken.working_bytes, taken.largest) if self.target.device == "cpu" else 0
 
-    def _bytes_of(self, form: Form, parameters: Parameters) -> StateBytes:
+    def _bytes_of(self, form: StatesForm, parameters: Parameters) -> StateBytes:
         """Of all parameters, or of one, which has the bytes of every other of its shape."""
         key = "" if parameters is self.mine else f"{id(parameters[0][1])}{tuple(parameters[0][2].shape)}{parameters[0][2].dtype}"
         if (form, key) not in self.known:
             self.known[form, key] = state_bytes(form, self.optimizer, [(g, p) for _, g, p in parameters], self.target.device)
         return self.known[form, key]
 
-    def _seconds(self, form: Form, taken: StateBytes, copies: bool) -> float:
+    def _seconds(self, form: StatesForm, taken: StateBytes, copies: bool) -> float:
         if not self.here or copies:
             link = 2 * self.bytes if copies else 0
             count = len(self.mine)

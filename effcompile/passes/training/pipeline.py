@@ -13,7 +13,7 @@ from typing import ClassVar, cast
 from effcompile.core.errors import UsageError
 from effcompile.ir.plan import Declined
 from effcompile.ir.strategy import Schedule, Strategy
-from effcompile.passes.training.base import Case, Context, RequestError, StepChoice, StepOption
+from effcompile.passes.training.base import Case, RequestError, StepChoice, StepContext, StepOption
 
 __all__ = ["KIND", "SITE", "Pipeline"]
 
@@ -71,7 +71,7 @@ class Pipeline:
             raise UsageError(f"A batch of {batch} does not divide into {wanted or 'two or more'} micro-batches{said}. {known}")
         return wanted
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """Nothing: the stages of a pipeline are steps of their own.
 
         Raises:

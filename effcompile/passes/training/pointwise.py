@@ -20,7 +20,7 @@ from effcompile.core.torch_compat_aot import is_random
 from effcompile.ir.plan import Decision, Setting
 from effcompile.ir.step import Step
 from effcompile.ops.fused import Fused
-from effcompile.passes.training.base import Case, Context, Outcome, StepChoice, StepOption
+from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.passes.training.pointwise_build import replace_group, size_of
 from effcompile.passes.training.pointwise_cut import absorbed
 from effcompile.passes.training.pointwise_graph import (
@@ -74,7 +74,7 @@ class Pointwise:
     name: ClassVar[str] = "pointwise"
     exact: ClassVar[bool] = True
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
         """The step with its chains fused where that was measured to be faster, for another machine all; no other form competes."""
         if not self.enabled:
             return
@@ -102,7 +102,7 @@ class Pointwise:
         return replace(case, step=fuse(case.step, [frozenset(group) for group in apart])[0])
 
 
-def _told(apart: Sequence[tuple[str, ...]], outcome: Outcome) -> Iterator[Decision]:
+def _told(apart: Sequence[tuple[str, ...]], outcome: StepOutcome) -> Iterator[Decision]:
     """One decision for the kernels of every block that has any, and one for all chains that are none."""
     kernels = [(block.name, sum(isinstance(n.target, Fused) for n in (*block.forward, *block.backward))) for block in outcome.cut.blocks]
     for site, count in kernels:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from effcompile.ir.program import module_path
-from effcompile.ops.fused import Fused, Layout
+from effcompile.ops.fused import Fused, TileLayout
 from effcompile.passes.training.pointwise_graph import block_of, is_inner_view, link
 
 _INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "seq_nr", "stack_trace", "partitioner_tag", "autograd_backward")
@@ -72,8 +72,8 @@ class _Inner:
         for node in members:
             self._value(node)
         self.graph.output(tuple(self.made[node] for node in leaving))
-        layouts = [Layout.of(node.meta["val"]) for node in self.given]
-        return Fused(self.graph, layouts, [Layout.of(node.meta["val"]) for node in leaving])
+        layouts = [TileLayout.of(node.meta["val"]) for node in self.given]
+        return Fused(self.graph, layouts, [TileLayout.of(node.meta["val"]) for node in leaving])
 
     def _inside(self, node: fx.Node) -> bool:
         """Whether a node is made within the kernel: an operator of it, or a view of one."""

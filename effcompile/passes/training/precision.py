@@ -26,7 +26,7 @@ from effcompile.estimate.halves import draws_as_fp32, product_ratio
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
-from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
+from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption
 from effcompile.sites.attention.normalise import OUR_ATTENTIONS
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ class Precision:
         if not self.dtypes:
             raise UsageError(f"precision.dtypes is empty. Choose among {', '.join(DTYPES)}, or leave the pass out: no-precision.")
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """fp32, and the first dtype that is possible; those before it are declined."""
         for dtype in self.dtypes:
             reason = context.forbidden.get((KIND, label(dtype))) or self.refusal(dtype, case.step, context.target, here=context.here)

@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Setting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class SavedValues:
     """What one block holds from forward to backward: what is kept, what in which form, the block its input is remade from ("" for none)."""
 
     kept: tuple[str, ...]
@@ -30,7 +30,7 @@ class Held:
     forms: Mapping[str, str] = field(default_factory=dict)
 
 
-def chosen(cut: Blocks, blocks: Mapping[str, Held]) -> tuple[list[BlockOption], tuple[Group, ...]]:
+def chosen(cut: Blocks, blocks: Mapping[str, SavedValues]) -> tuple[list[BlockOption], tuple[Group, ...]]:
     """The options and groups of a saved schedule, for the blocks of this step.
 
     Raises:
@@ -42,7 +42,7 @@ def chosen(cut: Blocks, blocks: Mapping[str, Held]) -> tuple[list[BlockOption], 
     return options, _groups([blocks[block.name].remade_from for block in cut.blocks], [block.name for block in cut.blocks])
 
 
-def _option(cut: Blocks, block: Block, held: Held) -> BlockOption:
+def _option(cut: Blocks, block: Block, held: SavedValues) -> BlockOption:
     _all_known(held.kept, block.problem.nbytes, f"keeps {{!r}} in {block.name}, which it does not make")
     able = movable(cut, block) if held.forms else {}
     _all_known(held.forms, able, f"holds {{!r}} of {block.name} elsewhere, which cannot be")
@@ -71,7 +71,7 @@ def _groups(origins: Sequence[str], names: Sequence[str]) -> tuple[Group, ...]:
     return tuple(found)
 
 
-def held(plan: Plan) -> dict[str, Held]:
+def held(plan: Plan) -> dict[str, SavedValues]:
     """What each block holds, from the decisions.
 
     Raises:
@@ -85,7 +85,7 @@ def held(plan: Plan) -> dict[str, Held]:
         for decision in by_kind.get(kind, ()):
             forms.setdefault(decision.site, {}).update(dict.fromkeys(_names(decision, "values"), kind))
     blocks = {
-        d.site: Held(kept=_names(d, "keep"), remade_from=_setting(d, "remade_from", str), forms=forms.pop(d.site, {}))
+        d.site: SavedValues(kept=_names(d, "keep"), remade_from=_setting(d, "remade_from", str), forms=forms.pop(d.site, {}))
         for d in by_kind.get("checkpoint", ())
     }
     if forms:

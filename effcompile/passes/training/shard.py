@@ -35,7 +35,7 @@ from effcompile.ir.roles import Leaving
 from effcompile.ir.step import Spread, Step
 from effcompile.ops import collectives
 from effcompile.ops.collectives import rows_of_shard
-from effcompile.passes.training.base import Case, Context, StepChoice, StepOption
+from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption
 from effcompile.passes.training.consume import completing
 from effcompile.passes.training.step_edit import Refusal, call, copied
 from effcompile.schedules.blocks import split
@@ -77,7 +77,7 @@ class Shard:
         if not self.forms:
             raise UsageError(f"shard.forms is empty. Choose among: {', '.join(_WORDS)}.")
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """Each form; none of a step on one rank."""
         if self.ranks == 1:
             return

@@ -19,8 +19,8 @@ from effcompile.core.reasons import Because, Frees, Kept, NotAllowed, Reason, Un
 from effcompile.core.stages import first_line
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import Step
-from effcompile.ops.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, Form, declined, one_by_one
-from effcompile.passes.training.base import Case, Context, Outcome, RequestError, StepChoice, StepOption
+from effcompile.ops.optimizers import CHANGES, CPU_PIECE, EIGHT_BIT, GIVEN, LION8, StatesForm, declined, one_by_one
+from effcompile.passes.training.base import Case, RequestError, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.passes.training.consume import with_consumed_gradients
 from effcompile.passes.training.optimizer_ways import GivenOptimizer, StatesOption
 from effcompile.passes.training.step_edit import Refusal
@@ -53,7 +53,7 @@ class States:
             if name not in CHANGES:
                 raise UsageError(f"states.change = {name!r} is not known. Choose among: {', '.join(CHANGES)}.")
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """Every allowed way, the given one first, and what cannot be, with reasons; nothing without an optimizer."""
         if case.optimizer is None:
             return
@@ -110,7 +110,7 @@ class States:
         consumed = [given.way(o.form, on_host=o.on_host, consumed=True) for o in found] if reason is None else []
         return [*found, *consumed], refused
 
-    def _forms(self, given: GivenOptimizer, goal: Goal) -> tuple[list[Form], dict[str, Reason]]:
+    def _forms(self, given: GivenOptimizer, goal: Goal) -> tuple[list[StatesForm], dict[str, Reason]]:
         forms, refused = [given.given.form], dict[str, Reason]()
         allowed = self.eight_bit or not goal.exact
         eight = None if allowed else NotAllowed(because="changes numbers", allow=("max_error", "--pass states.eight_bit=true"))
@@ -129,12 +129,12 @@ def _on_ranks(given: GivenOptimizer) -> tuple[list[StatesOption], dict[str, Reas
     return [given.given], dict.fromkeys((EIGHT_BIT, "on the host", CONSUMED), reason)
 
 
-def _form(name: str, given: GivenOptimizer) -> Form:
+def _form(name: str, given: GivenOptimizer) -> StatesForm:
     """A form by its name; on CPUs states in 8 bits are updated piece by piece."""
     if name == GIVEN:
         return given.given.form
     piece = CPU_PIECE if given.target.device == "cpu" else 0
-    return Form(name, False, piece if name in (EIGHT_BIT, LION8) else 0)
+    return StatesForm(name, False, piece if name in (EIGHT_BIT, LION8) else 0)
 
 
 def _way_of(given: GivenOptimizer, option: StepOption) -> StatesOption:
@@ -160,7 +160,7 @@ def _way_of(given: GivenOptimizer, option: StepOption) -> StatesOption:
 # ------------------------------------------------------------------ what the plan says
 
 
-def _told(taken: StatesOption, given: StatesOption, outcome: Outcome) -> Iterator[Decision]:
+def _told(taken: StatesOption, given: StatesOption, outcome: StepOutcome) -> Iterator[Decision]:
     """One for the states, and one for the gradients where they are consumed."""
     yield Decision(
         site=SITE, kind=KIND, option=taken.label, baseline=given.label, by=States.name, cost=_cost(taken), baseline_cost=_cost(given),

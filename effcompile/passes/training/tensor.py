@@ -13,7 +13,7 @@ from effcompile.core.reasons import Because
 from effcompile.core.torch_compat_aot import draws
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Spread, Step
-from effcompile.passes.training.base import Case, Context, RequestError, StepChoice, StepOption
+from effcompile.passes.training.base import Case, RequestError, StepChoice, StepContext, StepOption
 from effcompile.passes.training.split import Split
 
 __all__ = ["KIND", "SITE", "TensorParallel"]
@@ -39,7 +39,7 @@ class TensorParallel:
         if self.ranks < 1 or self.rank < 0:
             raise UsageError(f"tensor.ranks = {self.ranks}, tensor.rank = {self.rank}: give how many ranks, at least 1, and one of them.")
 
-    def propose(self, case: Case, context: Context) -> Iterator[StepChoice | Declined]:
+    def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
         """The one form; what stays whole is declined.
 
         Raises:

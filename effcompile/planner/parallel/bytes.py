@@ -34,7 +34,7 @@ _LIVE, _PREFETCH, _REDUCE = 1e9, 5e7, 5e8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """A stage of the pipeline as one rank holds it: its runs of layers (one run per virtual stage), and its ends.
 
     `first`: it has the embedding. `last`: it has the loss.
@@ -50,7 +50,7 @@ class Place:
         return tuple(i for begin, end in self.runs for i in range(begin, end))
 
 
-def place(model: Model, strategy: Strategy, rank: int) -> Place:
+def place(model: Model, strategy: Strategy, rank: int) -> RankPlace:
     """What a rank of the pipeline holds: virtual stage v of rank r is the (v · pp + r)-th piece of the model.
 
     Raises:
@@ -58,7 +58,7 @@ def place(model: Model, strategy: Strategy, rank: int) -> Place:
     """
     ends = list(accumulate(strategy.layers(model.depth), initial=0))
     runs = tuple((ends[piece], ends[piece + 1]) for piece in range(rank, strategy.stages, strategy.pp))
-    return Place(rank=rank, runs=runs, first=rank == 0, last=rank == strategy.pp - 1)
+    return RankPlace(rank=rank, runs=runs, first=rank == 0, last=rank == strategy.pp - 1)
 
 
 def in_flight(strategy: Strategy, rank: int, micro_batches: int) -> float:
@@ -78,7 +78,7 @@ def in_flight(strategy: Strategy, rank: int, micro_batches: int) -> float:
     return min(m, p - rank)
 
 
-def parameters(model: Model, strategy: Strategy, place: Place) -> tuple[float, float]:
+def parameters(model: Model, strategy: Strategy, place: RankPlace) -> tuple[float, float]:
     """(of the rank's layers, of its embedding and head), after tensor parallelism."""
     inside = sum(model.layers[model.order[i]].parameters for i in place.layers)
     shared = model.tied and place.first and place.last
@@ -86,7 +86,7 @@ def parameters(model: Model, strategy: Strategy, place: Place) -> tuple[float, f
     return inside / strategy.tp, ends / strategy.tp
 
 
-def standing(model: Model, strategy: Strategy, place: Place) -> dict[str, float]:
+def standing(model: Model, strategy: Strategy, place: RankPlace) -> dict[str, float]:
     """Bytes at every instant of the step, by kind."""
     inside, ends = parameters(model, strategy, place)
     p, shards = inside + ends, strategy.shards
@@ -111,7 +111,7 @@ def standing(model: Model, strategy: Strategy, place: Place) -> dict[str, float]
     }
 
 
-def layer_parameters(model: Model, strategy: Strategy, place: Place) -> float:
+def layer_parameters(model: Model, strategy: Strategy, place: RankPlace) -> float:
     """Of the largest layer of a rank, after tensor parallelism."""
     kinds = {model.order[i] for i in place.layers}
     return max((model.layers[kind].parameters for kind in kinds), default=0) / strategy.tp
@@ -122,7 +122,7 @@ def number_bytes(strategy: Strategy) -> int:
     return 4 if strategy.precision == "fp32" else 2
 
 
-def buffers(model: Model, strategy: Strategy, place: Place) -> float:
+def buffers(model: Model, strategy: Strategy, place: RankPlace) -> float:
     """Gathered weights and the collectives' buffers that stand while layers run."""
     if strategy.shards == 1 or strategy.zero < 2:
         return 0.0
@@ -142,7 +142,7 @@ def buffers(model: Model, strategy: Strategy, place: Place) -> float:
     return width * (2 * layer + unit) + 4 * layer
 
 
-def host_bytes(model: Model, strategy: Strategy, place: Place) -> float:
+def host_bytes(model: Model, strategy: Strategy, place: RankPlace) -> float:
     """What a rank has in its node's memory."""
     p = sum(parameters(model, strategy, place))
     shards = strategy.shards if strategy.zero else 1
@@ -151,7 +151,7 @@ def host_bytes(model: Model, strategy: Strategy, place: Place) -> float:
     ]
 
 
-def logits(model: Model, strategy: Strategy, place: Place) -> float:
+def logits(model: Model, strategy: Strategy, place: RankPlace) -> float:
     """Bytes at the loss: of every logit all its copies. tp divides the vocabulary, cp the sequence."""
     if not place.last:
         return 0.0

@@ -15,7 +15,7 @@ from effcompile.planner.parallel import pipeline
 from effcompile.planner.parallel.engines import ENGINES
 from effcompile.planner.parallel.model import Model
 from effcompile.planner.parallel.pipeline import TimeLine
-from effcompile.planner.parallel.rank import Chosen, Rank, Way, ways
+from effcompile.planner.parallel.rank import Rank, RankChoice, RankWay, ways
 from effcompile.planner.parallel.seconds import Clock
 
 #: The parts of a step's seconds on its slowest rank, in the report's order.
@@ -24,7 +24,7 @@ BUBBLE, DATA, UPDATE = "pipeline bubble", "data parallel not hidden", "optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class DivisionProblem:
     """What is asked: a step of so many sequences of a model, on a cluster of a target.
 
     `scaled`, `known_cuts`: options and balanced stages, by what they depend on.
@@ -34,7 +34,7 @@ class Problem:
     cluster: Cluster
     target: Target
     global_batch: int
-    scaled: MutableMapping[object, tuple[Way, ...]] = field(default_factory=dict, compare=False, repr=False)
+    scaled: MutableMapping[object, tuple[RankWay, ...]] = field(default_factory=dict, compare=False, repr=False)
     known_cuts: MutableMapping[object, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -59,7 +59,7 @@ class Solved:
     bound: float
     parts: dict[str, float]
     ranks: tuple[Rank, ...]
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[RankChoice, ...]
     line: TimeLine
 
     @property
@@ -76,9 +76,9 @@ class Solved:
 class Division:
     """A strategy, priced."""
 
-    problem: Problem
+    problem: DivisionProblem
     strategy: Strategy
-    known: MutableMapping[tuple[int, int | None], Chosen] = field(default_factory=dict, compare=False, repr=False)
+    known: MutableMapping[tuple[int, int | None], RankChoice] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def clock(self) -> Clock:
@@ -99,7 +99,7 @@ class Division:
         return Rank(clock=self.clock, place=place, copies=copies, options=self._options)
 
     @cached_property
-    def _options(self) -> dict[tuple[int, str], tuple[Way, ...]]:
+    def _options(self) -> dict[tuple[int, str], tuple[RankWay, ...]]:
         s = self.strategy
         rules = ("none", "full") if s.recompute == "layer" else (s.recompute,)
         found = {}
@@ -147,7 +147,7 @@ class Division:
         beside = max(self._beside(rank, backward) for rank in self._looked_at)
         return pipeline.least_seconds(self.strategy, self.micro_batches, forward, backward, self.clock.hop) + beside
 
-    def _choice(self, rank: Rank, budget: int | None) -> Chosen:
+    def _choice(self, rank: Rank, budget: int | None) -> RankChoice:
         key = (rank.place.rank, budget)
         if key not in self.known:
             self.known[key] = rank.choose(budget)
@@ -197,7 +197,7 @@ class Division:
         """Every rank as lean as it can be, simulated."""
         return self._simulated(tuple(rank.lean() for rank in self.ranks))
 
-    def _simulated(self, chosen: tuple[Chosen, ...]) -> Solved:
+    def _simulated(self, chosen: tuple[RankChoice, ...]) -> Solved:
         forward, backward = self.plain
         stages = list(backward)
         for rank, choice in zip(self.ranks, chosen, strict=True):
@@ -219,8 +219,8 @@ class Division:
             line=line,
         )
 
-    def _chosen(self, budget: int | None) -> tuple[Chosen, ...]:
-        found: dict[int, Chosen] = {}
+    def _chosen(self, budget: int | None) -> tuple[RankChoice, ...]:
+        found: dict[int, RankChoice] = {}
         count = len(self.ranks)
 
         def between(low: int, high: int) -> None:
@@ -246,7 +246,7 @@ class Division:
             between(1, count - 2)
         return tuple(found[i] for i in range(count))
 
-    def _parts(self, chosen: tuple[Chosen, ...], pipe: float, stages: list[float]) -> dict[str, float]:
+    def _parts(self, chosen: tuple[RankChoice, ...], pipe: float, stages: list[float]) -> dict[str, float]:
         """The slowest rank's seconds by what they are spent on."""
         m, model, clock = self.micro_batches, self.problem.model, self.clock
         slow = max(range(len(self.ranks)), key=lambda r: sum(self.plain[0][r :: self.strategy.pp]) + sum(stages[r :: self.strategy.pp]))

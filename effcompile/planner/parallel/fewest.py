@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from effcompile.core.errors import UsageError
 from effcompile.core.units import format_bytes
 from effcompile.ir.strategy import StrategyFields
-from effcompile.planner.parallel.division import Division, Problem
+from effcompile.planner.parallel.division import Division, DivisionProblem
 from effcompile.planner.parallel.engines import ENGINES
 from effcompile.planner.parallel.search import strategies
 from effcompile.planner.parallel.strategy import check_model
@@ -26,7 +26,7 @@ def counts(per_node: int) -> Iterator[int]:
         step = step * 2 if nodes >= 4 * step else step
 
 
-def leanest(problem: Problem, asked: StrategyFields) -> Division | None:
+def leanest(problem: DivisionProblem, asked: StrategyFields) -> Division | None:
     """The division that needs the least memory; None: nothing divides.
 
     What only adds bytes is not looked at: several sequences at a time (in flight are the step's sequences or the pipeline's
@@ -53,7 +53,9 @@ def leanest(problem: Problem, asked: StrategyFields) -> Division | None:
     return best
 
 
-def fewest(problem: Callable[[int], Problem], per_node: int, asked: StrategyFields, limit: int, below: int | None = None) -> int | None:
+def fewest(
+    problem: Callable[[int], DivisionProblem], per_node: int, asked: StrategyFields, limit: int, below: int | None = None
+) -> int | None:
     """The smallest number of devices on which the leanest division fits with the model's error on top; None: none does."""
     room = int(limit / (1 + ENGINES[asked.get("engine", "ours")].error))
     least = 0
@@ -73,7 +75,7 @@ def fewest(problem: Callable[[int], Problem], per_node: int, asked: StrategyFiel
     return None
 
 
-def nearest_changes(problem: Problem, asked: StrategyFields, limit: int, enough: int | None, peak: int) -> Iterator[str]:
+def nearest_changes(problem: DivisionProblem, asked: StrategyFields, limit: int, enough: int | None, peak: int) -> Iterator[str]:
     """Single changes that would make it fit, in the user's words."""
     if enough is not None:
         yield f"--devices {enough}: the fewest that are enough"

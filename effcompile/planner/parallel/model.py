@@ -14,7 +14,7 @@ from effcompile.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LayerWork:
     """What is to be computed: floating-point operations of products and of attention, bytes that other operators move, kernels."""
 
     products: float = 0.0
@@ -22,16 +22,16 @@ class Work:
     moved: float = 0.0
     kernels: float = 0.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: LayerWork) -> LayerWork:
+        return LayerWork(
             products=self.products + other.products,
             attention=self.attention + other.attention,
             moved=self.moved + other.moved,
             kernels=self.kernels + other.kernels,
         )
 
-    def __mul__(self, times: float) -> Work:
-        return Work(
+    def __mul__(self, times: float) -> LayerWork:
+        return LayerWork(
             products=self.products * times, attention=self.attention * times, moved=self.moved * times, kernels=self.kernels * times
         )
 
@@ -53,13 +53,13 @@ class Bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class StrategyOption:
     """One way to run a layer, from the block solver: what it keeps, its highest instants, what it computes again."""
 
     kept: Bytes
     forward: Bytes
     backward: Bytes
-    again: Work
+    again: LayerWork
     label: str = ""
 
 
@@ -76,10 +76,10 @@ class Layer:
 
     name: str
     parameters: int
-    forward: Work
-    backward: Work
-    options: tuple[Option, ...]
-    rules: Mapping[str, Option]
+    forward: LayerWork
+    backward: LayerWork
+    options: tuple[StrategyOption, ...]
+    rules: Mapping[str, StrategyOption]
     sums: int = 2
 
 
@@ -144,9 +144,11 @@ class Model:
         return tuple(k.forward.products + k.backward.products + 3 * pairs * k.forward.attention for k in self.layers)
 
     @cached_property
-    def head_work(self) -> Work:
+    def head_work(self) -> LayerWork:
         """The forward of the loss head: one product; its backward is twice that."""
-        return Work(products=2.0 * self.sequence * self.hidden * self.vocabulary, moved=6.0 * self.sequence * self.vocabulary, kernels=4)
+        return LayerWork(
+            products=2.0 * self.sequence * self.hidden * self.vocabulary, moved=6.0 * self.sequence * self.vocabulary, kernels=4
+        )
 
     @property
     def logits(self) -> int:

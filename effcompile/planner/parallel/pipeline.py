@@ -21,7 +21,7 @@ WEIGHTS_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class PipelineTask:
     """What a rank does from when to when."""
 
     what: What
@@ -41,7 +41,7 @@ class TimeLine:
     """
 
     seconds: float
-    ranks: tuple[tuple[Task, ...], ...]
+    ranks: tuple[tuple[PipelineTask, ...], ...]
     held: tuple[float, ...]
 
 
@@ -83,7 +83,7 @@ def simulate(strategy: Strategy, micro_batches: int, forward: Sequence[float], b
     p, last = strategy.pp, strategy.stages - 1
     todo = [order(strategy, rank, micro_batches) for rank in range(p)]
     done: dict[tuple[What, int, int], float] = {}
-    lines: list[list[Task]] = [[] for _ in range(p)]
+    lines: list[list[PipelineTask]] = [[] for _ in range(p)]
     free, at = [0.0] * p, [0] * p
     waiting = set(range(p))
     while waiting:
@@ -97,7 +97,7 @@ def simulate(strategy: Strategy, micro_batches: int, forward: Sequence[float], b
                 start = max(free[rank], ready)
                 end = start + (forward if what == "F" else backward)[stage]
                 done[what, stage, i] = free[rank] = end
-                lines[rank].append(Task(what=what, stage=stage, micro_batch=i, start=start, end=end))
+                lines[rank].append(PipelineTask(what=what, stage=stage, micro_batch=i, start=start, end=end))
                 at[rank] += 1
                 moved = True
             if at[rank] == len(todo[rank]):
@@ -128,7 +128,7 @@ def _zero_bubble(strategy: Strategy, m: int, forward: Sequence[float], backward:
     seconds = {"F": forward, "B": [b * (1 - WEIGHTS_SHARE) for b in backward], "W": [b * WEIGHTS_SHARE for b in backward]}
     count = {(what, rank): 0 for what in "FBW" for rank in range(p)}
     done: dict[tuple[What, int, int], float] = {}
-    lines: list[list[Task]] = [[] for _ in range(p)]
+    lines: list[list[PipelineTask]] = [[] for _ in range(p)]
     free = [0.0] * p
     whats: tuple[What, ...] = ("B", "F", "W")
     for _ in range(3 * m * p):
@@ -144,11 +144,11 @@ def _zero_bubble(strategy: Strategy, m: int, forward: Sequence[float], backward:
         end = start + seconds[what][rank]
         done[what, rank, i] = free[rank] = end
         count[what, rank] += 1
-        lines[rank].append(Task(what=what, stage=rank, micro_batch=i, start=start, end=end))
+        lines[rank].append(PipelineTask(what=what, stage=rank, micro_batch=i, start=start, end=end))
     return _line(strategy, lines)
 
 
-def _line(strategy: Strategy, lines: list[list[Task]]) -> TimeLine:
+def _line(strategy: Strategy, lines: list[list[PipelineTask]]) -> TimeLine:
     freeing = "W" if any(task.what == "W" for line in lines for task in line) else "B"
     held = []
     for line in lines:

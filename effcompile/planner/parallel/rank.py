@@ -30,11 +30,11 @@ from itertools import pairwise
 from effcompile.core.errors import InfeasibleError
 from effcompile.planner.parallel import bytes as held
 from effcompile.planner.parallel.allot import allot
-from effcompile.planner.parallel.bytes import Place
+from effcompile.planner.parallel.bytes import RankPlace
 from effcompile.planner.parallel.engines import ENGINES
-from effcompile.planner.parallel.model import Layer, Option
+from effcompile.planner.parallel.model import Layer, StrategyOption
 from effcompile.planner.parallel.seconds import Clock
-from effcompile.planner.remat import BlockOption, ChainProblem, Stage, solve_chain
+from effcompile.planner.remat import BlockOption, BlockStage, ChainProblem, solve_chain
 
 #: The proof wanted of a rank, as a share of its seconds.
 GAP = 0.005
@@ -43,14 +43,14 @@ _EVERY = 2  # recompute = layer: every second one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class RankWay:
     """An option of a layer on one rank and for one micro-batch. `gathered`: its weights are kept gathered."""
 
     kept: int
     forward: int
     backward: int
     seconds: float
-    option: Option
+    option: StrategyOption
     gathered: bool = False
 
     @property
@@ -59,7 +59,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class RankChoice:
     """What a rank does.
 
     Attributes:
@@ -68,7 +68,7 @@ class Chosen:
         bound: no choice within the budget takes fewer extra seconds.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[RankWay, ...]
     seconds: float
     kept: int
     peak: int
@@ -76,7 +76,7 @@ class Chosen:
     bound: float
 
 
-def ways(clock: Clock, layer: Layer, rule: str) -> tuple[Way, ...]:
+def ways(clock: Clock, layer: Layer, rule: str) -> tuple[RankWay, ...]:
     """The options of a layer on a rank, least seconds first. `rule`: "planned", or one of the usual rules."""
     s = clock.strategy
     scale = s.micro_batch / s.cp * (2 if s.precision == "fp32" and clock.model.width == 2 else 1)
@@ -103,10 +103,10 @@ def _both(clock: Clock, rule: str) -> bool:
     return s.zero == 3 and s.pp == 1 and s.shards > 1 and s.engine == "ours" and rule == "planned"
 
 
-def _way(clock: Clock, layer: Layer, option: Option, scale: float, always: float) -> Way:
+def _way(clock: Clock, layer: Layer, option: StrategyOption, scale: float, always: float) -> RankWay:
     s = clock.strategy
     kept, forward, backward = (int(scale * part.on_rank(s.tp, s.sp)) for part in (option.kept, option.forward, option.backward))
-    return Way(kept=kept, forward=forward, backward=backward, seconds=clock.again(layer, option.again) + always, option=option)
+    return RankWay(kept=kept, forward=forward, backward=backward, seconds=clock.again(layer, option.again) + always, option=option)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +114,9 @@ class Rank:
     """A rank of the pipeline. `copies`: micro-batches that it holds at once. `options`: of each kind of layer and rule."""
 
     clock: Clock
-    place: Place
+    place: RankPlace
     copies: float
-    options: Mapping[tuple[int, str], tuple[Way, ...]]
+    options: Mapping[tuple[int, str], tuple[RankWay, ...]]
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, str], ...]:
@@ -187,7 +187,7 @@ class Rank:
         inside = sum(sum(t.total for t in (clock.forward(model.layers[k]), clock.backward(model.layers[k]))) for k, _ in self.kinds)
         return inside + (sum(clock.head) if self.place.last else 0.0)
 
-    def choose(self, budget: int | None) -> Chosen:
+    def choose(self, budget: int | None) -> RankChoice:
         """The best choice within the budget: exact within GAP; without a budget the fastest.
 
         Raises:
@@ -203,7 +203,7 @@ class Rank:
             return self._allotted(budget)
         return self._solved(budget)
 
-    def _allotted(self, budget: int) -> Chosen:
+    def _allotted(self, budget: int) -> RankChoice:
         """Like layers, several micro-batches at once: solved by labels (allot.py)."""
         (kind,), n = self.counts, len(self.kinds)
         room = budget - self.base
@@ -215,7 +215,7 @@ class Rank:
         assert found is not None
         return replace(best, bound=best.seconds if found.complete else self.least_extra(budget) or 0.0)
 
-    def lean(self) -> Chosen:
+    def lean(self) -> RankChoice:
         """The leaner of: every layer keeps the least; every layer works in the least."""
         by = (lambda way: (way.kept, way.peak), lambda way: (way.peak, way.kept))
         found = [
@@ -225,7 +225,7 @@ class Rank:
         best = min(found, key=lambda chosen: chosen.peak)
         return replace(best, bound=best.seconds)
 
-    def _solved(self, budget: int) -> Chosen:
+    def _solved(self, budget: int) -> RankChoice:
         k, best, bound, solves = self.copies, None, float("inf"), 0
         intervals = [(0.0, 0, self._most)]
         while intervals and solves < _MOST_SOLVES:
@@ -261,14 +261,14 @@ class Rank:
         options = {f"{kind}": tuple(_block_option(way) for way in self.options[kind]) for kind in set(self.kinds)}
         nothing = BlockOption(kept=frozenset(), recomputed=(), kept_bytes=0, forward_peak=0, backward_peak=0, seconds=0.0)
         stages = [
-            Stage(name=f"layer {i}", kind=f"{kind}", forward_base=0, backward_base=0)
+            BlockStage(name=f"layer {i}", kind=f"{kind}", forward_base=0, backward_base=0)
             for i, kind in zip(self.place.layers, self.kinds, strict=True)
         ]
         ends = [("loss", self.head), ("cap", max(0, budget - self.base - most))]
-        stages += [Stage(name=name, kind="end", forward_base=size, backward_base=size if name == "loss" else 0) for name, size in ends]
+        stages += [BlockStage(name=name, kind="end", forward_base=size, backward_base=size if name == "loss" else 0) for name, size in ends]
         return ChainProblem(base=self.base, budget=max(budget, 1), options={**options, "end": (nothing,)}, stages=tuple(stages))
 
-    def taken(self, choice: Sequence[int], bound: float) -> Chosen:
+    def taken(self, choice: Sequence[int], bound: float) -> RankChoice:
         """What these options become: the instants of the module's docstring."""
         taken = [self.options[kind][i] for kind, i in zip(self.kinds, choice, strict=True)]
         total = sum(way.kept for way in taken)
@@ -279,18 +279,18 @@ class Rank:
             instants.append((others + before + way.peak, f"{phase} of layer {i}"))
             before += way.kept
         peak, instant = max(instants)
-        return Chosen(
+        return RankChoice(
             ways=tuple(taken), seconds=sum(way.seconds for way in taken), kept=total, peak=peak, instant=instant, bound=bound
         )  # fmt: skip
 
 
-def _block_option(way: Way) -> BlockOption:
+def _block_option(way: RankWay) -> BlockOption:
     return BlockOption(
         kept=frozenset(), recomputed=(), kept_bytes=way.kept, forward_peak=way.forward, backward_peak=way.backward, seconds=way.seconds
     )  # fmt: skip
 
 
-def lower_hull(options: Sequence[Way]) -> list[tuple[int, float]]:
+def lower_hull(options: Sequence[RankWay]) -> list[tuple[int, float]]:
     """(kept, seconds) of the options on the lower convex hull, from the one that keeps least to the fastest."""
     points: list[tuple[int, float]] = []
     for kept, seconds in sorted((way.kept, way.seconds) for way in options):

@@ -24,7 +24,7 @@ from itertools import product
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.ir.strategy import Engine, Strategy, StrategyFields
 from effcompile.planner.parallel import bytes as held
-from effcompile.planner.parallel.division import Division, Problem, Solved
+from effcompile.planner.parallel.division import Division, DivisionProblem, Solved
 from effcompile.planner.parallel.engines import ENGINES
 from effcompile.planner.parallel.strategy import check_model
 from effcompile.planner.search import Node, Record
@@ -36,7 +36,7 @@ _MOST_TOLD = 2000  # strategies that were not solved for their bounds, as reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class StrategyCase:
     """A strategy as the search takes it up."""
 
     division: Division
@@ -64,7 +64,7 @@ class Found:
     considered: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     runners_up: list[Solved] = field(default_factory=list)
-    record: Record[Case, Solved] | None = None
+    record: Record[StrategyCase, Solved] | None = None
     next_bound: float | None = None
     solves: int = 0
     seconds: float = 0.0
@@ -89,7 +89,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def strategies(problem: Problem, asked: StrategyFields) -> Iterator[Strategy]:
+def strategies(problem: DivisionProblem, asked: StrategyFields) -> Iterator[Strategy]:
     """Every strategy of so many devices that says what is asked."""
     model, devices, engine = problem.model, problem.cluster.devices, asked.get("engine", "ours")
     for tp, cp in product(_one(asked, "tp", divisors(devices)), _one(asked, "cp", divisors(devices))):
@@ -108,7 +108,9 @@ def _one(asked: StrategyFields, name: str, free: list[int]) -> list[int]:
     return free if not isinstance(given, int) else [given]
 
 
-def _inner(problem: Problem, asked: StrategyFields, engine: Engine, *, pp: int, tp: int, dp: int, cp: int) -> Iterator[dict[str, object]]:
+def _inner(
+    problem: DivisionProblem, asked: StrategyFields, engine: Engine, *, pp: int, tp: int, dp: int, cp: int
+) -> Iterator[dict[str, object]]:
     """What is chosen within a mesh: zero, micro-batch, sequence parallelism, offload, virtual stages, the rule of recomputation."""
     free: dict[str, list[object]] = {
         "zero": list(_zeros(engine, pp, dp * cp)),
@@ -150,7 +152,7 @@ def _zeros(engine: Engine, pp: int, shards: int) -> tuple[int, ...]:
     return (0, 1, 2, 3) if pp == 1 else (0, 1)
 
 
-def _cut(problem: Problem, strategy: Strategy) -> Iterator[Strategy]:
+def _cut(problem: DivisionProblem, strategy: Strategy) -> Iterator[Strategy]:
     """With even stages, and with those that balance the loss head's seconds (and the table's bytes) against layers."""
     yield strategy
     if strategy.cuts or strategy.pp == 1 or strategy.vpp > 1:
@@ -175,7 +177,7 @@ def balanced(division: Division) -> tuple[int, ...]:
     return (*(rest + (p - 1 - i <= more) for i in range(p - 1)), last)
 
 
-def search(problem: Problem, asked: StrategyFields, budget: int | None = None) -> Found:
+def search(problem: DivisionProblem, asked: StrategyFields, budget: int | None = None) -> Found:
     """The fastest division within the target's memory, or the budget where that is less.
 
     Raises:
@@ -198,7 +200,7 @@ def search(problem: Problem, asked: StrategyFields, budget: int | None = None) -
     return found
 
 
-def _divisions(problem: Problem, asked: StrategyFields, found: Found) -> list[Division]:
+def _divisions(problem: DivisionProblem, asked: StrategyFields, found: Found) -> list[Division]:
     """Those that divide the model and that the host has room for, the leanest noted."""
     divisions, refused = [], None
     model = problem.model
@@ -230,7 +232,7 @@ def _host_too_small(division: Division) -> bool:
     return per_node * max(held.host_bytes(division.problem.model, division.strategy, r.place) for r in division.ranks) > memory
 
 
-def _nothing(problem: Problem, asked: StrategyFields) -> UsageError:
+def _nothing(problem: DivisionProblem, asked: StrategyFields) -> UsageError:
     given = ", ".join(f"{name}={value}" for name, value in asked.items()) or "any strategy"
     return UsageError(
         f"{given}: no such strategy divides {problem.cluster.devices} devices, {problem.model.depth} layers, {problem.model.heads} heads "
@@ -245,14 +247,14 @@ def _within(found: Found, divisions: list[Division], room: int) -> None:
     for division in divisions:
         least = division.least_seconds(room)
         if least is not None:
-            cases.append(Case(division=division, least_seconds=least))
+            cases.append(StrategyCase(division=division, least_seconds=least))
     found.dropped[_OVER] = len(divisions) - len(cases)
     found.considered = len(divisions)
     if not cases:
         found.nearest = min(divisions, key=lambda division: division.leanest)
         return
     cases.sort(key=lambda case: (case.least_seconds, _plainness(case.division.strategy)))
-    record: Record[Case, Solved] = Record(solve=lambda case: case.division.solve(room))
+    record: Record[StrategyCase, Solved] = Record(solve=lambda case: case.division.solve(room))
     found.record, solved, best = record, 0, float("inf")
     waiting = [(case.least_seconds, at, False, case) for at, case in enumerate(cases)]
     heapq.heapify(waiting)
@@ -279,11 +281,11 @@ def _within(found: Found, divisions: list[Division], room: int) -> None:
 _OVER = "needs more memory than a device has, whatever is computed again"
 
 
-def _unsolved(cases: list[Case]) -> list[Node[Solved]]:
+def _unsolved(cases: list[StrategyCase]) -> list[Node[Solved]]:
     return [Node(options=case.options, least=case.least_seconds) for case in cases]
 
 
-def _runners_up(found: Found, cases: list[Case], ranked: list[Solved]) -> list[Solved]:
+def _runners_up(found: Found, cases: list[StrategyCase], ranked: list[Solved]) -> list[Solved]:
     """The next best divisions of other meshes: solved, the bounds alone would not be comparable."""
     seen = {_mesh(ranked[0].strategy)}
     others: list[Solved] = []

@@ -23,9 +23,9 @@ from effcompile.ir.strategy import Strategy
 from effcompile.machine.cluster import Cluster, on_one_node
 from effcompile.machine.target import Target
 from effcompile.planner.parallel import bytes as held
-from effcompile.planner.parallel.bytes import Place
+from effcompile.planner.parallel.bytes import RankPlace
 from effcompile.planner.parallel.engines import ENGINES
-from effcompile.planner.parallel.model import Layer, Model, Work
+from effcompile.planner.parallel.model import Layer, LayerWork, Model
 
 #: Bytes that an update reads and writes for each parameter: gradient, master, two moments in; master, moments, the copy out.
 _UPDATE_BYTES = 4 + 12 + 12 + 2
@@ -67,7 +67,7 @@ class Clock:
         products = peaks.get(precision, 0.0) * engine.products * width / (width + engine.half_width)
         return products, attention, self.target.memory_bandwidth * self.target.efficiency / engine.fused
 
-    def seconds(self, work: Work, whole: float = 0.0) -> float:
+    def seconds(self, work: LayerWork, whole: float = 0.0) -> float:
         """Of one micro-batch of this work of a sequence; `whole`: share of the moved bytes that tp leaves on every rank."""
         s, (products, attention, moved) = self.strategy, self._rate
         ranks = s.tp * s.cp
@@ -116,15 +116,15 @@ class Clock:
 
     def forward(self, layer: Layer) -> Times:
         """Of one layer and micro-batch."""
-        attention = self.seconds(Work(attention=layer.forward.attention))
+        attention = self.seconds(LayerWork(attention=layer.forward.attention))
         return Times(compute=self.seconds(layer.forward, whole(layer)), tensor=layer.sums * self.sum + self._round(layer, attention))
 
     def backward(self, layer: Layer) -> Times:
         """The same, nothing computed again."""
-        attention = self.seconds(Work(attention=layer.backward.attention))
+        attention = self.seconds(LayerWork(attention=layer.backward.attention))
         return Times(compute=self.seconds(layer.backward, whole(layer)), tensor=layer.sums * self.sum + 2 * self._round(layer, attention))
 
-    def again(self, layer: Layer, work: Work) -> float:
+    def again(self, layer: Layer, work: LayerWork) -> float:
         """Computing this much of a layer again, with the sums that are among it."""
         share = work.products / layer.forward.products if layer.forward.products else 0.0
         return self.seconds(work, whole(layer)) + share * layer.sums * self.sum
@@ -148,7 +148,7 @@ class Clock:
         forward, backward = self.forward(layer).total, self.backward(layer).total
         return max(0.0, gather - forward), max(0.0, gather + scatter - backward), max(0.0, scatter - backward)
 
-    def exposed(self, place: Place, backward: float) -> float:
+    def exposed(self, place: RankPlace, backward: float) -> float:
         """Seconds of data parallelism at the end of a step that nothing hides. `backward`: of the rank's last micro-batch."""
         s, p = self.strategy, sum(held.parameters(self.model, self.strategy, place))
         if s.shards == 1 or (s.zero >= 2 and s.pp == 1 and s.engine != "deepspeed"):
@@ -160,7 +160,7 @@ class Clock:
             return scatter + gather
         return max(0.0, scatter - _LAST_OF_BACKWARD * backward) + max(0.0, gather - 0.5 * backward)
 
-    def update(self, place: Place) -> float:
+    def update(self, place: RankPlace) -> float:
         """The optimizer's step; where states stand on the host, gradients go there and weights come back, and its memory is the limit."""
         s, p = self.strategy, sum(held.parameters(self.model, self.strategy, place))
         mine = p / (s.shards if s.zero else 1)

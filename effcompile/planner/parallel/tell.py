@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from effcompile.ir.distributed import MOST_COLUMNS, Distributed, Held, RankPeak, RunnerUp, StagePlan, Verdict
+from effcompile.ir.distributed import MOST_COLUMNS, Distributed, RankBytes, RankPeak, RunnerUp, StagePlan, Verdict
 from effcompile.planner.parallel import bytes as held
-from effcompile.planner.parallel.division import Problem, Solved
+from effcompile.planner.parallel.division import DivisionProblem, Solved
 from effcompile.planner.parallel.engines import ENGINES
-from effcompile.planner.parallel.pipeline import Task
-from effcompile.planner.parallel.rank import Chosen, Rank, Way
+from effcompile.planner.parallel.pipeline import PipelineTask
+from effcompile.planner.parallel.rank import Rank, RankChoice, RankWay
 from effcompile.planner.parallel.search import Found
 
 #: Lines are of so many columns.
@@ -24,7 +24,7 @@ def verdict_on(peak: int, error: float, limit: int) -> tuple[Verdict, int, int]:
     return "fits" if high <= limit else "no" if low > limit else "marginal", low, high
 
 
-def tell(problem: Problem, solved: Solved, found: Found, limit: int, fewest: int | None, nearest: tuple[str, ...]) -> Distributed:
+def tell(problem: DivisionProblem, solved: Solved, found: Found, limit: int, fewest: int | None, nearest: tuple[str, ...]) -> Distributed:
     """The plan's account of a division. `limit`: bytes that a device may hold."""
     strategy, cluster, engine = solved.strategy, problem.cluster, ENGINES[solved.strategy.engine]
     verdict, low, high = verdict_on(solved.peak_bytes, engine.error, limit)
@@ -74,7 +74,7 @@ def _ranks(solved: Solved, per_node: int) -> list[RankPeak]:
     ]
 
 
-def _stage(problem: Problem, solved: Solved, r: int) -> StagePlan:
+def _stage(problem: DivisionProblem, solved: Solved, r: int) -> StagePlan:
     rank, chosen, strategy = solved.ranks[r], solved.chosen[r], solved.strategy
     tasks, first = solved.line.ranks[r], {"F": 0.0, "B": 0.0, "W": 0.0}
     for task in tasks:
@@ -93,14 +93,14 @@ def _stage(problem: Problem, solved: Solved, r: int) -> StagePlan:
         forward_seconds=first["F"],
         backward_seconds=first["B"] + first["W"],
         held=tuple(
-            Held(layers=count, option=label or "keep all", kept_bytes=kept, gathered=gathered)
+            RankBytes(layers=count, option=label or "keep all", kept_bytes=kept, gathered=gathered)
             for (label, kept, gathered), count in ways.most_common()
         ),
         line=_line(tasks, solved.line.seconds),
     )
 
 
-def _line(tasks: tuple[Task, ...], seconds: float) -> str:
+def _line(tasks: tuple[PipelineTask, ...], seconds: float) -> str:
     """What a rank does at each column's middle."""
     columns, letters, at = min(_COLUMNS, MOST_COLUMNS), [], 0
     for column in range(columns):
@@ -111,7 +111,7 @@ def _line(tasks: tuple[Task, ...], seconds: float) -> str:
     return "".join(letters)
 
 
-def ledger(rank: Rank, chosen: Chosen) -> dict[str, int]:
+def ledger(rank: Rank, chosen: RankChoice) -> dict[str, int]:
     """What a rank holds at its highest instant, by kind; it adds up to the peak."""
     parts = {name: int(size) for name, size in rank.standing.items()}
     parts[held.IN_FLIGHT] = int((rank.copies - 1) * chosen.kept)
@@ -149,7 +149,7 @@ def memory(solved: Solved, r: int) -> tuple[int, ...]:
     return tuple(max(points[i : i + size]) for i in range(0, len(points), size))
 
 
-def _runs(rank: Rank, chosen: Chosen) -> list[tuple[Way, ...]]:
+def _runs(rank: Rank, chosen: RankChoice) -> list[tuple[RankWay, ...]]:
     runs, at = [], 0
     for begin, end in rank.place.runs:
         runs.append(chosen.ways[at : at + end - begin])

@@ -26,7 +26,7 @@ from effcompile.core.errors import UsageError
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN
 from effcompile.planner.remat.count import Certifier
 from effcompile.planner.remat.least import UNLIMITED, check_chain, highest, infeasible, leanest
-from effcompile.planner.remat.links import Links, variants
+from effcompile.planner.remat.links import ChainLinks, variants
 from effcompile.planner.remat.problem import ChainProblem, ChainSolution
 from effcompile.planner.remat.walk import feasible, walk
 
@@ -39,7 +39,7 @@ _GRAINS = 16  # z3's grain loses at most the gap's 16th over the whole chain
 class _State:
     """The best choice so far, and per chain the ticks that no choice of it is below: proven by z3, or at all."""
 
-    def __init__(self, chains: list[Links], links: Links, choice: tuple[int, ...]) -> None:
+    def __init__(self, chains: list[ChainLinks], links: ChainLinks, choice: tuple[int, ...]) -> None:
         self.chains, self.links, self.choice = chains, links, choice
         self.z3_lower = [c.least for c in chains]
         self.lower = list(self.z3_lower)
@@ -53,7 +53,7 @@ class _State:
     def bound(self) -> int:
         return min(self.value, *self.lower)
 
-    def take(self, links: Links, choice: tuple[int, ...]) -> None:
+    def take(self, links: ChainLinks, choice: tuple[int, ...]) -> None:
         if links.cost(choice) < self.value:
             self.links, self.choice = links, choice
 

@@ -39,12 +39,12 @@ from typing import Literal
 import z3
 
 from effcompile.planner.ask import ask
-from effcompile.planner.remat.links import Links, Way
+from effcompile.planner.remat.links import ChainLinks, ChainWay
 
 _Q = 1 << 20
 _MOST_STATED = 2  # violated instants that one model adds
 
-_ORDERS: tuple[Callable[[Way], int], ...] = (
+_ORDERS: tuple[Callable[[ChainWay], int], ...] = (
     lambda w: w.kept - w.backward,
     lambda w: w.kept - w.forward,
     lambda w: w.kept - max(w.forward, w.backward),
@@ -53,7 +53,7 @@ _ORDERS: tuple[Callable[[Way], int], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CountVerdict:
     """What z3 said; the choice when found."""
 
     answer: Literal["refuted", "found", "unknown"]
@@ -64,7 +64,7 @@ class Verdict:
 class Certifier:
     """Asks z3 about one chain; instants once stated stay stated."""
 
-    links: Links
+    links: ChainLinks
     budget: int
     stated: set[tuple[int, int]] = field(default_factory=set)
 
@@ -73,23 +73,23 @@ class Certifier:
         loads = [(load, i, phase) for i, pair in enumerate(self.links.instants(choice)) for phase, load in enumerate(pair)]
         self.stated.update((i, phase) for _, i, phase in sorted(loads, reverse=True)[:_MOST_STATED])
 
-    def cheaper(self, target: int, *, grain: int, deadline: float) -> Verdict:
+    def cheaper(self, target: int, *, grain: int, deadline: float) -> CountVerdict:
         """Is there a choice within the budget of fewer than `target` ticks? Sound either way; "unknown" at the deadline."""
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
-                return Verdict("unknown")
+                return CountVerdict("unknown")
             system = _System(self.links, self.budget, self.stated)
             answer, counts = system.solve(target - self.links.ticks, grain, left)
             if answer != z3.sat:
-                return Verdict("refuted" if answer == z3.unsat else "unknown")
+                return CountVerdict("refuted" if answer == z3.unsat else "unknown")
             choices = [system.spread(counts, order) for order in _ORDERS]
             fitting = [c for c in choices if self.links.fits(c, self.budget) and self.links.cost(c) < target]
             if fitting:
-                return Verdict("found", min(fitting, key=self.links.cost))
+                return CountVerdict("found", min(fitting, key=self.links.cost))
             if not self._state(choices[0]):
                 if grain == 1:
-                    return Verdict("unknown")
+                    return CountVerdict("unknown")
                 grain = 1  # the choice fits, and was not cheaper than the target only by the grain
 
     def _state(self, choice: Sequence[int]) -> bool:
@@ -114,7 +114,7 @@ class _Surrogate:
 class _System:
     """The stages in classes, and z3's question about them."""
 
-    def __init__(self, links: Links, budget: int, stated: set[tuple[int, int]]) -> None:
+    def __init__(self, links: ChainLinks, budget: int, stated: set[tuple[int, int]]) -> None:
         self.links, self.budget, self.stated = links, budget, stated
         self.classes = _classes(links, {i for i, _ in stated})
         self.ways = [list(enumerate(links.links[members[0]].ways)) for members in self.classes]
@@ -186,7 +186,7 @@ class _System:
             above.append({w: weight - least for w, weight in weights.items()})
         return _Surrogate(above, left)
 
-    def spread(self, counts: list[dict[int, int]], order: Callable[[Way], int]) -> tuple[int, ...]:
+    def spread(self, counts: list[dict[int, int]], order: Callable[[ChainWay], int]) -> tuple[int, ...]:
         """A choice with these counts: within a class in the given order of its ways."""
         choice = [0] * len(self.links.links)
         for members, ways, numbers in zip(self.classes, self.ways, counts, strict=True):
@@ -196,7 +196,7 @@ class _System:
         return tuple(choice)
 
 
-def _classes(links: Links, alone: set[int]) -> list[list[int]]:
+def _classes(links: ChainLinks, alone: set[int]) -> list[list[int]]:
     """Stages with the same ways between two of the stages that stand alone; every class in chain order."""
     classes: dict[tuple[int, int], list[int]] = {}
     segment = 0

@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import gcd, lcm
 
-from effcompile.planner.remat.problem import BlockProblem, Form, with_states
+from effcompile.planner.remat.problem import BlockProblem, Residency, with_states
 
 NEVER = 1 << 40
 _FINE = 1 << 30  # ticks of the block's whole time when the seconds are no multiples of a coarser one
@@ -177,7 +177,7 @@ def _up(seconds: float, unit: Fraction) -> int:
     return -int(-Fraction(seconds) // unit)
 
 
-def _away(form: Form, tick: Fraction, problem: BlockProblem) -> Away:
+def _away(form: Residency, tick: Fraction, problem: BlockProblem) -> Away:
     synchronous = problem.hidden is None
     ticks = _up(form.seconds, tick) + (_up(form.out, tick) + _up(form.back, tick) if synchronous else 0)
     out, back = (0, 0) if synchronous else (_up(form.out, tick), _up(form.back, tick))

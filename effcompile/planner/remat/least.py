@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from effcompile.core.causes import HostMemory, Instant
 from effcompile.core.errors import InfeasibleError, UnknownNameError, UsageError
-from effcompile.planner.remat.links import Links, variants
+from effcompile.planner.remat.links import ChainLinks, variants
 from effcompile.planner.remat.problem import ChainProblem
 from effcompile.planner.remat.walk import feasible
 
@@ -28,9 +28,9 @@ def smallest_budget(problem: ChainProblem) -> int:
     return leanest(variants(problem))[0]
 
 
-def leanest(chains: Sequence[Links]) -> tuple[int, Links, tuple[int, ...]]:
+def leanest(chains: Sequence[ChainLinks]) -> tuple[int, ChainLinks, tuple[int, ...]]:
     """The smallest budget of any of the chains, that chain, and its choice."""
-    best: tuple[int, Links, tuple[int, ...]] | None = None
+    best: tuple[int, ChainLinks, tuple[int, ...]] | None = None
     for links in chains:
         choice = feasible(links, UNLIMITED if best is None else best[0] - 1)
         if choice is None:
@@ -48,7 +48,7 @@ def leanest(chains: Sequence[Links]) -> tuple[int, Links, tuple[int, ...]]:
     return best
 
 
-def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleError:
+def infeasible(problem: ChainProblem, chains: Sequence[ChainLinks]) -> InfeasibleError:
     """The error for a budget below the smallest one: which instant binds, what is there, what would do."""
     assert problem.budget is not None
     if problem.host is not None and chains[0].host is not None:
@@ -69,7 +69,7 @@ def infeasible(problem: ChainProblem, chains: Sequence[Links]) -> InfeasibleErro
     return InfeasibleError(instant, binding=("memory", name), nearest={"memory": float(least)})
 
 
-def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[Links], roomy: Sequence[Links]) -> InfeasibleError:
+def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[ChainLinks], roomy: Sequence[ChainLinks]) -> InfeasibleError:
     """Nothing fits, but would with more host memory."""
     assert problem.budget is not None
     counted = [replace(links, host=UNLIMITED) for links in roomy]
@@ -82,7 +82,7 @@ def _host_too_small(problem: ChainProblem, host: int, chains: Sequence[Links], r
     )
 
 
-def highest(problem: ChainProblem, links: Links, choice: Sequence[int]) -> tuple[str, int, int]:
+def highest(problem: ChainProblem, links: ChainLinks, choice: Sequence[int]) -> tuple[str, int, int]:
     """The name of the highest instant, its stage, and 0 for forward or 1 for backward."""
     loads = [(load, -i, phase) for i, pair in enumerate(links.instants(choice)) for phase, load in enumerate(pair)]
     _, i, phase = max(loads)

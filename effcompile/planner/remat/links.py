@@ -33,14 +33,14 @@ from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
 
-from effcompile.planner.remat.problem import BlockOption, ChainProblem, Group, Stage
+from effcompile.planner.remat.problem import BlockOption, BlockStage, ChainProblem, Group
 
 _FINE = 1 << 40  # ticks of the longest choice, where its seconds are no multiples of a coarser unit
 _EVERY_SIZE = 12  # runs up to this long are grouped in every size, longer ones in sizes that grow by a half
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ChainWay:
     """An option of a stage: its index in the problem, bytes kept for others, highest instants, ticks, host bytes (0 if plenty)."""
 
     index: int
@@ -58,17 +58,17 @@ class Link:
     None of the ways is as good as another in everything; those that keep least come first. Equal stages share one tuple.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[ChainWay, ...]
     forward: int
     backward: int
 
-    def reach(self, way: Way, budget: int) -> int:
+    def reach(self, way: ChainWay, budget: int) -> int:
         """The most S_i with which the way is within the budget."""
         return budget - max(self.forward + way.forward, self.backward + way.backward)
 
 
 @dataclass(frozen=True)
-class Links:
+class ChainLinks:
     """A chain under one choice of groups. `ticks`: what the groups' re-runs take, of `tick` seconds each.
 
     `host`: the limit on host bytes; None where no choice reaches it.
@@ -139,7 +139,7 @@ def most_hosted(problem: ChainProblem) -> int:
     return sum(max((o.host_bytes for o in problem.options[stage.kind]), default=0) for stage in problem.stages)
 
 
-def variants(problem: ChainProblem) -> list[Links]:
+def variants(problem: ChainProblem) -> list[ChainLinks]:
     """The chain without groups, and with every run of `groupable` in groups of one size, for each size."""
     tick = _tick(problem)
     shop = _Shop(problem, tick)
@@ -183,55 +183,55 @@ class _Shop:
         self.problem, self.tick = problem, tick
         self.scarce = problem.host is not None and problem.host < most_hosted(problem)
         self.ways = {kind: tuple(self._way(i, o) for i, o in enumerate(options)) for kind, options in problem.options.items()}
-        self.made: dict[tuple[str, int | None, int | None], tuple[Way, ...]] = {}
+        self.made: dict[tuple[str, int | None, int | None], tuple[ChainWay, ...]] = {}
 
-    def _way(self, index: int, option: BlockOption) -> Way:
+    def _way(self, index: int, option: BlockOption) -> ChainWay:
         """Ticks are rounded down: a bound in ticks is a bound in seconds."""
         ticks = int(Fraction(option.seconds) / self.tick)
         host = option.host_bytes if self.scarce else 0
-        return Way(index, option.kept_bytes, option.forward_peak, option.backward_peak, ticks, host)
+        return ChainWay(index, option.kept_bytes, option.forward_peak, option.backward_peak, ticks, host)
 
-    def alone(self, stage: Stage) -> tuple[Way, ...]:
+    def alone(self, stage: BlockStage) -> tuple[ChainWay, ...]:
         return self._once((stage.kind, None, None), lambda way: way)
 
-    def first(self, stage: Stage) -> tuple[Way, ...]:
+    def first(self, stage: BlockStage) -> tuple[ChainWay, ...]:
         """Those that keep the entering values whole."""
         options, whole = self.problem.options[stage.kind], stage.entering_bytes
 
-        def whole_and_plain(way: Way) -> Way | None:
+        def whole_and_plain(way: ChainWay) -> ChainWay | None:
             option = options[way.index]
             return way if option.entering_kept == whole and not option.forms else None
 
         return self._once((stage.kind, whole, None), whole_and_plain)
 
-    def member(self, stage: Stage, rerun: int | None) -> tuple[Way, ...]:
+    def member(self, stage: BlockStage, rerun: int | None) -> tuple[ChainWay, ...]:
         """Those that keep entering values, without them; at the group's last stage its backward is at least the re-run."""
         options = self.problem.options[stage.kind]
 
-        def less(way: Way) -> Way | None:
+        def less(way: ChainWay) -> ChainWay | None:
             spared = 0 if options[way.index].forms else options[way.index].entering_kept
             kept = way.kept - spared
             return replace(way, kept=kept, backward=way.backward if rerun is None else max(way.backward, kept + rerun)) if spared else None
 
         return self._once((stage.kind, -1, rerun), less)
 
-    def _once(self, key: tuple[str, int | None, int | None], change: Callable[[Way], Way | None]) -> tuple[Way, ...]:
+    def _once(self, key: tuple[str, int | None, int | None], change: Callable[[ChainWay], ChainWay | None]) -> tuple[ChainWay, ...]:
         if key not in self.made:
             changed = [change(way) for way in self.ways[key[0]]]
             self.made[key] = _undominated([way for way in changed if way])
         return self.made[key]
 
 
-def _links(problem: ChainProblem, groups: tuple[Group, ...], tick: Fraction, shop: _Shop) -> Links:
+def _links(problem: ChainProblem, groups: tuple[Group, ...], tick: Fraction, shop: _Shop) -> ChainLinks:
     links = [_link(problem, stage, shop.alone(stage)) for stage in problem.stages]
     ticks = 0
     for group in groups:
         links[group.first : group.last + 1] = _grouped(problem, group, links[group.first : group.last + 1], shop)
         ticks += sum(int(Fraction(s.rerun_seconds) / tick) for s in problem.stages[group.first : group.last])
-    return Links(tuple(links), groups, ticks, tick, problem.host if shop.scarce else None)
+    return ChainLinks(tuple(links), groups, ticks, tick, problem.host if shop.scarce else None)
 
 
-def _link(problem: ChainProblem, stage: Stage, ways: tuple[Way, ...]) -> Link:
+def _link(problem: ChainProblem, stage: BlockStage, ways: tuple[ChainWay, ...]) -> Link:
     forward = problem.base + stage.forward_base + problem.forward_slack.get(stage.name, 0)
     return Link(ways, forward, problem.base + stage.backward_base + problem.backward_slack.get(stage.name, 0))
 
@@ -249,8 +249,8 @@ def _grouped(problem: ChainProblem, group: Group, links: list[Link], shop: _Shop
     return changed
 
 
-def _undominated(ways: list[Way]) -> tuple[Way, ...]:
-    left: list[Way] = []
+def _undominated(ways: list[ChainWay]) -> tuple[ChainWay, ...]:
+    left: list[ChainWay] = []
     for w in sorted(ways, key=lambda w: (w.kept, w.ticks, w.backward, w.forward, w.host, w.index)):
         if not any(v.ticks <= w.ticks and v.backward <= w.backward and v.forward <= w.forward and v.host <= w.host for v in left):
             left.append(w)

@@ -58,7 +58,7 @@ class BackwardStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class Residency:
     """A way to hold a value from forward to backward other than as it is.
 
     It is put away right after it was made (an entering value: when the block's forward begins), and restored when the first
@@ -112,7 +112,7 @@ class BlockProblem:
     forced: frozenset[str]
     forward: tuple[Op, ...]
     backward: tuple[BackwardStep, ...]
-    forms: Mapping[str, tuple[Form, ...]] = field(default_factory=dict)
+    forms: Mapping[str, tuple[Residency, ...]] = field(default_factory=dict)
     hidden: tuple[float, ...] | None = None
     scarce: bool = False
 
@@ -175,7 +175,7 @@ class BlockOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class BlockStage:
     """One block in its place in the chain.
 
     Attributes:
@@ -217,7 +217,7 @@ class ChainProblem:
     base: int
     budget: int | None
     options: Mapping[str, tuple[BlockOption, ...]]
-    stages: tuple[Stage, ...]
+    stages: tuple[BlockStage, ...]
     forward_slack: Mapping[str, int] = field(default_factory=dict)
     backward_slack: Mapping[str, int] = field(default_factory=dict)
     groupable: tuple[tuple[int, int], ...] = ()

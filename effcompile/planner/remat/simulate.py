@@ -30,7 +30,7 @@ from itertools import accumulate
 from math import fsum
 
 from effcompile.core.errors import UsageError
-from effcompile.planner.remat.problem import BlockOption, BlockProblem, Form, Op, state_of, with_states
+from effcompile.planner.remat.problem import BlockOption, BlockProblem, Op, Residency, state_of, with_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _with_states(problem: BlockProblem, kept: frozenset[str], again: frozenset[s
     return (with_states(problem, again), kept.union(states)) if states else (problem, kept)
 
 
-def stall(problem: BlockProblem, away: Mapping[str, Form], first: Mapping[str, int]) -> float:
+def stall(problem: BlockProblem, away: Mapping[str, Residency], first: Mapping[str, int]) -> float:
     """Seconds that the copies of a block add. `first`: value → the backward step that it is restored for.
 
     With x_v, y_v the link's seconds of v's copies out and back. Synchronous: Σ (x_v + y_v). Else, c(u) and b(t) being the
@@ -211,7 +211,7 @@ def _known(problem: BlockProblem, values: Iterable[str], where: str) -> None:
         raise UsageError(f"In this block {where} {strange[0]!r}, which has no bytes. Give nbytes, or leave it out of reads.")
 
 
-def _away(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, str]) -> dict[str, Form]:
+def _away(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, str]) -> dict[str, Residency]:
     """Value → the form that it is held in."""
     found = {}
     for value, name in forms.items():
@@ -225,7 +225,7 @@ def _away(problem: BlockProblem, kept: frozenset[str], forms: Mapping[str, str])
     return found
 
 
-def _possible(problem: BlockProblem, kept: frozenset[str], again: frozenset[str], away: Mapping[str, Form]) -> None:
+def _possible(problem: BlockProblem, kept: frozenset[str], again: frozenset[str], away: Mapping[str, Residency]) -> None:
     ops = {op.name: op for op in problem.forward}
     if strange := sorted(again - set(ops)):
         raise UsageError(f"No operator of the block is named {strange[0]!r}. Known: {', '.join(ops)}.")
@@ -249,7 +249,7 @@ def _packed(value: str) -> str:
     return f"{value} packed"
 
 
-def _forward_peak(problem: BlockProblem, kept: frozenset[str], away: Mapping[str, Form]) -> int:
+def _forward_peak(problem: BlockProblem, kept: frozenset[str], away: Mapping[str, Residency]) -> int:
     instants = _put_away(problem.entering, away)
     for op in problem.forward:
         instants += [_Instant(op.reads, op.makes, op.workspace), *_put_away(op.makes, away)]
@@ -260,13 +260,13 @@ def _forward_peak(problem: BlockProblem, kept: frozenset[str], away: Mapping[str
     return _highest(sizes, instants, dict.fromkeys(problem.entering, 0), ends)
 
 
-def _put_away(values: Iterable[str], away: Mapping[str, Form]) -> list[_Instant]:
+def _put_away(values: Iterable[str], away: Mapping[str, Residency]) -> list[_Instant]:
     """The instants in which values are packed, or copied."""
     return [_Instant((v,), (_packed(v),), away[v].workspace) for v in values if v in away]
 
 
 def _backward_peak(
-    problem: BlockProblem, kept: frozenset[str], away: Mapping[str, Form], placed: Mapping[int, list[Op]], first: Mapping[str, int]
+    problem: BlockProblem, kept: frozenset[str], away: Mapping[str, Residency], placed: Mapping[int, list[Op]], first: Mapping[str, int]
 ) -> int:
     instants: list[_Instant] = []
     begins = dict.fromkeys((*kept, *(_packed(v) if f.packed else v for v, f in away.items() if f.staged)), 0)
@@ -286,7 +286,7 @@ def _backward_peak(
     return _highest(sizes, instants, begins, ends)
 
 
-def _restoring(values: Sequence[str], away: Mapping[str, Form], gap: int) -> list[_Instant]:
+def _restoring(values: Sequence[str], away: Mapping[str, Residency], gap: int) -> list[_Instant]:
     """The instants before one step in which these values are restored: all are there at each, packed and unpacked."""
     if not values:
         return []

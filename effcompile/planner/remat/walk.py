@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from effcompile.planner.remat.links import Links, Way
+from effcompile.planner.remat.links import ChainLinks, ChainWay
 
 Vector = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ class Walk:
     exact: bool
 
 
-def walk(links: Links, budget: int, *, below: int | None, room: int, deadline: float) -> Walk:
+def walk(links: ChainLinks, budget: int, *, below: int | None, room: int, deadline: float) -> Walk:
     """The least ticks within the budget and, where given, fewer than `below`, with at most `room` labels per stage."""
     reach, rest, host_rest = _reach(links, budget), _rest(links, lambda w: w.ticks), _rest(links, lambda w: w.host)
     room = room if links.host is None else min(room, _HOST_ROOM)
@@ -64,7 +64,7 @@ def walk(links: Links, budget: int, *, below: int | None, room: int, deadline: f
     return Walk(_back(trail, int(ticks.argmin())), exact)
 
 
-def feasible(links: Links, budget: int) -> tuple[int, ...] | None:
+def feasible(links: ChainLinks, budget: int) -> tuple[int, ...] | None:
     """A choice within the budget and the host's limit; None: there is none.
 
     Without a limit on the host the leanest (`Links.lean`); with one, that of the fewest host bytes within the budget,
@@ -77,7 +77,7 @@ def feasible(links: Links, budget: int) -> tuple[int, ...] | None:
     return found.choice
 
 
-def _table(ways: tuple[Way, ...]) -> Vector:
+def _table(ways: tuple[ChainWay, ...]) -> Vector:
     """Row 0: kept bytes; row 1: ticks; row 2: host bytes."""
     return np.array([[w.kept for w in ways], [w.ticks for w in ways], [w.host for w in ways]], np.int64)
 
@@ -141,7 +141,7 @@ def _back(trail: list[tuple[Vector, Vector]], at: int) -> tuple[int, ...]:
     return tuple(reversed(choice))
 
 
-def _reach(links: Links, budget: int) -> list[int]:
+def _reach(links: ChainLinks, budget: int) -> list[int]:
     """Per stage, and after the last, the most bytes kept before it from which the rest is feasible."""
     reach = [1 << 62]
     for link in reversed(links.links):
@@ -149,7 +149,7 @@ def _reach(links: Links, budget: int) -> list[int]:
     return reach[::-1]
 
 
-def _rest(links: Links, measure: Callable[[Way], int]) -> list[int]:
+def _rest(links: ChainLinks, measure: Callable[[ChainWay], int]) -> list[int]:
     """Per stage, and after the last, the least ticks, or host bytes, of it and all later ones."""
     rest = [0]
     for link in reversed(links.links):

@@ -20,7 +20,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Check
 from effcompile.machine.memory import give_back
 from effcompile.machine.room import device_of
-from effcompile.ops.optimizers import Form, one_by_one
+from effcompile.ops.optimizers import StatesForm, one_by_one
 from effcompile.passes.training.optimizer_ways import StatesOption
 from effcompile.proof.training import verify
 from effcompile.proof.training.spool import Spool
@@ -127,11 +127,11 @@ def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: M
             continue
         ours = Spool()
         ours.put(key, _updated(parameter, groups[id(parameter)], given, states.form, states.on_host, gradient))
-        theirs = _updated(parameter, groups[id(parameter)], given, Form(), False, gradient)
-        between = verify.Sums.of(ours[key], theirs)
+        theirs = _updated(parameter, groups[id(parameter)], given, StatesForm(), False, gradient)
+        between = verify.GradientSums.of(ours[key], theirs)
         error = math.sqrt(between.apart / max(between.theirs, 1e-24))
         worst = max(worst, (error, verify.rounding(parameter)), key=lambda pair: pair[0] / pair[1])
-        moved += verify.Sums.of(parameter.detach(), theirs).apart
+        moved += verify.GradientSums.of(parameter.detach(), theirs).apart
         apart += between.apart
     if states.changes_numbers:
         relative = (apart / moved) ** 0.5 if moved else 0.0
@@ -141,7 +141,7 @@ def check(states: StatesOption, given: Optimizer, model: nn.Module, gradients: M
 
 
 def _updated(
-    parameter: torch.Tensor, group: Mapping[str, object], given: Optimizer, form: Form, on_host: bool, gradient: torch.Tensor
+    parameter: torch.Tensor, group: Mapping[str, object], given: Optimizer, form: StatesForm, on_host: bool, gradient: torch.Tensor
 ) -> torch.Tensor:
     copy = nn.Parameter(parameter.detach().clone())
     worker = Worker(copy, group, given, form, on_host)

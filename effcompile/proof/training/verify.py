@@ -179,7 +179,7 @@ def _usual_rounding(wanted: Result, truth: Result) -> float:
     for name, gradient in wanted.gradients.items():
         exact = truth.gradients.get(name)
         if gradient is not None and exact is not None:
-            apart, count = apart + Sums.of(gradient, exact).apart, count + gradient.numel()
+            apart, count = apart + GradientSums.of(gradient, exact).apart, count + gradient.numel()
     return math.sqrt(apart / max(1, count))
 
 
@@ -196,8 +196,8 @@ def _is_rounding(name: str, found: Result, wanted: Result, truth: Result | None,
     least = scale * math.sqrt(theirs.numel())
     if exact is None:
         share = rounding(theirs) if theirs.dtype in NARROW else _ROUNDED_AWAY
-        return math.sqrt(Sums.of(ours, theirs).apart) <= share * least
-    return math.sqrt(Sums.of(ours, exact).apart) <= max(_AS_NEAR * math.sqrt(Sums.of(theirs, exact).apart), least)
+        return math.sqrt(GradientSums.of(ours, theirs).apart) <= share * least
+    return math.sqrt(GradientSums.of(ours, exact).apart) <= max(_AS_NEAR * math.sqrt(GradientSums.of(theirs, exact).apart), least)
 
 
 def compare_whole(found: Result, wanted: Result, limit: float) -> Check:
@@ -207,7 +207,7 @@ def compare_whole(found: Result, wanted: Result, limit: float) -> Check:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
     """
     each = compare(found, wanted, limit)  # also refuses what cannot be compared
-    sums = [Sums.of(found.gradients.get(name), g) for name, g in wanted.gradients.items() if g is not None]
+    sums = [GradientSums.of(found.gradients.get(name), g) for name, g in wanted.gradients.items() if g is not None]
     apart, ours, theirs, dot = (math.fsum(getattr(each, name) for each in sums) for name in ("apart", "ours", "theirs", "dot"))
     error = max(math.sqrt(apart / theirs) if theirs else 0.0, _relative(found.loss, wanted.loss, 0.0))
     cosine = dot / math.sqrt(ours * theirs) if ours and theirs else 1.0
@@ -230,7 +230,7 @@ def _relative(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> f
     if a is None or b is None:
         there = b if a is None else a
         return 0.0 if there is None or not bool(there.any()) else math.inf
-    sums = Sums.of(a, b)
+    sums = GradientSums.of(a, b)
     difference = math.sqrt(sums.apart)
     size = max(math.sqrt(sums.theirs), floor * math.sqrt(b.numel()))
     return difference / size if size > 0 else math.inf if difference > 0 else 0.0
@@ -240,12 +240,12 @@ def _root_mean_square(gradients: Iterable[torch.Tensor | None]) -> float:
     total, count = 0.0, 0
     for g in gradients:
         if g is not None:
-            total, count = total + Sums.of(g, g).ours, count + g.numel()
+            total, count = total + GradientSums.of(g, g).ours, count + g.numel()
     return math.sqrt(total / max(1, count))
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class GradientSums:
     """Sums over two tensors' elements in float64, taken piece by piece: of squares of the difference and of each, of products."""
 
     apart: float
@@ -254,7 +254,7 @@ class Sums:
     dot: float
 
     @classmethod
-    def of(cls, a: torch.Tensor | None, b: torch.Tensor) -> Sums:
+    def of(cls, a: torch.Tensor | None, b: torch.Tensor) -> GradientSums:
         """`a`: None counts as zeros."""
         a, b = a.to_dense() if a is not None and a.is_sparse else a, b.to_dense() if b.is_sparse else b
         flat = (b.reshape(-1), b.reshape(-1) if a is None else a.reshape(-1))

@@ -31,7 +31,7 @@ _MOST_BYTES = 16 << 20
 _TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "chat_template*")
 
 
-class Graph(msgspec.Struct, kw_only=True, frozen=True):
+class SavedGraph(msgspec.Struct, kw_only=True, frozen=True):
     """One graph: its file, and the names of its tensors in the order in which it is given them."""
 
     file: str
@@ -52,7 +52,7 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     layout: CacheLayout
     room: CacheRoom
     inputs: tuple[TensorSpec, ...]
-    graphs: dict[str, Graph]
+    graphs: dict[str, SavedGraph]
 
     @property
     def encoder(self) -> tuple[str, ...]:
@@ -63,14 +63,14 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
 def write(folder: Path, step: GenerationStep, lowered: LoweredStep, parts: Mapping[str, Lowered], model: HFModel) -> tuple[Path, ...]:
     """Write all but the plan; returns the files."""
     found: list[Path] = []
-    graphs: dict[str, Graph] = {}
+    graphs: dict[str, SavedGraph] = {}
     programs = {"step": step.program, "source": step.source, "encoder": step.encoder}
     for name, part in parts.items():
         inner = folder / f".{name}"
         for at, file in enumerate(part.save(inner)):
             new = file.rename(folder / (f"{name}{file.suffix}" if at == 0 else file.name))
             found.append(new)
-            graphs.setdefault(name, Graph(file=new.name, inputs=_names(programs[name])))
+            graphs.setdefault(name, SavedGraph(file=new.name, inputs=_names(programs[name])))
         inner.rmdir()
     header = Header(
         kind=type(model).__name__, boundary=lowered.boundary, layout=lowered.layout, room=lowered.room, inputs=lowered.inputs,
@@ -115,7 +115,7 @@ def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     return assembled(header.boundary, header.layout, header.room, header.inputs, runs)
 
 
-def _open(file: Path, graph: Graph, plan: Plan) -> Run:
+def _open(file: Path, graph: SavedGraph, plan: Plan) -> Run:
     if file.suffix != ".onnx":
         return torch_lowered.open_flat(file)
     call = onnxruntime.load(file, plan.settings)

@@ -23,12 +23,12 @@ from effcompile.ir.program import shape_of
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
 from effcompile.passes.training.checkpoint import Checkpoint
-from effcompile.planner.parallel.model import Bytes, Layer, Model, Option, Work
+from effcompile.planner.parallel.model import Bytes, Layer, LayerWork, Model, StrategyOption
 from effcompile.planner.remat import BlockOption, BlockProblem, option, simulate_block
 from effcompile.schedules.blocks import Block, Blocks
-from effcompile.search.parallel.layers import Run, runs_of, shortened
+from effcompile.search.parallel.layers import LayerRun, runs_of, shortened
 from effcompile.search.parallel.sides import of_parameter, sides
-from effcompile.search.training.prepare import Figures, cut_step
+from effcompile.search.training.prepare import OperatorCosts, cut_step
 
 #: Options of a layer at the most.
 _POINTS = 24
@@ -46,7 +46,7 @@ def describe(model: nn.Module, args: Args, kwargs: Kwargs, *, target: Target, lo
     short = shortened(model, runs, DTYPES[precision])
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: _like(t, precision), (args, dict(kwargs)))
     step = Source(model=short, args=args, kwargs=kwargs, loss=loss).capture()
-    figures = Figures(target=target, here=False)
+    figures = OperatorCosts(target=target, here=False)
     cut = cut_step(step, figures)
     return _Reader(model, runs, cut, figures, 4 if precision == "fp32" else 2).read()
 
@@ -67,7 +67,7 @@ class _Shape:
 class _Reader:
     """Reads the figures off the cut step of the shortened model."""
 
-    def __init__(self, model: nn.Module, runs: Sequence[Run], cut: Blocks, figures: Figures, width: int) -> None:
+    def __init__(self, model: nn.Module, runs: Sequence[LayerRun], cut: Blocks, figures: OperatorCosts, width: int) -> None:
         self.model, self.runs, self.cut, self.figures, self.width = model, runs, cut, figures, width
         self.step: Step = cut.step
         self.of_layer = {(r, i): self._blocks(f"{run.path}.{i}") for r, run in enumerate(runs) for i in range(run.shown)}
@@ -191,20 +191,20 @@ class _Reader:
             sums=sum(part.sums for part in parts),
         )
 
-    def work(self, nodes: Iterable[fx.Node]) -> Work:
+    def work(self, nodes: Iterable[fx.Node]) -> LayerWork:
         """What these nodes compute, of one sequence."""
-        found = Work()
+        found = LayerWork()
         for node in nodes:
             made = self.cut.held.made[node]
             if not made and node not in self.cut.held.written:
                 continue
             count, name = flops(node), str(node.target)
             if any(word in name for word in _ATTENTION):
-                found += Work(attention=count * (0.5 if self._causal else 1.0), kernels=self.shape.batch)
+                found += LayerWork(attention=count * (0.5 if self._causal else 1.0), kernels=self.shape.batch)
             elif count:
-                found += Work(products=count, kernels=self.shape.batch)
+                found += LayerWork(products=count, kernels=self.shape.batch)
             else:
-                found += Work(moved=moved_bytes(node), kernels=self.shape.batch)
+                found += LayerWork(moved=moved_bytes(node), kernels=self.shape.batch)
         return found * (1 / self.shape.batch)
 
 
@@ -223,10 +223,10 @@ class _Part:
             forward=tuple(replace(op, workspace=int(op.workspace * share)) for op in self.problem.forward),
         )
 
-    def front(self) -> list[Option]:
+    def front(self) -> list[StrategyOption]:
         return [self.option(o) for o in Checkpoint(points=_POINTS).front(self.block).options]
 
-    def rule(self, rule: str) -> Option:
+    def rule(self, rule: str) -> StrategyOption:
         """The option of a usual rule."""
         found = option(self.problem, _RULES[rule](self.block))
         if found is None:
@@ -234,14 +234,14 @@ class _Part:
         assert found is not None, "keeping all is always possible"
         return self.option(replace(found, label=rule))
 
-    def option(self, found: BlockOption) -> Option:
+    def option(self, found: BlockOption) -> StrategyOption:
         """Peaks are maxima of sums of bytes, so between a scale of 1 and of 0 of the split ones they are below the line (convexity)."""
         held, forward, backward, _ = simulate_block(self.left, found.kept, found.recomputed)
         batch = self.reader.shape.batch
         pairs = ((found.kept_bytes, held), (found.forward_peak, forward), (found.backward_peak, backward))
         kept, first, second = (Bytes(whole=whole // batch, split=max(total - whole, 0) // batch) for total, whole in pairs)
         again = self.reader.work(self.block.operators[name] for name in found.recomputed)
-        return Option(kept=kept, forward=first, backward=second, again=again, label=found.label)
+        return StrategyOption(kept=kept, forward=first, backward=second, again=again, label=found.label)
 
 
 def _op_rule(block: Block) -> list[str]:
@@ -259,11 +259,11 @@ _RULES: Mapping[str, Callable[[Block], Iterable[str]]] = {
 }
 
 
-def _joined(parts: Sequence[Option]) -> Option:
+def _joined(parts: Sequence[StrategyOption]) -> StrategyOption:
     """The options of a layer's blocks, one after another."""
     first, *rest = parts
     for then in rest:
-        first = Option(
+        first = StrategyOption(
             kept=_sum(first.kept, then.kept),
             forward=_most(first.forward, _sum(first.kept, then.forward)),
             backward=_most(first.backward, _sum(first.kept, then.backward)),
@@ -281,9 +281,9 @@ def _most(a: Bytes, b: Bytes) -> Bytes:
     return Bytes(whole=max(a.whole, b.whole), split=max(a.total, b.total) - max(a.whole, b.whole))
 
 
-def _thinned(options: Sequence[Option]) -> tuple[Option, ...]:
+def _thinned(options: Sequence[StrategyOption]) -> tuple[StrategyOption, ...]:
     """None as good as another in all measures, at most _POINTS of them, least extra work first."""
-    front: list[Option] = []
+    front: list[StrategyOption] = []
     for each in sorted(options, key=lambda o: (_again(o), o.kept.total)):
         size = (each.kept.total, max(each.forward.total, each.backward.total))
         if not any(o.kept.total <= size[0] and max(o.forward.total, o.backward.total) <= size[1] for o in front):
@@ -293,6 +293,6 @@ def _thinned(options: Sequence[Option]) -> tuple[Option, ...]:
     return tuple(front[round(i * (len(front) - 1) / (_POINTS - 1))] for i in range(_POINTS))
 
 
-def _again(o: Option) -> float:
+def _again(o: StrategyOption) -> float:
     """One number to put options in order: attention is slower than products, a byte moved takes as long as some 300 of them."""
     return o.again.products + 2 * o.again.attention + 300 * o.again.moved

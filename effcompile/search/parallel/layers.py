@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class LayerRun:
     """One list of layers. `path`: its qualified name. `kinds`: of each layer. `shown`: how many of the first stand for all."""
 
     path: str
@@ -30,13 +30,13 @@ class Run:
     shown: int
 
 
-def runs_of(model: nn.Module) -> tuple[Run, ...]:
+def runs_of(model: nn.Module) -> tuple[LayerRun, ...]:
     """The outermost lists of layers, in the order in which they are registered; kinds are counted over all of them.
 
     Raises:
         UsageError: the model has none.
     """
-    found: list[Run] = []
+    found: list[LayerRun] = []
     known: dict[object, int] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) < 2 or any(path.startswith(f"{run.path}.") for run in found):
@@ -45,7 +45,7 @@ def runs_of(model: nn.Module) -> tuple[Run, ...]:
         if not all(any(True for _ in layer.parameters()) for layer in layers):
             continue
         kinds = tuple(known.setdefault(signature, len(known)) for signature in _signatures(layers))
-        found.append(Run(path=path, layers=layers, kinds=kinds, shown=_shown(kinds)))
+        found.append(LayerRun(path=path, layers=layers, kinds=kinds, shown=_shown(kinds)))
     if not found:
         raise UsageError(
             f"{type(model).__name__} has no nn.ModuleList of layers: nothing in it repeats that devices could divide block by block. "
@@ -83,7 +83,7 @@ def _attributes(layer: nn.Module) -> dict[tuple[str, str, str], object]:
 
 
 @contextmanager
-def _shortened(runs: Sequence[Run], model: nn.Module) -> Iterator[None]:
+def _shortened(runs: Sequence[LayerRun], model: nn.Module) -> Iterator[None]:
     """The model with the first of its layers only; as it was afterwards."""
     lists = [model.get_submodule(run.path) for run in runs]
     whole = [dict(each._modules) for each in lists]
@@ -98,7 +98,7 @@ def _shortened(runs: Sequence[Run], model: nn.Module) -> Iterator[None]:
             each._modules.update(modules)
 
 
-def shortened(model: nn.Module, runs: Sequence[Run], dtype: torch.dtype) -> nn.Module:
+def shortened(model: nn.Module, runs: Sequence[LayerRun], dtype: torch.dtype) -> nn.Module:
     """A copy with few layers whose tensors have no data, in this floating-point type."""
     with _shortened(runs, model):
         tensors = [*model.parameters(), *model.buffers()]

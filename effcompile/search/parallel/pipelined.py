@@ -22,7 +22,7 @@ from effcompile.passes.training.base import Case, StepChoice
 from effcompile.passes.training.microbatch import Microbatch, examples, label
 from effcompile.passes.training.pipeline import Pipeline
 from effcompile.planner.parallel.pipeline import order
-from effcompile.search.parallel.stages import Stage, stages_of
+from effcompile.search.parallel.stages import PipelineStage, stages_of
 from effcompile.search.training.prepare import Prepared, prepare
 from effcompile.search.training.solve import Schedule, keeping_everything, leanest, schedule
 from effcompile.search.training.work import Work
@@ -49,7 +49,7 @@ class Pipelined:
     whole: Case
     case: Case
     division: DividedStep
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     known: dict[int, Prepared] = field(default_factory=dict)
 
     @property

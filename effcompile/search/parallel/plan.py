@@ -20,7 +20,7 @@ from effcompile.machine.cluster import Cluster, Links
 from effcompile.machine.machines import known_targets, load_target
 from effcompile.machine.target import Target
 from effcompile.planner import OPTIMAL, SINGLE, UNPROVEN
-from effcompile.planner.parallel.division import Problem, Solved
+from effcompile.planner.parallel.division import DivisionProblem, Solved
 from effcompile.planner.parallel.engines import ENGINES
 from effcompile.planner.parallel.fewest import fewest, nearest_changes
 from effcompile.planner.parallel.model import Model
@@ -54,7 +54,7 @@ def plan_devices(model: nn.Module, args: Args, kwargs: Kwargs, request: Request,
     with progress.step("describe the model"):
         found = describe(model, args, kwargs, target=target, loss=request.loss, precision=asked.get("precision", "bf16"))
     limit = target.memory_bytes if request.goal.memory is None else min(request.goal.memory, target.memory_bytes)
-    work = Work(request=request, many=many, model=found, target=target, links=links, limit=limit, batch=_batch(args, kwargs))
+    work = StrategySearch(request=request, many=many, model=found, target=target, links=links, limit=limit, batch=_batch(args, kwargs))
     with progress.step("divide the step"):
         return work.plan()
 
@@ -87,7 +87,7 @@ def _batch(args: Args, kwargs: Kwargs) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StrategySearch:
     """One request on its way to a plan."""
 
     request: Request
@@ -98,7 +98,7 @@ class Work:
     limit: int
     batch: int
 
-    def problem(self, devices: int) -> Problem:
+    def problem(self, devices: int) -> DivisionProblem:
         """The same for so many devices.
 
         Raises:
@@ -109,7 +109,7 @@ class Work:
             cluster = self.many.cluster or Cluster.of(self.links, devices, self.many.nodes)
         else:
             cluster = Cluster(nodes=1, per_node=per_node, links=self.links).with_devices(devices)
-        return Problem(model=self.model, cluster=cluster, target=self.target, global_batch=self._global_batch(devices))
+        return DivisionProblem(model=self.model, cluster=cluster, target=self.target, global_batch=self._global_batch(devices))
 
     @property
     def per_node(self) -> int:
@@ -149,7 +149,7 @@ class Work:
         changes = () if fits else tuple(nearest_changes(problem, asked, self.limit, enough, solved.peak_bytes))
         return self._told(problem, found, solved, tell(problem, solved, found, self.limit, enough, changes))
 
-    def _told(self, problem: Problem, found: Found, solved: Solved, distributed: Distributed) -> Plan:
+    def _told(self, problem: DivisionProblem, found: Found, solved: Solved, distributed: Distributed) -> Plan:
         certificate = _certificate(found, solved, distributed)
         return Plan(
             model=self.model.name,
@@ -171,7 +171,7 @@ class Work:
         )
 
 
-def check_asked(problem: Problem, asked: StrategyFields) -> None:
+def check_asked(problem: DivisionProblem, asked: StrategyFields) -> None:
     """Refuse what no strategy with these fields can be, before any is looked at.
 
     Raises:
@@ -249,7 +249,7 @@ def _declined(found: Found) -> Iterator[Declined]:
             yield Declined(site=f"{_SITE}: {kind}", kind=kind, option=option, by="devices", reason=reason)
 
 
-def _notes(problem: Problem, solved: Solved, found: Found) -> tuple[Reason, ...]:
+def _notes(problem: DivisionProblem, solved: Solved, found: Found) -> tuple[Reason, ...]:
     s, engine = solved.strategy, ENGINES[solved.strategy.engine]
     sources = sorted({f"{name}: {engine.sources[name]}" for name in ("products", "error", "logit_bytes") if name in engine.sources})
     notes = [

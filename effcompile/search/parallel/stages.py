@@ -23,7 +23,7 @@ from effcompile.ir.strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class PipelineStage:
     """One stage.
 
     Attributes:
@@ -49,7 +49,7 @@ class Stage:
         return self.step.inputs[-1]
 
 
-def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], strategy: Strategy) -> list[Stage]:
+def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], strategy: Strategy) -> list[PipelineStage]:
     """The stages of a forward in the model's order.
 
     Args:
@@ -77,7 +77,7 @@ def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequ
     if len(lists := {name.rpartition(".")[0] for name in layers}) > 1:
         raise UsageError(f"The model has layers in several lists ({', '.join(sorted(lists)[:3])}): stages are of one. Leave pp out.")
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    counts, made, at = strategy.layers(len(layers)), list[Stage](), 0
+    counts, made, at = strategy.layers(len(layers)), list[PipelineStage](), 0
     received: fx.Node | None = None
     for number, count in enumerate(counts):
         names = tuple(layers)[at : at + count]
@@ -136,7 +136,7 @@ def _crossing(wanted: set[fx.Node], order: dict[fx.Node, int], end: int, layer: 
 def _stage(
     front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], handed: fx.Node, received: fx.Node | None,
     layers: tuple[str, ...],
-) -> Stage:  # fmt: skip
+) -> PipelineStage:  # fmt: skip
     inside = _before(handed, received)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     holders = [node for node in front.graph.nodes if node.op == "placeholder"]
@@ -160,4 +160,4 @@ def _stage(
         name=part.name, module=joint.module, roles=joint.roles, leaves=lambda args, kwargs: list(args), rebuild=lambda loss, shown: loss,
         state=part.state, args=tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs), resident_bytes=0,
     )  # fmt: skip
-    return Stage(step=step, takes=takes, received=received is not None, layers=layers)
+    return PipelineStage(step=step, takes=takes, received=received is not None, layers=layers)

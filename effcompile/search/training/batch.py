@@ -15,7 +15,7 @@ from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.passes.training.base import Case, setting_of
 from effcompile.passes.training.microbatch import examples_in
-from effcompile.planner.batch import BY, LARGEST, BatchSearch, Trial, wanted_sizes
+from effcompile.planner.batch import BY, LARGEST, BatchSearch, BatchTrial, wanted_sizes
 from effcompile.planner.learning_rate import LearningRate, law
 from effcompile.search.request import Task
 from effcompile.search.training.branches import Branches
@@ -94,7 +94,7 @@ def sized(task: Task, work: Work) -> Sized:
     wanted, there = wanted_sizes(asked.batch), examples_in(work.args, work.kwargs)
     failed: dict[int, InfeasibleError] = {}
 
-    def attempt(size: int) -> Trial[Planned]:
+    def attempt(size: int) -> BatchTrial[Planned]:
         with work.progress.step(f"plan a batch of {size}"):
             return _attempt(work, size, asked.keep_outputs, failed)
 
@@ -128,7 +128,7 @@ def as_saved(task: Task, plan: Plan) -> Task:
     return replace(task, args=args, kwargs=kwargs)
 
 
-def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, InfeasibleError]) -> Trial[Planned]:
+def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, InfeasibleError]) -> BatchTrial[Planned]:
     args, kwargs = resized(work.args, work.kwargs, size)
     mine = replace(work, args=args, kwargs=kwargs, fronts={})
     branches = Branches(work=mine, case=(case := mine.capture(keep_outputs)))
@@ -138,10 +138,10 @@ def _attempt(work: Work, size: int, keep_outputs: bool, failed: dict[int, Infeas
         joint = branches.solve(_budget(work))
     except InfeasibleError as error:
         failed[size] = error
-        return Trial(batch=size, unlimited=fastest.least_seconds, bytes=size_of_all)
+        return BatchTrial(batch=size, unlimited=fastest.least_seconds, bytes=size_of_all)
     made = Planned(work=mine, case=case, branches=branches, joint=joint)
     unlimited = min(fastest.least_seconds, joint.seconds)
-    return Trial(batch=size, unlimited=unlimited, bytes=size_of_all, seconds=joint.seconds, made=made)
+    return BatchTrial(batch=size, unlimited=unlimited, bytes=size_of_all, seconds=joint.seconds, made=made)
 
 
 def _budget(work: Work) -> int:
@@ -154,7 +154,7 @@ def _budget(work: Work) -> int:
 # ------------------------------------------------------------------ what the plan says
 
 
-def _decision(best: Trial[Planned], given: Trial[Planned] | None, there: int, tried: int, wanted: int) -> Decision:
+def _decision(best: BatchTrial[Planned], given: BatchTrial[Planned] | None, there: int, tried: int, wanted: int) -> Decision:
     """The size, beside that of the example inputs where it was tried and fits."""
     assert best.made is not None and best.seconds is not None
     before = given if given is not None and given.made is not None else best
@@ -165,7 +165,7 @@ def _decision(best: Trial[Planned], given: Trial[Planned] | None, there: int, tr
     )  # fmt: skip
 
 
-def _declined(best: Trial[Planned], others: list[Trial[Planned]], failed: dict[int, InfeasibleError]) -> Iterator[Declined]:
+def _declined(best: BatchTrial[Planned], others: list[BatchTrial[Planned]], failed: dict[int, InfeasibleError]) -> Iterator[Declined]:
     for trial in others:
         reason: Reason = Because("{} examples a second: {share} fewer", (_short(trial.rate), 1 - trial.rate / best.rate))
         if trial.seconds is None:
@@ -173,7 +173,7 @@ def _declined(best: Trial[Planned], others: list[Trial[Planned]], failed: dict[i
         yield Declined(site=SITE, kind=KIND, option=_name(trial.batch), by=BY, reason=reason)
 
 
-def _notes(task: Task, best: Trial[Planned], work: Work) -> Iterator[Reason]:
+def _notes(task: Task, best: BatchTrial[Planned], work: Work) -> Iterator[Reason]:
     """What the user has to do with it."""
     there = examples_in(task.args, task.kwargs)
     if best.batch != there:
@@ -185,7 +185,7 @@ def _notes(task: Task, best: Trial[Planned], work: Work) -> Iterator[Reason]:
         yield Because(text, (_short(given.at(best.batch, name)), best.batch, _short(given.rate), given.batch, law(name), name))
 
 
-def _cost(trial: Trial[Planned]) -> Cost:
+def _cost(trial: BatchTrial[Planned]) -> Cost:
     assert trial.made is not None and trial.seconds is not None
     return Cost(seconds=trial.seconds, bytes_transient=trial.made.joint.peak_bytes)
 

@@ -15,7 +15,7 @@ from effcompile.ir.footprint import GIVEN, GRADIENTS
 from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.ir.step import Step
 from effcompile.ir.step_figures import MOST_POINTS, MemoryTimeline
-from effcompile.passes.training.base import Chosen, Outcome
+from effcompile.passes.training.base import Chosen, StepOutcome
 from effcompile.passes.training.forms import told
 from effcompile.passes.training.taken_blocks import TakenBlocks, notes_of_fronts
 from effcompile.schedules.reserved import reserved_bytes
@@ -23,14 +23,14 @@ from effcompile.schedules.simulate import allocations
 from effcompile.search.search import versions
 from effcompile.search.training.cases import Joint
 from effcompile.search.training.fit import fit
-from effcompile.search.training.prepare import Figures, Preparation, Prepared, simulate_unplanned
+from effcompile.search.training.prepare import OperatorCosts, Preparation, Prepared, simulate_unplanned
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
 
 _RESERVED = "on the GPU torch's allocator reserves {bytes} for the peak of {bytes}, in segments of its own sizes (simulated)"
 
 
-def build_plan(joint: Joint, found: Preparation, figures: Figures, goal: Goal, notes: Sequence[Reason] = ()) -> Plan:
+def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: Goal, notes: Sequence[Reason] = ()) -> Plan:
     """The plan of a schedule and its optimizer states. `found`: what was chosen from."""
     best = joint.schedule
     prepared = best.prepared
@@ -145,7 +145,7 @@ def describe_inputs(step: Step) -> tuple[str, ...]:
 def _whole(joint: Joint, found: Preparation, provenance: Provenance) -> list[Decision]:
     """What passes have made of the whole step, with its unplanned time and bytes against the same without that one change."""
     best = joint.schedule.prepared
-    outcome = Outcome(
+    outcome = StepOutcome(
         case=best.case, cut=best.cut, seconds=best.case.seconds_before_update(joint.schedule.seconds), unplanned_seconds=best.seconds,
         unplanned=lambda: simulate_unplanned(best.plain).footprint,
         captured=Cost(seconds=found.seconds, bytes_transient=found.footprint.peak_bytes),
@@ -206,7 +206,7 @@ def _dropped(step: Step) -> list[Reason]:
     return [Because("not returned beside the loss: {name} ({bytes}); --keep-outputs returns them and counts their bytes", (names, size))]
 
 
-def _times(figures: Figures) -> list[Reason]:
+def _times(figures: OperatorCosts) -> list[Reason]:
     if figures.here and not figures.modelled:
         return [Because("operator times were measured on this machine, {} different ones, each alone", (len(figures.known),))]
     if not figures.here:
@@ -215,7 +215,7 @@ def _times(figures: Figures) -> list[Reason]:
     return [Because("some operator times are modelled from the target's peaks (among them {name})", (names,))]
 
 
-def _reserved(joint: Joint, figures: Figures) -> list[Reason]:
+def _reserved(joint: Joint, figures: OperatorCosts) -> list[Reason]:
     """What torch's CUDA allocator takes from the device for the step: it keeps segments, of which not all is given out."""
     if figures.target.device == "cpu":
         return []

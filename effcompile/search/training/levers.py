@@ -22,7 +22,7 @@ from effcompile.passes.training.checkpoint import carried_out, periodic
 from effcompile.passes.training.levers import RECOMPUTE, Levers
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.training.cases import Joint, recorded
-from effcompile.search.training.prepare import Figures, Preparation, Prepared, with_levers
+from effcompile.search.training.prepare import OperatorCosts, Preparation, Prepared, with_levers
 
 #: No lever of ours: whole blocks are remade at a fixed period, as other libraries do.
 PERIODIC = "periodic"
@@ -43,7 +43,7 @@ class Subsets:
 
     found: Sequence[Preparation]
     levers: Levers
-    figures: Figures
+    figures: OperatorCosts
     known: MutableMapping[tuple[tuple[str, ...], int], Prepared] = field(default_factory=dict)
 
     @property

@@ -27,10 +27,10 @@ from effcompile.ops import products
 from effcompile.ops.products import Product, of_node
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.ops.workspace_on_gpu import calls_products, workspace_on_gpu
-from effcompile.passes.training.base import Case, Context
+from effcompile.passes.training.base import Case, StepContext
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.passes.training.levers import Levers
-from effcompile.planner.remat import BlockFront, BlockOption, Group, Stage, keep_fronts
+from effcompile.planner.remat import BlockFront, BlockOption, BlockStage, Group, keep_fronts
 from effcompile.schedules.blocks import Blocks, cut_into_blocks, reads_of
 from effcompile.schedules.emit import Emitted, emit
 from effcompile.schedules.simulate import Trace, simulate
@@ -71,7 +71,7 @@ class Prepared:
         return self.cut.step
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[BlockStage, ...]:
         return tuple(block.stage for block in self.cut.blocks)
 
     @property
@@ -114,7 +114,7 @@ class Prepared:
 
 
 @dataclass(kw_only=True)
-class Figures:
+class OperatorCosts:
     """Seconds and workspace of operators: measured on this machine, else by the target's roofline.
 
     Attributes:
@@ -134,9 +134,9 @@ class Figures:
     progress: Progress = QUIET
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
-    def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], Reason] = _NOTHING) -> Context:
+    def context(self, goal: Goal, forbidden: Mapping[tuple[str, str], Reason] = _NOTHING) -> StepContext:
         """What passes propose for, with these figures. `forbidden`: (kind, option) → why it is out of the question."""
-        return Context(goal=goal, target=self.target, here=self.here, prices=self, forbidden=forbidden)
+        return StepContext(goal=goal, target=self.target, here=self.here, prices=self, forbidden=forbidden)
 
     def measure(self, nodes: Iterable[fx.Node]) -> None:
         """Run what is not known yet."""
@@ -229,7 +229,7 @@ class Preparation:
 
 
 def prepare(
-    captured: Step, forms: Sequence[Case], checkpoint: Checkpoint, figures: Figures, *, levers: Levers = ALONE,
+    captured: Step, forms: Sequence[Case], checkpoint: Checkpoint, figures: OperatorCosts, *, levers: Levers = ALONE,
     solved: MutableMapping[str, BlockFront] | None = None,
 ) -> Preparation:  # fmt: skip
     """Every form of a step in blocks, whose options are found when they are asked for. A step of several forms is cut once.
@@ -264,17 +264,21 @@ def prepare(
     )  # fmt: skip
 
 
-def _largest(step: Step, held: Storages, figures: Figures) -> int:
+def _largest(step: Step, held: Storages, figures: OperatorCosts) -> int:
     """Most bytes that one operator reads, makes and needs for itself: no schedule of the step can do with fewer."""
     return max((_footprint(node, held, figures) for node in _costly(step, held)), default=0)
 
 
-def _footprint(node: fx.Node, held: Storages, figures: Figures) -> int:
+def _footprint(node: fx.Node, held: Storages, figures: OperatorCosts) -> int:
     return sum(held.nbytes[s] for s in (*reads_of(node, held), *held.made[node])) + figures.workspace(node, held.workspace[node])
 
 
 def with_levers(
-    prepared: Prepared, levers: Levers, checkpoint: Checkpoint, figures: Figures, solved: MutableMapping[str, BlockFront] | None = None
+    prepared: Prepared,
+    levers: Levers,
+    checkpoint: Checkpoint,
+    figures: OperatorCosts,
+    solved: MutableMapping[str, BlockFront] | None = None,
 ) -> Prepared:
     """The same variant with the options that these levers leave its blocks. `solved`: fronts by kind, to which those found are added."""
     cut = levers.proposed(prepared.plain, levers.rates(figures.target, here=figures.here), figures.seconds)
@@ -286,12 +290,12 @@ def simulate_unplanned(cut: Blocks) -> Trace:
     return simulate(cut, emit(cut, cut.decidable))
 
 
-def cut_step(step: Step, figures: Figures) -> Blocks:
+def cut_step(step: Step, figures: OperatorCosts) -> Blocks:
     """A step in blocks, with no options proposed yet."""
     return _cut(step, figures.storages(step), figures)
 
 
-def _cut(step: Step, held: Storages, figures: Figures) -> Blocks:
+def _cut(step: Step, held: Storages, figures: OperatorCosts) -> Blocks:
     nbytes = dict(held.nbytes)
     for node, made in held.made.items():
         if made and node.op == "call_function":
@@ -304,7 +308,7 @@ def _cut(step: Step, held: Storages, figures: Figures) -> Blocks:
     return cut_into_blocks(step, exact, figures.seconds).beside_libraries(figures.libraries(step))
 
 
-def _seconds(step: Step, held: Storages, figures: Figures) -> float:
+def _seconds(step: Step, held: Storages, figures: OperatorCosts) -> float:
     return sum(figures.seconds(node) for node in _costly(step, held))
 
 

@@ -26,7 +26,7 @@ from effcompile.estimate import operators
 from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.ops.optimizers import check
 from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes, over_values, ways
-from effcompile.passes.training.base import Case, Context
+from effcompile.passes.training.base import Case, StepContext
 from effcompile.passes.training.forms import Forms, forms, reapplied
 from effcompile.passes.training.optimizer_ways import GivenOptimizer
 from effcompile.planner.batch import BY
@@ -36,7 +36,7 @@ from effcompile.search.progress import QUIET, Progress
 from effcompile.search.request import AnyOptimizer, Task
 from effcompile.search.training.figures import keep_figures, known_figures
 from effcompile.search.training.moved import RefutedError
-from effcompile.search.training.prepare import Figures, Preparation, prepare
+from effcompile.search.training.prepare import OperatorCosts, Preparation, prepare
 from effcompile.sparse.costs import per_row_of
 
 __all__ = ["LeafInputs", "Work", "loss_of", "make_work"]
@@ -63,7 +63,7 @@ class Work:
     passes: TrainingPasses
     optimizer: Optimizer | None
     parameters: Sequence[tuple[str, torch.Tensor]]
-    figures: Figures
+    figures: OperatorCosts
     forbidden: Mapping[tuple[str, str], Reason] = field(default_factory=dict)
     decided: Sequence[Decision] | None = None
     progress: Progress = QUIET
@@ -84,7 +84,7 @@ class Work:
         return Case(step=step, source=source, front=front, optimizer=optimizer)
 
     @property
-    def context(self) -> Context:
+    def context(self) -> StepContext:
         """What passes propose for."""
         return self.figures.context(self.goal, self.forbidden)
 
@@ -168,7 +168,7 @@ def make_work(task: Task) -> Work:
     return Work(
         model=model, args=args, kwargs=kwargs, goal=goal, loss=asked.loss, passes=loaded, optimizer=as_optimizer(asked.optimizer, model),
         parameters=tuple(model.named_parameters()), progress=asked.progress, notes=notes,
-        figures=Figures(target=machine.target, here=machine.here, known=known, store=machine.calibration, progress=asked.progress),
+        figures=OperatorCosts(target=machine.target, here=machine.here, known=known, store=machine.calibration, progress=asked.progress),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from effcompile.backends.onnxruntime import lowering
-from effcompile.backends.onnxruntime.export import Exported
+from effcompile.backends.onnxruntime.export import OnnxExport
 from effcompile.capture import capture
 from effcompile.ir.program import Program
 
@@ -39,10 +39,10 @@ def gpt2():
 @pytest.fixture(scope="package")
 def exported_once() -> Iterator[None]:
     """Lowering changes what was exported, so each is given one of its own, read from the bytes of the first."""
-    known: dict[object, tuple[Exported, bytes, list[torch.Tensor]]] = {}
+    known: dict[object, tuple[OnnxExport, bytes, list[torch.Tensor]]] = {}
     export = lowering.export
 
-    def once(program: Program, *, opset: int) -> Exported:
+    def once(program: Program, *, opset: int) -> OnnxExport:
         tensors = [leaf for leaf in pytree.tree_leaves(program.module.state_dict()) if isinstance(leaf, torch.Tensor)]
         shapes = [(node.name, node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
         key = str(program.graph), repr(shapes), tuple(tensor.data_ptr() for tensor in tensors), repr(program.inputs), opset

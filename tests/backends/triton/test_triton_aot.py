@@ -8,7 +8,7 @@ import tomllib
 import pytest
 import torch
 
-from effcompile.backends.triton.aot import ARCHITECTURES, SHARED_LIMIT, Job, Report, compile_jobs
+from effcompile.backends.triton.aot import ARCHITECTURES, SHARED_LIMIT, CompileJob, Report, compile_jobs
 from effcompile.backends.triton.configs import KERNELS, TABLE, TILE, candidates, dtype_name
 
 #: dtype → head sizes that there are tiles for; fp32 at 256 is left to torch.
@@ -16,9 +16,9 @@ HEADS = {"bf16": (64, 128, 256), "fp16": (64, 128, 256), "fp32": (64, 128)}
 LAUNCHES = "effcompile.backends.triton.aot_cases:attention_launches"
 
 
-def job(**changes: object) -> Job:
+def job(**changes: object) -> CompileJob:
     config = {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}
-    return Job(arch="sm_90", launch=LAUNCHES, kernel="attention_forward",
+    return CompileJob(arch="sm_90", launch=LAUNCHES, kernel="attention_forward",
                arguments={"dtype": "bf16", "d": 64, "kernel": "forward", "config": config} | changes)  # fmt: skip
 
 
@@ -49,10 +49,10 @@ PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
 }
 
 
-def jobs_of(cases: dict[str, list[tuple[str, dict[str, object]]]], arch: str = "sm_90") -> list[Job]:
+def jobs_of(cases: dict[str, list[tuple[str, dict[str, object]]]], arch: str = "sm_90") -> list[CompileJob]:
     where = LAUNCHES.partition(":")[0]
     pairs = [(kernel, case, given) for kernel, launches in cases.items() for case, given in launches]
-    return [Job(arch=arch, launch=f"{where}:{case}_launches", kernel=kernel, arguments=given) for kernel, case, given in pairs]
+    return [CompileJob(arch=arch, launch=f"{where}:{case}_launches", kernel=kernel, arguments=given) for kernel, case, given in pairs]
 
 
 EVERY = {"terms": {"lo": -127, "hi": 0, "softcap": 30.0, "chunk": 512}, "tensors": ["bias", "sink", "mask", "valid", "q_ids", "k_ids"]}
@@ -61,8 +61,8 @@ FORWARD = {"every term": job(**EVERY), "a single head": job(shape=[1, 1, 1, 999]
 WRONG = {
     "no such dtype": job(dtype="int3"),
     "float8 on sm_80": jobs_of({"quantized_product": [("group_quant", {"weight": "fp8x8"})]}, "sm_80")[0],
-    "dies": Job(arch="sm_90", launch="os:_exit", kernel="none", arguments={"status": 3}),
-    "after it": Job(arch="sm_90", launch="os:no_such_function", kernel="none"),
+    "dies": CompileJob(arch="sm_90", launch="os:_exit", kernel="none", arguments={"status": 3}),
+    "after it": CompileJob(arch="sm_90", launch="os:no_such_function", kernel="none"),
 }
 
 

@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from effcompile.backends.triton import attention, configs
-from effcompile.backends.triton.configs import Config, architecture_of, candidates
+from effcompile.backends.triton.configs import LaunchConfig, architecture_of, candidates
 from effcompile.backends.triton.tune import Tuner
 
-OPTIONS = tuple(Config(block_m=m, block_n=64, warps=4, stages=2) for m in (128, 64, 32))
+OPTIONS = tuple(LaunchConfig(block_m=m, block_n=64, warps=4, stages=2) for m in (128, 64, 32))
 Trial = Callable[[], object]
 
 
@@ -32,7 +32,7 @@ class Clock:
         return self.seconds[found]
 
 
-def choose(path: Path, clock: Clock, options: tuple[Config, ...] = OPTIONS) -> Config:
+def choose(path: Path, clock: Clock, options: tuple[LaunchConfig, ...] = OPTIONS) -> LaunchConfig:
     return Tuner(path, clock).choose("forward bf16 64", options, lambda config: lambda: config.block_m)
 
 

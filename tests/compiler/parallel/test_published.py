@@ -10,7 +10,7 @@ from effcompile.ir.strategy import Strategy
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.machines import load_target
 from effcompile.planner.parallel import bytes as held
-from effcompile.planner.parallel.division import Division, Problem, Solved
+from effcompile.planner.parallel.division import Division, DivisionProblem, Solved
 from effcompile.planner.parallel.model import Model
 from effcompile.search.parallel.describe import describe
 
@@ -48,7 +48,7 @@ def solved(model: Model, target: str, strategy: Strategy, batch: int) -> Solved:
     assert machine.cluster is not None
     if target == "h100-sxm":  # torchtitan's have HBM2e
         machine = replace(machine, memory_bandwidth=2.4e12)
-    problem = Problem(model=model, cluster=Cluster.of(machine.cluster, strategy.world), target=machine, global_batch=batch)
+    problem = DivisionProblem(model=model, cluster=Cluster.of(machine.cluster, strategy.world), target=machine, global_batch=batch)
     return Division(problem=problem, strategy=strategy).solve(None)
 
 

@@ -21,7 +21,7 @@ from effcompile.sites.attention.find.fx_queries import (
     source_of,
     swaps_last_two,
 )
-from effcompile.sites.attention.find.normal_form import NotThisFormError, Operand, SizeOf, Step, same, same_shape, tensor_of
+from effcompile.sites.attention.find.normal_form import AxisStep, NotThisFormError, Operand, SizeOf, same, same_shape, tensor_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +86,15 @@ class Heads:
         cut = self._cut_of(frame)
         return _merged(_merged(value, frame, cut, len(frame.sizes)), frame, 0, cut)
 
-    def restore(self, node: fx.Node) -> tuple[Step, ...]:
+    def restore(self, node: fx.Node) -> tuple[AxisStep, ...]:
         """From [B, H, S, V] back to the axes of `node`."""
         return self.restore_lead(Frame.of(node))
 
-    def restore_lead(self, frame: Frame) -> tuple[Step, ...]:
+    def restore_lead(self, frame: Frame) -> tuple[AxisStep, ...]:
         if len(frame.sizes) == 0:
-            return (Step(aten.squeeze.dim, (0,)), Step(aten.squeeze.dim, (0,)))
+            return (AxisStep(aten.squeeze.dim, (0,)), AxisStep(aten.squeeze.dim, (0,)))
         if len(frame.sizes) == 1:
-            return (Step(aten.flatten.using_ints, (0, 1)),)
+            return (AxisStep(aten.flatten.using_ints, (0, 1)),)
         cut = self._cut_of(frame)
         return (*_parted(frame, cut, len(frame.sizes), 1), *_parted(frame, 0, cut, 0))
 
@@ -123,13 +123,13 @@ def _merged(value: Operand, frame: Frame, start: int, stop: int) -> Operand:
     return value.then(aten.flatten.using_ints, start, stop - 1)
 
 
-def _parted(frame: Frame, start: int, stop: int, axis: int) -> tuple[Step, ...]:
+def _parted(frame: Frame, start: int, stop: int, axis: int) -> tuple[AxisStep, ...]:
     """One axis as axes start … stop − 1 of a frame."""
     if stop - start == 1:
         return ()
     if stop == start:
-        return (Step(aten.squeeze.dim, (axis,)),)
-    return (Step(aten.unflatten.int, (axis, [-1, *frame.given[start + 1 : stop]])),)
+        return (AxisStep(aten.squeeze.dim, (axis,)),)
+    return (AxisStep(aten.unflatten.int, (axis, [-1, *frame.given[start + 1 : stop]])),)
 
 
 def operand(

@@ -29,18 +29,18 @@ from effcompile.sites.attention.find.fx_queries import (
 from effcompile.sites.attention.find.head_layout import Frame, Heads, one_dtype, operand, with_batch
 from effcompile.sites.attention.find.normal_form import (
     AttentionMatch,
+    AxisStep,
     Fill,
     NotThisFormError,
     Operand,
-    Step,
     Term,
     Unmatched,
     same,
     same_shape,
     tensor_of,
 )
-from effcompile.sites.attention.find.products import Product, is_product, ordered, permuted
-from effcompile.sites.attention.find.scores import Scores, stop_of, trail_to
+from effcompile.sites.attention.find.products import MatchedProduct, is_product, ordered, permuted
+from effcompile.sites.attention.find.scores import ScoreWalk, stop_of, trail_to
 
 SDPA = aten.scaled_dot_product_attention.default
 
@@ -113,7 +113,7 @@ class _Finder:
             stop = stop_of(scores_node)
             what = stop.target.__name__ if callable(stop.target) else f"{stop.op} {stop.target}"
             raise NotThisFormError("it is no attention: its scores come from {}, not from a product of queries and keys", what)
-        scores = Scores.along(trail, self.learned)
+        scores = ScoreWalk.along(trail, self.learned)
         down = _Weights.below(anchor, scores, self.readers)
         inner = (*trail, *scores.aside, anchor, *down.chain)
         self._only_inner(inner, down)
@@ -145,7 +145,7 @@ class _Weights:
         self.chain, self.output, self.shared, self.dropout = chain, output, shared, dropout
 
     @classmethod
-    def below(cls, anchor: fx.Node, scores: Scores, readers: Callable[[fx.Node], list[fx.Node]]) -> _Weights:
+    def below(cls, anchor: fx.Node, scores: ScoreWalk, readers: Callable[[fx.Node], list[fx.Node]]) -> _Weights:
         """Walk down.
 
         Raises:
@@ -186,7 +186,7 @@ def _leads_on(user: fx.Node, node: fx.Node, readers: Callable[[fx.Node], list[fx
     return any(_leads_on(further, user, readers) for further in readers(user))
 
 
-def _check_slice(node: fx.Node, scores: Scores) -> None:
+def _check_slice(node: fx.Node, scores: ScoreWalk) -> None:
     """The slice that drops the sink's column drops just that."""
     before, after = tensor_of(source_of(node) or node), tensor_of(node)
     start = argument(node, 2, "start") or 0
@@ -195,8 +195,8 @@ def _check_slice(node: fx.Node, scores: Scores) -> None:
         raise NotThisFormError("{} takes another part of the weights than those of the keys", node.name)
 
 
-def _assemble(anchor: fx.Node, scores: Scores, down: _Weights, inner: tuple[fx.Node, ...]) -> AttentionMatch:
-    first, last = scores.product, Product.of(down.output)
+def _assemble(anchor: fx.Node, scores: ScoreWalk, down: _Weights, inner: tuple[fx.Node, ...]) -> AttentionMatch:
+    first, last = scores.product, MatchedProduct.of(down.output)
     heads, frame = scores.heads, Frame(sizes=first.lead, given=first.lead)
     if last.left_axes is not None:
         raise NotThisFormError("{} reads the weights with their axes in another order", down.output.name)
@@ -238,14 +238,14 @@ def _agreeing(q: Operand, k: Operand, v: Operand, whole: list[Operand]) -> list[
     return [q, with_batch(k, q), with_batch(v, q)]
 
 
-def _back(heads: Heads, output: fx.Node, v: Operand, product: Product | None) -> tuple[Step, ...]:
+def _back(heads: Heads, output: fx.Node, v: Operand, product: MatchedProduct | None) -> tuple[AxisStep, ...]:
     """From [B, H, S, V] to the output as the graph has it."""
     val = tensor_of(output)
     if product is not None and product.out_axes is not None:
         steps = (*heads.restore_lead(Frame(sizes=product.lead, given=product.lead)), *permuted(product.out_axes))
     else:
         steps = heads.restore(output)
-    return steps if v.val.dtype == val.dtype else (*steps, Step(aten.to.dtype, (val.dtype,)))
+    return steps if v.val.dtype == val.dtype else (*steps, AxisStep(aten.to.dtype, (val.dtype,)))
 
 
 def operands_of(found: AttentionMatch) -> list[Operand]:

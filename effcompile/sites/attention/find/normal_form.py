@@ -35,7 +35,7 @@ class SizeOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AxisStep:
     """One further operator on a value; `args` follow the value and may hold SizeOf and Operand."""
 
     target: Target
@@ -54,7 +54,7 @@ class Operand:
 
     node: fx.Node
     val: Tensor
-    steps: tuple[Step, ...] = ()
+    steps: tuple[AxisStep, ...] = ()
 
     @classmethod
     def of(cls, node: fx.Node) -> Operand:
@@ -64,7 +64,7 @@ class Operand:
         """The operand after one more operator."""
         with faking(self.val):
             val = target(self.val, *fx.map_arg(_plain(args), lambda node: node.meta["val"]))
-        return replace(self, val=val, steps=(*self.steps, Step(target, args)))
+        return replace(self, val=val, steps=(*self.steps, AxisStep(target, args)))
 
     @property
     def shape(self) -> Args:
@@ -132,7 +132,7 @@ class AttentionMatch:
     scale: float
     output: fx.Node
     inner: tuple[fx.Node, ...]
-    restore: tuple[Step, ...] = ()
+    restore: tuple[AxisStep, ...] = ()
     softcap: float = 0.0
     edits: tuple[Term | Fill, ...] = ()
     sink: Operand | None = None

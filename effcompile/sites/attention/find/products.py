@@ -9,13 +9,13 @@ from typing import Any
 from torch import fx
 
 from effcompile.sites.attention.find.fx_queries import argument, aten, number, overloads
-from effcompile.sites.attention.find.normal_form import NotThisFormError, Operand, Step, tensor_of
+from effcompile.sites.attention.find.normal_form import AxisStep, NotThisFormError, Operand, tensor_of
 
 _MATRIX = overloads("matmul.default", "bmm.default", "baddbmm.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class MatchedProduct:
     """left · right, both with matrices in their last two axes; `right` is [rows of the contraction, columns].
 
     Attributes:
@@ -38,7 +38,7 @@ class Product:
     beta: float = 1.0
 
     @classmethod
-    def of(cls, node: fx.Node) -> Product:
+    def of(cls, node: fx.Node) -> MatchedProduct:
         """Read a product.
 
         Raises:
@@ -68,7 +68,7 @@ def is_product(node: fx.Node) -> bool:
     return node.target in _MATRIX
 
 
-def _einsum(node: fx.Node) -> Product:
+def _einsum(node: fx.Node) -> MatchedProduct:
     """`bqhd,bkhd->bhqk`: batch axes are in all three, the contracted in both operands, one more in each."""
     equation, values = str(node.args[0]).replace(" ", ""), node.args[1]
     inputs, _, out = equation.partition("->")
@@ -83,7 +83,7 @@ def _einsum(node: fx.Node) -> Product:
         raise NotThisFormError("{} is the einsum {}, which is no product of matrices", node.name, equation)
     assert isinstance(values, (list, tuple))
     shape = tensor_of(node).shape
-    return Product(
+    return MatchedProduct(
         left=values[0],  # type: ignore[arg-type]
         right=values[1],  # type: ignore[arg-type]
         lead=tuple(shape[out.index(axis)] for axis in batch),
@@ -104,6 +104,6 @@ def ordered(value: Operand, axes: tuple[int, ...] | None) -> Operand:
     return value if axes is None else value.then(aten.permute.default, list(axes))
 
 
-def permuted(axes: tuple[int, ...] | None) -> tuple[Step, ...]:
+def permuted(axes: tuple[int, ...] | None) -> tuple[AxisStep, ...]:
     """Steps that put axes in another order."""
-    return () if axes is None else (Step(aten.permute.default, (list(axes),)),)
+    return () if axes is None else (AxisStep(aten.permute.default, (list(axes),)),)

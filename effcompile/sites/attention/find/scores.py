@@ -28,7 +28,7 @@ from effcompile.sites.attention.find.fx_queries import (
 )
 from effcompile.sites.attention.find.head_layout import Frame, Heads, heads_of
 from effcompile.sites.attention.find.normal_form import Fill, NotThisFormError, Operand, Term, same, same_shape, tensor_of
-from effcompile.sites.attention.find.products import Product, is_product
+from effcompile.sites.attention.find.products import MatchedProduct, is_product
 
 _ADD = overloads("add.Tensor", "add_.Tensor", "add.Scalar", "add_.Scalar")
 _SUB = overloads("sub.Tensor", "sub_.Tensor")
@@ -74,10 +74,10 @@ def stop_of(node: fx.Node) -> fx.Node:
 
 
 @dataclass(slots=True, kw_only=True)
-class Scores:
+class ScoreWalk:
     """The state on the way down. `after`: factor since the tanh, None before one; `aside`: nodes beside the way that only it reads."""
 
-    product: Product
+    product: MatchedProduct
     heads: Heads
     frame: Frame
     learned: Learned
@@ -90,13 +90,13 @@ class Scores:
     aside: list[fx.Node] = field(default_factory=list)
 
     @classmethod
-    def along(cls, trail: list[fx.Node], learned: Learned) -> Scores:
+    def along(cls, trail: list[fx.Node], learned: Learned) -> ScoreWalk:
         """Walk down from the product.
 
         Raises:
             NotThisFormError: an operator on the way does what the normal form cannot say.
         """
-        product = Product.of(trail[0])
+        product = MatchedProduct.of(trail[0])
         if product.out_axes is not None:
             raise NotThisFormError("{} is no product of queries with keys: its result has other axes than its operands", trail[0].name)
         state = cls(product=product, heads=_heads(product, trail), frame=Frame.of(trail[0]), learned=learned, scale=product.alpha)
@@ -282,7 +282,7 @@ def _times(edit: Term | Fill, by: float) -> Term | Fill:
     return replace(edit, fill=fill)
 
 
-def _heads(product: Product, trail: list[fx.Node]) -> Heads:
+def _heads(product: MatchedProduct, trail: list[fx.Node]) -> Heads:
     """How the product's leading axes make batch and heads."""
     lead = product.lead
     if len(lead) == 1:
@@ -298,15 +298,15 @@ def _heads(product: Product, trail: list[fx.Node]) -> Heads:
     return Heads(lead=lead, cut=len(lead) - (2 if grouped else 1))
 
 
-_RULES: tuple[tuple[frozenset[Any], Callable[[Scores, fx.Node, fx.Node], None]], ...] = (
-    (CASTS | COPIES, Scores.copy),
-    (RESHAPES, Scores.reshape),
-    (frozenset({aten.expand.default}), Scores.expand),
-    (_ADD | _SUB, Scores.add),
-    (_MUL | _DIV, Scores.multiply),
-    (_TANH, Scores.tanh),
-    (FILLS, Scores.fill),
-    (WHERES, Scores.where),
-    (_FLOOR, Scores.floor),
-    (frozenset({aten.cat.default}), Scores.cat),
+_RULES: tuple[tuple[frozenset[Any], Callable[[ScoreWalk, fx.Node, fx.Node], None]], ...] = (
+    (CASTS | COPIES, ScoreWalk.copy),
+    (RESHAPES, ScoreWalk.reshape),
+    (frozenset({aten.expand.default}), ScoreWalk.expand),
+    (_ADD | _SUB, ScoreWalk.add),
+    (_MUL | _DIV, ScoreWalk.multiply),
+    (_TANH, ScoreWalk.tanh),
+    (FILLS, ScoreWalk.fill),
+    (WHERES, ScoreWalk.where),
+    (_FLOOR, ScoreWalk.floor),
+    (frozenset({aten.cat.default}), ScoreWalk.cat),
 )

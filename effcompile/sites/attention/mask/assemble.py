@@ -13,9 +13,9 @@ from effcompile.ir.program import Program
 from effcompile.ops.visibility import recover
 from effcompile.sites.attention.mask.evaluate import ancestors, evaluate, reads, sized_variants
 from effcompile.sites.attention.mask.fit_bands import Sample, UnfittedError, fitted
-from effcompile.sites.attention.mask.graph_mask import GraphMask, Guard
+from effcompile.sites.attention.mask.graph_mask import GraphMask, MaskGuard
 from effcompile.sites.attention.mask.mask_guards import fills_only, no_longer_than, only_zero_one
-from effcompile.sites.attention.mask.mask_terms import Leaf, Terms, is_flag
+from effcompile.sites.attention.mask.mask_terms import MaskLeaf, MaskTerms, is_flag
 from effcompile.sites.attention.mask.node_expressions import KEY, QUERY, Expression, along, tested, varies, whole
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ Shapes = Mapping[fx.Node, Sequence[Sequence[int]]]
 _BATCH, _HEAD = -4, -3
 
 
-def assembled(program: Program, terms: Terms) -> GraphMask:
+def assembled(program: Program, terms: MaskTerms) -> GraphMask:
     """The mask that the terms make; its counts and texts are still to be filled in.
 
     Raises:
@@ -68,9 +68,9 @@ class _Parts:
     edges: list[tuple[Edge | None, Edge | None]] = field(default_factory=list)
     chunks: set[int] = field(default_factory=set)
     valid: list[Expression] = field(default_factory=list)
-    queries: list[Leaf] = field(default_factory=list)
+    queries: list[MaskLeaf] = field(default_factory=list)
     dense: list[Expression] = field(default_factory=list)
-    guards: list[Guard] = field(default_factory=list)
+    guards: list[MaskGuard] = field(default_factory=list)
     q_ids: Expression | None = None
     k_ids: Expression | None = None
 
@@ -83,7 +83,7 @@ class _Parts:
                 return True
         return False
 
-    def place(self, leaf: Leaf) -> None:
+    def place(self, leaf: MaskLeaf) -> None:
         """Padding, hidden queries, a closed form of sizes alone, or dense."""
         axes = varies(self.shapes[leaf.node])
         if axes - {_BATCH} == {KEY}:
@@ -101,7 +101,7 @@ class _Parts:
         for leaf in self.queries:
             self._place_densely(leaf)
 
-    def _place_densely(self, leaf: Leaf) -> None:
+    def _place_densely(self, leaf: MaskLeaf) -> None:
         if leaf.test == "kept":
             raise UnfittedError("it is dense already, and of numbers: adding it costs what testing it would")
         self.dense.append(whole(tested(leaf), len(self.shapes[leaf.node][0])))
@@ -109,7 +109,7 @@ class _Parts:
     def _along(self, expression: Expression, axis: int) -> Expression:
         return along(expression, axis, len(self.shapes[expression.node][0]))
 
-    def _fitted(self, leaf: Leaf) -> bool:
+    def _fitted(self, leaf: MaskLeaf) -> bool:
         """Evaluate what depends on sizes alone, beyond the largest number in its computation; a guard keeps to what was seen.
 
         False where no closed form holds at these sizes.
@@ -136,7 +136,7 @@ class _Parts:
         return True
 
 
-def _shapes(program: Program, terms: Terms) -> Shapes:
+def _shapes(program: Program, terms: MaskTerms) -> Shapes:
     """The shape of every node in the terms, at each size."""
     sized = sized_variants(program)
     if len(sized) == 1 and any(isinstance(dim, str) for spec in program.inputs for dim in spec.shape):

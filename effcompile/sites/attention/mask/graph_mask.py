@@ -16,7 +16,7 @@ from effcompile.sites.attention.node_builder import Emitter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Guard:
+class MaskGuard:
     """What a form takes for granted of the inputs: told, and checked.
 
     Attributes:
@@ -43,7 +43,7 @@ class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
     """
 
     biases: tuple[fx.Node, ...] = ()
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[MaskGuard, ...] = ()
     met: bool = True
     form: MaskForm = field(default_factory=MaskForm)
     counts: Mapping[int, tuple[int, int, int]]
@@ -79,7 +79,7 @@ class GraphMask(Mask[Expression, tuple[Expression, ...], Edge]):
             limit=lambda edge: edge.at(q_len, k_len),
         )
 
-    def unmet(self, inputs: Sequence[Tensor]) -> Guard | None:
+    def unmet(self, inputs: Sequence[Tensor]) -> MaskGuard | None:
         """The first guard that these tensors, in the order of `Program.inputs`, break; None where the form holds."""
         return next((guard for guard in self.guards if not guard.check(inputs)), None)
 

@@ -11,31 +11,31 @@ from torch import Tensor, fx
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.program import Program
 from effcompile.sites.attention.mask.evaluate import Values, evaluate, reads
-from effcompile.sites.attention.mask.graph_mask import Guard
+from effcompile.sites.attention.mask.graph_mask import MaskGuard
 from effcompile.sites.attention.mask.mask_terms import NEVER
 from effcompile.sites.attention.node_builder import Emitter
 
 aten = torch.ops.aten
 
 
-def only_zero_one(program: Program, node: fx.Node) -> Guard:
+def only_zero_one(program: Program, node: fx.Node) -> MaskGuard:
     """The node, of which 1 − node or node · fill is taken, is a flag."""
     said = Because.of("{} holds only 0 and 1", _names(node))
     return _on(program, node, said, lambda v: _all(_either(aten.eq.Scalar(v, 0), aten.eq.Scalar(v, 1))))
 
 
-def fills_only(program: Program, node: fx.Node) -> Guard:
+def fills_only(program: Program, node: fx.Node) -> MaskGuard:
     """The node, which is added to the scores, hides or does nothing."""
     said = Because.of("{} adds 0 or at most {} to a score", _names(node), NEVER)
     return _on(program, node, said, lambda v: _all(_either(aten.eq.Scalar(v, 0), aten.le.Scalar(v, NEVER))))
 
 
-def every_query_sees(program: Program, node: fx.Node, visible: Callable[[Tensor], Tensor], given: Values) -> Guard:
+def every_query_sees(program: Program, node: fx.Node, visible: Callable[[Tensor], Tensor], given: Values) -> MaskGuard:
     """No row of the mask is empty: what a softmax makes of one depends on how it was hidden."""
     return _on(program, node, Because("every query sees a key"), lambda v: _all(aten.any.dim(visible(v), -1)), given)
 
 
-def no_longer_than(program: Program, sizes: Mapping[str, int]) -> Guard:
+def no_longer_than(program: Program, sizes: Mapping[str, int]) -> MaskGuard:
     """The named axes are no longer than what a form was fitted to."""
 
     def check(inputs: Sequence[Tensor]) -> bool:
@@ -46,7 +46,7 @@ def no_longer_than(program: Program, sizes: Mapping[str, int]) -> Guard:
         return conjunction(emit, [emit.no_longer_than(*_axis(program, dim), size) for dim, size in sizes.items()])
 
     said = Because.of(", ".join(["{} ≤ {}"] * len(sizes)), *(part for axis in sizes.items() for part in axis))
-    return Guard(said=said, check=check, holds=holds)
+    return MaskGuard(said=said, check=check, holds=holds)
 
 
 def conjunction(emit: Emitter, conditions: Sequence[fx.Node]) -> fx.Node:
@@ -60,13 +60,13 @@ def by_placeholder(program: Program, inputs: Sequence[Tensor]) -> dict[fx.Node, 
     return dict(zip(_tensors(program), inputs, strict=True))
 
 
-def _on(program: Program, node: fx.Node, said: Reason, holds: Callable[[Tensor], Tensor], given: Values | None = None) -> Guard:
+def _on(program: Program, node: fx.Node, said: Reason, holds: Callable[[Tensor], Tensor], given: Values | None = None) -> MaskGuard:
     """`holds` is made of aten operators, to be run and to be traced."""
 
     def check(inputs: Sequence[Tensor]) -> bool:
         return bool(holds(evaluate(program, [node], {**by_placeholder(program, inputs), **(given or {})})[node]))
 
-    return Guard(said=said, check=check, holds=lambda emit: emit.inline(holds, node))
+    return MaskGuard(said=said, check=check, holds=lambda emit: emit.inline(holds, node))
 
 
 def _all(conditions: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ _TESTS: dict[Any, Callable[[float, float], bool]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class MaskLeaf:
     """A condition that is taken no further apart: node is not 0 ("true"), is 0 ("false"), or is above NEVER ("kept")."""
 
     node: fx.Node
@@ -39,7 +39,7 @@ class Leaf:
 
 
 @dataclass(slots=True, kw_only=True)
-class Terms:
+class MaskTerms:
     """What was found: the conjunction of all of it, and what is added to the scores besides.
 
     Attributes:
@@ -54,8 +54,8 @@ class Terms:
 
     bands: list[Band] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
-    pairs: list[tuple[fx.Node, fx.Node, Leaf]] = field(default_factory=list)
-    leaves: list[Leaf] = field(default_factory=list)
+    pairs: list[tuple[fx.Node, fx.Node, MaskLeaf]] = field(default_factory=list)
+    leaves: list[MaskLeaf] = field(default_factory=list)
     biases: list[fx.Node] = field(default_factory=list)
     fills: list[tuple[float, torch.dtype]] = field(default_factory=list)
     zero_one: list[fx.Node] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Terms:
         if constant is not None and bool(constant) is positive:
             return
         if not isinstance(value, fx.Node) or not self._taken_apart(value, positive):
-            self.leaves.append(Leaf(node=value, test="true" if positive else "false"))
+            self.leaves.append(MaskLeaf(node=value, test="true" if positive else "false"))
 
     def _taken_apart(self, node: fx.Node, positive: bool) -> bool:
         """By its operator; False where that is none of ours, and nothing was noted."""
@@ -111,7 +111,7 @@ class Terms:
             return True
         if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
             return False
-        self.pairs.append((left, right, Leaf(node=node, test="true" if positive else "false")))
+        self.pairs.append((left, right, MaskLeaf(node=node, test="true" if positive else "false")))
         return True
 
     def _two_valued(self, node: fx.Node, positive: bool) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from effcompile.sites.attention.mask.mask_terms import NEVER, Leaf
+from effcompile.sites.attention.mask.mask_terms import NEVER, MaskLeaf
 
 aten = torch.ops.aten
 KEY, QUERY = -1, -2
@@ -47,7 +47,7 @@ class Expression:
         return node
 
 
-def tested(leaf: Leaf) -> Expression:
+def tested(leaf: MaskLeaf) -> Expression:
     """The leaf's condition, as bool in the shape of its node."""
     value = leaf.node.meta.get("val")
     if leaf.test == "true" and isinstance(value, Tensor) and value.dtype is torch.bool:

@@ -33,7 +33,7 @@ from effcompile.sites.attention.mask.evaluate import (
 from effcompile.sites.attention.mask.fit_bands import UnfittedError
 from effcompile.sites.attention.mask.graph_mask import GraphMask
 from effcompile.sites.attention.mask.mask_guards import every_query_sees
-from effcompile.sites.attention.mask.mask_terms import NEVER, Leaf, Terms
+from effcompile.sites.attention.mask.mask_terms import NEVER, MaskLeaf, MaskTerms
 from effcompile.sites.attention.mask.node_expressions import tested, whole
 
 aten = torch.ops.aten
@@ -63,10 +63,10 @@ def recover_mask(
         mask = assembled(program, terms)
         empty = search.verified(mask, terms)
     except UnfittedError as error:
-        terms, mask = Terms(), search.as_it_is(error.reason)
+        terms, mask = MaskTerms(), search.as_it_is(error.reason)
         empty = mask.hides
     except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:  # an operator that fails at our inputs
-        terms, mask = Terms(), search.as_it_is(Unsupported.of("{}", " ".join(str(error).split())))
+        terms, mask = MaskTerms(), search.as_it_is(Unsupported.of("{}", " ".join(str(error).split())))
         empty = mask.hides
     terms.fills += [] if fill is None else [(fill, dtype)]
     if mask.hides and empty:
@@ -86,13 +86,13 @@ class _Search:
     node: fx.Node
     sense: Sense
 
-    def terms(self) -> Terms:
+    def terms(self) -> MaskTerms:
         """By its operators; addends that are constant or computed from masks and positions, by their values.
 
         Raises:
             UnfittedError: what is hidden depends on what the model computes.
         """
-        terms = Terms()
+        terms = MaskTerms()
         if self.sense == "added":
             terms.additive(self.node)
         else:
@@ -105,7 +105,7 @@ class _Search:
                 self._by_value(bias, terms)
         return terms
 
-    def _by_value(self, bias: fx.Node, terms: Terms) -> None:
+    def _by_value(self, bias: fx.Node, terms: MaskTerms) -> None:
         """A tensor of zeros and fills is a mask; one with other values and fills, a mask and a bias."""
         seen: set[float] = set()
         others = False
@@ -115,11 +115,11 @@ class _Search:
             others = others or bool(((value != 0) & (value > NEVER)).any())
         if seen:
             terms.fills += [(fill, bias.meta["val"].dtype) for fill in sorted(seen)]
-            terms.leaves.append(Leaf(node=bias, test="kept"))
+            terms.leaves.append(MaskLeaf(node=bias, test="kept"))
             if not others:
                 terms.biases.remove(bias)
 
-    def verified(self, mask: GraphMask, terms: Terms) -> bool:
+    def verified(self, mask: GraphMask, terms: MaskTerms) -> bool:
         """Compare the form with the operand at every variant; returns whether a query may see nothing.
 
         Raises:
@@ -156,7 +156,7 @@ class _Search:
         """Zeros for the biases, which may be the scores themselves, so that no model has to run."""
         return {n: torch.zeros((), dtype=n.meta["val"].dtype) for n in biases if n not in held}
 
-    def with_empty_rows(self, mask: GraphMask, terms: Terms) -> GraphMask:
+    def with_empty_rows(self, mask: GraphMask, terms: MaskTerms) -> GraphMask:
         """Decide what a query gets that sees nothing; where that cannot be told, a guard says that there is none.
 
         The lowest finite number swallows every score, so that all keys weigh the same. After −∞ the softmax is NaN, which
@@ -175,7 +175,7 @@ class _Search:
         """The operand unexplained: added as a bias, or as a dense mask."""
         if self.sense == "added":
             return GraphMask(biases=(self.node,), counts={}, left=left)
-        leaf = Leaf(node=self.node, test="true" if self.sense == "visible" else "false")
+        leaf = MaskLeaf(node=self.node, test="true" if self.sense == "visible" else "false")
         return GraphMask(mask=(whole(tested(leaf), self.node.meta["val"].dim()),), counts={}, left=left)
 
     def told(self, mask: GraphMask, q_len: int, k_len: int) -> GraphMask:

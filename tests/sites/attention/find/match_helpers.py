@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from effcompile.sites.attention.find.match import match
-from effcompile.sites.attention.find.normal_form import AttentionMatch, Operand, SizeOf, Step, Term, Unmatched
+from effcompile.sites.attention.find.normal_form import AttentionMatch, AxisStep, Operand, SizeOf, Term, Unmatched
 
 B, H, S, D = 2, 4, 6, 8
 MIN = torch.finfo(torch.float32).min
@@ -96,7 +96,7 @@ def _value(operand: Operand, values: dict[fx.Node, Any]) -> Tensor:
     return _stepped(values[operand.node], operand.steps, values)
 
 
-def _stepped(value: Tensor, steps: tuple[Step, ...], values: dict[fx.Node, Any]) -> Tensor:
+def _stepped(value: Tensor, steps: tuple[AxisStep, ...], values: dict[fx.Node, Any]) -> Tensor:
     for step in steps:
         value = step.target(value, *(_argument(arg, values) for arg in step.args))
     return value
