@@ -1,4 +1,4 @@
-"""Counts what the house is measured by, on the syntax trees: long files, wide functions, `Any` in signatures.
+"""Counts what the house is measured by, on the syntax trees: long files, wide functions, `Any` in signatures, names with several homes.
 
     python benchmarks/house.py            the counts
     python benchmarks/house.py --list     with each place
@@ -30,11 +30,13 @@ class House:
     wide_functions: tuple[str, ...]
     any_annotations: tuple[str, ...]
     any_functions: tuple[str, ...]
+    shared_names: tuple[str, ...]
 
 
 def counted(package: Path = PACKAGE) -> House:
     """Read all files of a package."""
     lines, long_files, wide, annotations, functions = 0, [], [], [], []
+    homes: dict[str, list[str]] = {}
     for path in sorted(package.rglob("*.py")):
         text = path.read_text()
         length = len(text.splitlines())
@@ -42,7 +44,11 @@ def counted(package: Path = PACKAGE) -> House:
         name = str(path.relative_to(package.parent))
         if length > LONG_FILE:
             long_files.append(f"{name} {length}")
-        for function in _functions(ast.parse(text)):
+        tree = ast.parse(text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(name)
+        for function in _functions(tree):
             place = f"{name}:{function.lineno} {function.name}"
             if KERNELS not in path.parents and len(_parameters(function)) >= WIDE_FUNCTION:
                 wide.append(f"{place} {len(_parameters(function))}")
@@ -52,6 +58,7 @@ def counted(package: Path = PACKAGE) -> House:
     return House(
         lines=lines, long_files=tuple(long_files), wide_functions=tuple(wide), any_annotations=tuple(annotations),
         any_functions=tuple(functions),
+        shared_names=tuple(f"{kind}: {', '.join(files)}" for kind, files in sorted(homes.items()) if len(files) > 1),
     )  # fmt: skip
 
 
@@ -88,6 +95,7 @@ def main() -> None:
         (f"functions with {WIDE_FUNCTION} or more parameters, kernels aside", house.wide_functions),
         ("annotations of parameters and results that name Any", house.any_annotations),
         ("functions whose signature names Any", house.any_functions),
+        ("names of classes with several homes", house.shared_names),
     ):
         print(f"{len(found):6,}  {title}")
         if places:

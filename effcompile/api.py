@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
-import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from effcompile import report
+from effcompile.as_module import as_module
 from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
 from effcompile.compiler import QUIET, AnyOptimizer, Batch, Dynamic, Executable, OnChange, Progress, Request, TrainingExecutable, load
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal, GoalFields, GoalLimits, Mode
-from effcompile.core.types import Example, Forward, Inputs, Outputs
-from effcompile.deferred import Deferred, answering, carry_out, make_frontier, make_plan, with_forward
+from effcompile.core.types import Example, Inputs, Outputs
+from effcompile.deferred import Deferred, answering
 from effcompile.dynamo import dynamo_backend
 from effcompile.ir.plan import Plan
 from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
+from effcompile.modes import carry_out, make_frontier, make_plan
 from effcompile.search.parallel.asked import Devices, ManyDevices
 
 if TYPE_CHECKING:  # its module needs transformers
@@ -321,56 +321,6 @@ def to_training_mode(model: nn.Module) -> str:
         return ""
     model.train()
     return f"{type(model).__name__} was in eval mode; effcompile put it in training mode (model.train()), as its training step is planned."
-
-
-def as_module(model: object) -> nn.Module:
-    """The model itself, or a module around a function, with the modules that the function uses as its children.
-
-    Raises:
-        UsageError: neither an nn.Module nor a function.
-    """
-    if isinstance(model, Deferred):
-        return model.model
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        kind = type(model).__name__
-        raise UsageError(
-            f"The model is wrapped in {kind}, whose hooks a plan would not see. Write {kind}(effcompile.optimize(model, ...))."
-        )
-    if isinstance(model, nn.Module):
-        return model
-    if isinstance(model, types.MethodType) and isinstance(model.__self__, nn.Module):
-        return with_forward(model.__self__, model.__func__)
-    if not isinstance(model, types.FunctionType):
-        raise UsageError(f"model is a {type(model).__name__}. Give an nn.Module or a function of tensors.")
-    module: nn.Module = type(model.__name__, (nn.Module,), {"__doc__": model.__doc__, "forward": _method(model)})()
-    for name, child in _modules_used(model):
-        module.add_module(name, child)
-    module.training = any(child.training for child in module.children())
-    module.__dict__["function"] = model
-    return module
-
-
-def _method(function: types.FunctionType) -> Forward:
-    """The function as a method: `self` in front, otherwise its own signature."""
-
-    @functools.wraps(function)
-    def forward(_: nn.Module, *args: object, **kwargs: object) -> Outputs:
-        return function(*args, **kwargs)
-
-    own = inspect.signature(function)
-    itself = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = own.replace(parameters=[itself, *own.parameters.values()])  # type: ignore[attr-defined]
-    return forward
-
-
-def _modules_used(function: types.FunctionType) -> Iterator[tuple[str, nn.Module]]:
-    """The modules among the function's closure and the globals that it names, each once, under their variable's name."""
-    variables = inspect.getclosurevars(inspect.unwrap(function))
-    seen: set[int] = set()
-    for name, value in {**variables.globals, **variables.nonlocals}.items():
-        if isinstance(value, nn.Module) and id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
 
 
 def _later(model: Model | type[nn.Module], request: Request) -> Deferred | Callable[..., Deferred]:

@@ -22,10 +22,10 @@ from effcompile.compiler import Request, TrainingExecutable
 from effcompile.core.errors import FormatError, InputsError, UsageError
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.core.units import format_bytes
-from effcompile.deferred import carry_out
 from effcompile.estimate.optimizer import state_bytes
 from effcompile.ir.plan import Plan
 from effcompile.loader.loaded import as_inputs
+from effcompile.modes import carry_out
 from effcompile.ops.optimizers import StatesForm
 from effcompile.planner.buckets import bucket_lengths
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Hashable, Iterator
 from pathlib import Path
@@ -17,14 +16,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from effcompile import compiler
 from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.mends import evaluating
-from effcompile.compiler import Executable, Request, TrainingExecutable
-from effcompile.compiler.generation import generating
+from effcompile.compiler import Request, TrainingExecutable
 from effcompile.core.errors import AutocastError, GuardError, InputsError, UsageError
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
+from effcompile.modes import PLANNING, Planned, carry_out
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,45 +30,8 @@ if TYPE_CHECKING:
 #: Shapes that one Deferred is optimized for; calls of further shapes run the original model.
 _MOST_SHAPES = 8
 
-#: Held while a model is captured, planned and verified: torch traces one model at a time, and timings want the machine for themselves.
-PLANNING = threading.RLock()
-# A process that is forked meanwhile would wait for ever for a thread that it does not have.
-os.register_at_fork(before=PLANNING.acquire, after_in_parent=PLANNING.release, after_in_child=PLANNING.release)
-
-Planned = Executable | TrainingExecutable
 #: How often one Deferred is planned again because the model was changed.
 _MOST_REPLANS = 16
-
-
-def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Planned:
-    """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
-    with PLANNING:
-        if request.goal.mode == "generation":
-            return generating().optimize_generation(model, args, kwargs, **request.whole)
-        if request.training:
-            with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # the steps that it runs draw dropout, too
-                made = compiler.optimize_training if request.mesh is None else compiler.optimize_on_ranks
-                return made(model, args, kwargs, **request.whole)
-        return compiler.optimize(model, args, kwargs, **request.whole)
-
-
-def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Plan:
-    """Decide at these inputs; nothing is lowered."""
-    with PLANNING:
-        if request.devices is not None:
-            return compiler.plan_devices(model, args, kwargs, request, progress=request.progress)
-        if request.goal.mode == "generation":
-            return generating().plan_generation(model, args, kwargs, **request.asked)
-        return (compiler.plan_parts if request.training else compiler.make_plan)(model, args, kwargs, **request.asked)
-
-
-def make_frontier(request: Request, model: nn.Module, args: Args, kwargs: Kwargs, points: int | None) -> list[Plan]:
-    """Plans along the memory-time front; None for as many as the mode usually has."""
-    if request.goal.mode == "generation":
-        raise UsageError("There is no front of generation plans yet. Ask for one plan at each memory: effcompile.plan(..., memory=...).")
-    made = compiler.frontier_training if request.training else compiler.frontier
-    with PLANNING:
-        return made(model, args, kwargs, **request.asked) if points is None else made(model, args, kwargs, points=points, **request.asked)
 
 
 def with_forward(instance: nn.Module, forward: Forward) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import effcompile
-from effcompile import api, deferred, dynamo
+from effcompile import api, dynamo, modes
 from effcompile.core.errors import FormatError, InputsError, UnknownNameError, UsageError
 from effcompile.ir.plan import Plan
 
@@ -226,11 +226,11 @@ def test_torch_compile_backend_refuses_unknown_options() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the models that are really optimized from here on."""
     built: list[str] = []
-    original = deferred.compiler.optimize
+    original = modes.compiler.optimize
 
     def optimize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         built.append(type(model).__name__)
         return original(model, *args, **kwargs)
 
-    monkeypatch.setattr(deferred.compiler, "optimize", optimize)
+    monkeypatch.setattr(modes.compiler, "optimize", optimize)
     return built

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import effcompile
-from effcompile import compiler, deferred
+from effcompile import compiler, modes
 
 COUNT = 6
 
@@ -128,7 +128,7 @@ def test_a_training_step_is_planned_once(plannings: list[str]) -> None:
 
 
 def test_a_process_forked_while_another_thread_plans_can_plan() -> None:
-    with deferred.PLANNING:
+    with modes.PLANNING:
         forked = threading.Thread(target=lambda: results.append(os.waitstatus_to_exitcode(os.waitpid(_fork(), 0)[1])))
         results: list[int] = []
         forked.start()
@@ -141,5 +141,5 @@ def test_a_process_forked_while_another_thread_plans_can_plan() -> None:
 def _fork() -> int:
     child = os.fork()
     if child == 0:
-        os._exit(0 if deferred.PLANNING.acquire(timeout=5) else 1)
+        os._exit(0 if modes.PLANNING.acquire(timeout=5) else 1)
     return child

@@ -109,7 +109,7 @@ class Wanted:
 
     def carried_out(self) -> Executable | TrainingExecutable:
         """Planned, lowered, verified and measured."""
-        from effcompile.deferred import carry_out
+        from effcompile.modes import carry_out
 
         made = carry_out(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs)
         made.plan = self._noted(made.plan)
@@ -117,7 +117,7 @@ class Wanted:
 
     def planned(self) -> Plan:
         """Decided; nothing is lowered."""
-        from effcompile.deferred import make_plan
+        from effcompile.modes import make_plan
 
         return self._noted(make_plan(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs))
 
@@ -127,7 +127,7 @@ class Wanted:
 
     def frontier(self, points: int | None) -> list[Plan]:
         """Plans along the memory-time front."""
-        from effcompile.deferred import make_frontier
+        from effcompile.modes import make_frontier
 
         return make_frontier(self.request, self.loaded.model, self.loaded.args, self.loaded.kwargs, points)
 

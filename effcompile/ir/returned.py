@@ -1,6 +1,6 @@
 """What a call returns, as data in its plan: whoever opens an artifact without the model gives the same structure back.
 
-A class of outputs that only the model's package has (transformers' ModelOutput, a dataclass) comes back as a `ReturnedRecord` with these names.
+A class of outputs that only the model's package has (ModelOutput, a dataclass) comes back as a `ReturnedRecord` with these names.
 """
 
 from __future__ import annotations
