@@ -46,7 +46,7 @@ class _Subject:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    leaves: Sequence[dynamic_axes.Leaf]
+    leaves: Sequence[dynamic_axes.InputLeaf]
     output_names: Sequence[str]
     mends: tuple[Reason, ...]
 
@@ -161,7 +161,7 @@ def _attempts(subject: _Subject, dynamic: Dynamic) -> Iterator[_Attempt]:
     yield _Attempt(axes=static, wanted=static)
 
 
-def _given_axes(given: Mapping[str, object], leaf: dynamic_axes.Leaf) -> dict[int, Any]:
+def _given_axes(given: Mapping[str, object], leaf: dynamic_axes.InputLeaf) -> dict[int, Any]:
     """Axes that the user's `dynamic_shapes` name for an input; nested inputs are left to torch.export alone."""
     spec = given.get(leaf.name)
     pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec) if isinstance(spec, (tuple, list)) else ()
@@ -214,7 +214,7 @@ def _tidied(subject: _Subject, attempt: _Attempt, exported: torch.export.Exporte
     )
 
 
-def _stuck(leaf: dynamic_axes.Leaf, shape: Sequence[int | str]) -> set[int]:
+def _stuck(leaf: dynamic_axes.InputLeaf, shape: Sequence[int | str]) -> set[int]:
     """Axes whose constant size in the graph is not the user's: they had been repeated for tracing."""
     return {axis for axis, dim in enumerate(shape) if isinstance(dim, int) and dim != leaf.tensor.shape[axis]}
 

@@ -22,7 +22,12 @@ from effcompile.report.script import SCRIPT
 from effcompile.report.style import STYLE
 from effcompile.report.svg import Bar, SvgPart, stacked_bars
 
-_VERDICT_CLASS = {f.Verdict.MET: "good", f.Verdict.NOT_MET: "bad", f.Verdict.UNVERIFIED: "warn", f.Verdict.PREDICTED: "warn"}
+_VERDICT_CLASS = {
+    f.PlanVerdict.MET: "good",
+    f.PlanVerdict.NOT_MET: "bad",
+    f.PlanVerdict.UNVERIFIED: "warn",
+    f.PlanVerdict.PREDICTED: "warn",
+}
 
 
 def html_report(plan: Plan) -> str:

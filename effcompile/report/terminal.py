@@ -24,7 +24,7 @@ from effcompile.report.step import print_memory
 
 _TEMPLATES_SHOWN = 2
 
-VERDICT_STYLE = {f.Verdict.MET: GOOD, f.Verdict.NOT_MET: BAD, f.Verdict.UNVERIFIED: WARN, f.Verdict.PREDICTED: WARN}
+VERDICT_STYLE = {f.PlanVerdict.MET: GOOD, f.PlanVerdict.NOT_MET: BAD, f.PlanVerdict.UNVERIFIED: WARN, f.PlanVerdict.PREDICTED: WARN}
 
 
 def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False, directory: str | None = None) -> None:
