@@ -107,7 +107,7 @@ class MaskForm(Mask[Names, Names, Edge]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sees(Reason):
-    """An attention's mask, None where a decision's form has it, and the share of the scores in its tiles."""
+    """An attention's mask, None where the form of the decision has it, and the share of the scores in its tiles."""
 
     kind: Literal["sees"] = "sees"
     form: MaskForm | None = None

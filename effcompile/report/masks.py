@@ -9,7 +9,7 @@ from effcompile.core.mask import MaskForm, Names
 
 def mask_words(form: MaskForm) -> str:
     """One line for a mask: its terms, each with the inputs that it is read from."""
-    return " ∧ ".join([*_band(form), *_conditions(form)]) or "everything visible"
+    return " ∧ ".join([*_band(form), *_conditions(form)]) or "every key"
 
 
 def condition_words(form: MaskForm) -> str:

@@ -290,7 +290,9 @@ def _sees(reason: m.Sees) -> Phrase:
     check: Phrase = ()
     if reason.form is not None and reason.form.guards:
         check = (f"; every call checks that {condition_words(reason.form)}, else the dense mask is read",)
-    return (f"sees {'every key' if reason.form is None else mask_words(reason.form)}", *share, *check)
+    if reason.form is None:
+        return ("sees what the plan does not keep", *share)  # an older one, which had it in words
+    return (f"sees {mask_words(reason.form)}", *share, *check)
 
 
 @phrase.register

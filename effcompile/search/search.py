@@ -19,7 +19,7 @@ from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.estimate.timeline import timeline
-from effcompile.ir.formats import BF16, FP32, WeightFormat
+from effcompile.ir.formats import FP32, WeightFormat
 from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.ir.program import Program
 from effcompile.machine.target import Target
@@ -27,7 +27,7 @@ from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_a
 from effcompile.search.machine import BASELINE, Machine
 from effcompile.search.refine import Constraints
 from effcompile.search.told import decision, not_taken, objective
-from effcompile.sites.parts import linears
+from effcompile.sites.parts import stored_format
 
 #: The solver proves that nothing is cheaper by more than this share.
 GAP = 0.01
@@ -273,12 +273,6 @@ def too_large(error: InfeasibleError, target: Target) -> InfeasibleError:
     nearest = {limit: value for limit, value in error.nearest.items() if limit != "memory"}
     machine = MachineTooSmall(target=target.name, memory_bytes=target.memory_bytes, needed=error.needed or None)
     return InfeasibleError(machine, *error.why, binding=error.binding, nearest=nearest)
-
-
-def stored_format(program: Program) -> WeightFormat:
-    """What the model's own linears are held in: BF16 stands for 16 bits of either kind."""
-    weights = [program.tensor(site.weight) for site in linears(program)]
-    return BF16 if weights and all(w is not None and w.element_size() == 2 for w in weights) else FP32
 
 
 def stored_notes(program: Program) -> tuple[Reason, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from effcompile.ir.formats import BF16, FP32, WeightFormat
 from effcompile.ir.program import Program, module_path, shape_of
 from effcompile.sites.attention.normalise import EAGER, OUR_ATTENTIONS
 
@@ -127,6 +128,12 @@ def linears(program: Program) -> list[LinearSite]:
         if site is not None:
             found.append(site)
     return found
+
+
+def stored_format(program: Program) -> WeightFormat:
+    """What the model's own linears are held in: BF16 stands for 16 bits of either kind."""
+    weights = [program.tensor(site.weight) for site in linears(program)]
+    return BF16 if weights and all(w is not None and w.element_size() == 2 for w in weights) else FP32
 
 
 def embeddings(program: Program) -> list[EmbeddingSite]:

@@ -18,8 +18,7 @@ from effcompile.ir.formats import FP32, Form
 from effcompile.machine.machines import load_target
 from effcompile.passes.base import Context
 from effcompile.passes.pricing import price_linear
-from effcompile.search.search import stored_format
-from effcompile.sites.parts import embeddings, linears
+from effcompile.sites.parts import embeddings, linears, stored_format
 
 N, K = 96, 256
 LINEARS = {

@@ -94,7 +94,7 @@ LEFT = torch.arange(48)[None] >= torch.tensor([[0], [9]])
 RIGHT = LEFT.flip(1)
 DOCS = documents(11, 20, 17)
 NAMED = {
-    "everything visible": (Visibility(), 48),
+    "every key": (Visibility(), 48),
     "causal": (CAUSAL, 48),
     "causal (bottom-right)": (Visibility(hi=16), 64),
     "causal ∧ window 7": (Visibility(lo=-6, hi=0), 48),

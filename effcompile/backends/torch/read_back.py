@@ -35,7 +35,7 @@ from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.mask import BAND
 from effcompile.ops.tile_predictors import STATIC
 from effcompile.ops.two_of_four import two_of_four_linear as _registers_too  # noqa: F401 - the same
-from effcompile.sites.parts import add_norms, argument, linears
+from effcompile.sites.parts import add_norms, argument, linears, stored_format
 from effcompile.sites.rows import ROW_SITE, row_sites
 from effcompile.sparse.forms import pattern_format
 from effcompile.sparse.pattern import BlockPattern
@@ -52,7 +52,7 @@ _ROWS_LAST = (aten.slice.Tensor, aten.select.int, aten.index_select.default)
 def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
     """site → form of everything in `module`, the graph that runs; `program` is what it was made of."""
     held = {node.meta[SITE]: signature[0] for node, signature in signatures(module) if SITE in node.meta}
-    as_given = _in_16_bits(program)
+    as_given = stored_format(program) == BF16  # what nobody asked for is then as it was given, by the baseline's name
     found = {
         site: Form(weights=FP32 if as_given and weights in (BF16, FP16) and program.format_at(site) == FP32 else weights)
         for site, weights in held.items()
@@ -65,11 +65,6 @@ def applied(program: Program, module: fx.GraphModule) -> dict[str, Form]:
     )
     found.update(_structure(program, found))
     return found
-
-
-def _in_16_bits(program: Program) -> bool:
-    """Whether the model's own matrices are: what nobody asked for is then as it was given, which goes by the baseline's name."""
-    return all(p.element_size() == 2 for p in program.module.parameters() if p.dim() == 2 and p.is_floating_point())
 
 
 def signatures(module: fx.GraphModule) -> Iterator[tuple[fx.Node, Signature]]:

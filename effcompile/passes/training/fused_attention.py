@@ -48,9 +48,9 @@ _MOST_WITHOUT_DATA = 1 << 27
 
 @dataclass(slots=True, kw_only=True)
 class Attended:
-    """What an edit did: fused: site → its mask, None: every key is seen; score_bytes: site → bytes of its scores; left: site → why."""
+    """What an edit did: fused: site → its mask; score_bytes: site → bytes of its scores; left: site → why."""
 
-    fused: dict[str, MaskForm | None] = field(default_factory=dict)
+    fused: dict[str, MaskForm] = field(default_factory=dict)
     score_bytes: dict[str, int] = field(default_factory=dict)
     left: dict[str, Reason] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class FusedAttention:
         for site in sites:
             mask = mask_of(program, site.node)
             b, h, sq, sk, _ = site.dims
-            attended.fused[site.site] = mask.form if mask is not None else None
+            attended.fused[site.site] = mask.form if mask is not None else MaskForm()
             attended.score_bytes[site.site] = b * h * sq * sk * site.node.args[0].meta["val"].element_size()  # type: ignore[union-attr]
         in_closed_form(program, [site.node for site in sites if _is_closed(mask_of(program, site.node))])
         front.graph.eliminate_dead_code()
@@ -166,7 +166,7 @@ class _Renamed:
 
     def of(self, attended: Attended) -> Attended:
         return Attended(
-            fused={_site(s): mask and self.mask(mask) for s, mask in attended.fused.items()},
+            fused={_site(s): self.mask(mask) for s, mask in attended.fused.items()},
             score_bytes={_site(s): size for s, size in attended.score_bytes.items()},
             left={_site(s): self.reason(reason) for s, reason in attended.left.items()},
         )

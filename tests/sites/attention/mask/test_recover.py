@@ -87,11 +87,11 @@ def test_forms_of_families_hold_at_other_inputs_and_sizes(name: str, attention: 
 def test_biases_are_no_masks() -> None:
     """T5's bias is learnt; MPT's and Falcon's ALiBi come with a mask, Falcon's as one tensor."""
     t5 = [recovered(tiny("t5", "eager"), operand) for operand in operands(tiny("t5", "eager"))]
-    assert sorted((m.text, len(m.biases)) for m in t5) == [("everything visible", 1), ("padding (attention_mask)", 0)]
+    assert sorted((told(m), len(m.biases)) for m in t5) == [("every key", 1), ("padding (attention_mask)", 0)]
     mpt = [recovered(tiny("mpt", "eager"), operand) for operand in operands(tiny("mpt", "eager"))]
-    assert sorted((m.text, len(m.biases)) for m in mpt) == [("causal ∧ padding (attention_mask)", 0), ("everything visible", 1)]
+    assert sorted((told(m), len(m.biases)) for m in mpt) == [("causal ∧ padding (attention_mask)", 0), ("every key", 1)]
     falcon = [recovered(tiny("falcon", "eager"), operand) for operand in operands(tiny("falcon", "eager"))]
-    assert ("causal ∧ padding (attention_mask)", 1) in [(m.text, len(m.biases)) for m in falcon]
+    assert ("causal ∧ padding (attention_mask)", 1) in [(told(m), len(m.biases)) for m in falcon]
 
 
 CAUSAL, WINDOW = (6, 6, 4), (9, 0, 7)
