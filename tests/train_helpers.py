@@ -15,6 +15,7 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
 from effcompile.core import torch_compat
 from effcompile.core.goal import Goal
+from effcompile.core.reasons import Unsupported
 from effcompile.estimate import operators
 from effcompile.estimate.roofline import moved_bytes
 from effcompile.estimate.storages import graph_storages
@@ -37,7 +38,7 @@ Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 def context(*, here: bool = False, **forbidden: str) -> StepContext:
     """What passes propose for: an exact goal on a machine that is not here. `forbidden`: kind → an option that is refuted."""
     figures = OperatorCosts(target=load_target("cpu-generic"), here=False)
-    refuted = dict.fromkeys(forbidden.items(), "it was run, and did not hold")
+    refuted = dict.fromkeys(forbidden.items(), Unsupported("it was run, and did not hold"))
     return replace(figures.context(Goal(mode="training"), refuted), here=here)
 
 

@@ -12,7 +12,7 @@ from train_helpers import context, forms_of, skips
 from effcompile.capture import capture_training
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
-from effcompile.core.reasons import Because
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.ir.footprint import WORKING, Footprint
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, RequestError, StepChoice, StepContext, StepOption, StepOutcome
@@ -99,7 +99,7 @@ def test_an_option_that_cannot_be_had_is_refused_beside_what_it_was_wanted_with(
 
     made = forms([Marks(letters="a"), Picky(letters="b", early=False)], Case(step=step), context())
     assert [marks(form.step) for form in made.cases] == ["", "b", "a"] and not made.declined
-    assert made.refused == [({"mark a": "on", "mark b": "on"}, "there is an a")]
+    assert made.refused == [({"mark a": "on", "mark b": "on"}, Unsupported("there is an a"))]
 
 
 def test_what_the_user_asked_wrongly_is_raised_and_any_other_error_declines_the_pass(step: Step) -> None:

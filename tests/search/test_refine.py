@@ -6,7 +6,7 @@ import pytest
 
 from effcompile.core.causes import Said
 from effcompile.core.errors import InfeasibleError
-from effcompile.core.reasons import Because
+from effcompile.core.reasons import Because, Unsupported
 from effcompile.search.refine import Constraints, refine
 
 #: Options by what they promise and what they turn out to take: seconds, bytes promised, bytes taken, error promised, error made.
@@ -36,7 +36,7 @@ def run(name: str, constraints: Constraints) -> tuple[list[str], Constraints | N
     if constraints.budget is not None and taken > 12:
         return [*seen], constraints.with_less(taken - 12, Because(f"{name} took {taken}"))
     if error > 0.5:
-        return [*seen], constraints.without(("form", name), "its error is too large")
+        return [*seen], constraints.without(("form", name), Unsupported("its error is too large"))
     return [*seen], None
 
 
