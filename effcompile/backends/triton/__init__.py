@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from effcompile.backends.triton.configs import architecture, found_with, interpreting
-from effcompile.core.findings import Of
 from effcompile.core.reasons import Because, Reason, Unsupported
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def use(devices: Collection[str]) -> tuple[Reason, ...]:
         return (Because.of(text, _MADE, " and ".join(foreign)),) if foreign else ()
     reason = register(device())
     if reason is not None:
-        return (Of("Triton's kernels are declined, torch's own stand in", reason),)
+        return (Because("Triton's kernels are declined, torch's own stand in: {name}", (str(reason),)),)
     wrong = refuted(device())
     run = ", ".join(words for name, words in _OPERATORS.items() if name not in wrong)
     left = (

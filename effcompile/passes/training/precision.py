@@ -19,7 +19,6 @@ from torch import fx
 from effcompile.capture.float8 import float8_linears, unavailable
 from effcompile.capture.source import Source
 from effcompile.core.errors import EffcompileError, FormatError, UnknownNameError, UsageError
-from effcompile.core.findings import Together
 from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.torch_compat_aot import is_random
 from effcompile.estimate.halves import draws_as_fp32, product_ratio
@@ -111,9 +110,8 @@ class Precision:
         return _mixed_write(step) or replace(case, step=step, front=front, source=narrow, scaled=dtype in SCALED)
 
     def _option(self, dtype: str, made: Case, *, elsewhere: bool) -> StepOption:
-        said = [Because("fp32 master weights and gradients")]
-        said += [Because("scaled loss")] * (dtype in SCALED) + [Because("its error is unmeasured")] * elsewhere
-        note = Together.of([*said, Because("cast once a step: {bytes}", (_casts(made.step),))])
+        text = "fp32 master weights and gradients" + ", scaled loss" * (dtype in SCALED) + ", its error is unmeasured" * elsewhere
+        note = Because(text + "; cast once a step: {bytes}", (_casts(made.step),))
         return StepOption(name=label(dtype), settings={"dtype": dtype}, note=note, made=made)
 
     def refusal(self, dtype: str, step: Step, target: Target, *, here: bool) -> Unsupported | None:

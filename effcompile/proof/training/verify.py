@@ -14,7 +14,7 @@ from torch import nn
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import VerificationError
-from effcompile.core.findings import Cosine, Of, Together
+from effcompile.core.findings import Cosine, Together
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Check
@@ -143,13 +143,11 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     where = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])  # NaN is the worst
     notes: list[Reason] = [Because("bit-identical") if same else Because("largest at {name}", (where,))]
     if nothing:
-        more = Because("{name}", (nothing[0],)) if len(nothing) == 1 else Because("{name} and {} more", (nothing[0], len(nothing) - 1))
-        beside = (
-            Because("as near to {name} as eager's", (truth.named,))
-            if truth is not None
-            else Because("measured by the whole gradient's scale")
-        )
-        notes.append(Of(str(more), Together((Because("off by rounding alone (up to {error})", (apart,)), beside))))
+        text = "{name} and {} more" if len(nothing) > 1 else "{name}"
+        text += ": off by rounding alone (up to {error}), "
+        text += "as near to {name} as eager's" if truth is not None else "measured by the scale of the whole gradient"
+        more = (len(nothing) - 1,) if len(nothing) > 1 else ()
+        notes.append(Because(text, (nothing[0], *more, apart, *((truth.named,) if truth is not None else ()))))
     return Check(name="loss and all gradients, as eager", error=errors[where], limit=allowed, note=Together.of(notes))
 
 

@@ -18,7 +18,6 @@ from effcompile.capture.training import Loss
 from effcompile.capture.training_inputs import after_pre_hooks
 from effcompile.core import gpu
 from effcompile.core.errors import FormatError, UsageError
-from effcompile.core.findings import Of
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.types import Args, Kwargs, Outputs
@@ -116,7 +115,7 @@ class Work:
         of_values = error.kind in levers.names
         passes = replace(self.passes, levers=replace(levers, refused=levers.refused | {error.option})) if of_values else self.passes
         if of_values or not error.option:
-            self.notes.append(Of(error.said, error.reason))
+            self.notes.append(Because("{name}: {name}", (error.said, str(error))))
         return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): error.reason})
 
     def forget(self, found: Preparation) -> None:
