@@ -287,12 +287,10 @@ def _divided(reason: r.Divided) -> Phrase:
 @phrase.register
 def _sees(reason: m.Sees) -> Phrase:
     share: Phrase = (", ", _share(reason.share), " of the scores") if reason.share is not None else ()
-    check: Phrase = ()
-    if reason.form is not None and reason.form.guards:
-        check = (f"; every call checks that {condition_words(reason.form)}, else the dense mask is read",)
     if reason.form is None:
         return ("sees what the plan does not keep", *share)  # an older one, which had it in words
-    return (f"sees {mask_words(reason.form)}", *share, *check)
+    check = f"; every call checks that {condition_words(reason.form)}, else the dense mask is read" if reason.form.guards else ""
+    return (f"sees {mask_words(reason.form)}", *share, check)
 
 
 @phrase.register
