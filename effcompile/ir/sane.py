@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
@@ -11,11 +12,14 @@ _MOST = 1 << 63
 #: Plans nest as deep as their dataclasses do, and a setting is a word or a number.
 _DEEPEST = 12
 #: Figures of a certificate, whose objective may be a difference; costs of an option that takes away, a fusion or a merge, and what
-#: reasons say of them.
+#: reasons say of them; limits of a mask.
 _SIGNED = (
     "objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept", "cost.bytes_transient", "cost.bytes_link",
     "reason.seconds", "reason.against", "why.seconds", "why.against", "note.change", "note.cosine",
+    "lo.offset", "hi.offset", "ahead",
 )  # fmt: skip
+#: What stands in the text of a reason is of either sign.
+_IN_TEXT = re.compile(r"\.figures\[\d+\]$")
 
 
 def objection(plan: object) -> str | None:
@@ -25,7 +29,7 @@ def objection(plan: object) -> str | None:
             return f"{path} = {value} is not a number"
         if abs(value) > _MOST:
             return f"{path} is larger than any machine's"
-        if value < 0 and not path.endswith(_SIGNED):
+        if value < 0 and not path.endswith(_SIGNED) and not _IN_TEXT.search(path):
             return f"{path} = {value} is negative"
     return None
 
