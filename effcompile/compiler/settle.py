@@ -202,7 +202,7 @@ def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:
 def _told(planned: Form | None, found: Form) -> str:
     """The name of what was found, with all that is known of it where the name alone would say that it is as planned."""
     alike = planned is not None and planned.name == found.name and not planned.agrees(found)
-    return f"{found.name} ({found.weights or found.figures})" if alike else found.name
+    return f"{found.name} ({found.weights or found.figures or found.mask})" if alike else found.name
 
 
 def _failed(outcome: Outcome) -> VerificationError:
