@@ -22,7 +22,7 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device, torc
 _MOST = 100_000
 
 
-class Layout(NamedTuple):
+class StorageLayout(NamedTuple):
     """A tensor without data: a piece of a storage, which is a number."""
 
     storage: int
@@ -56,19 +56,19 @@ def remember(key: object, known: Known) -> None:
     REMEMBERED[key] = known
 
 
-def layout(tensor: torch.Tensor, storage: int) -> Layout:
+def layout(tensor: torch.Tensor, storage: int) -> StorageLayout:
     """Of a plain tensor. Raises Unlike."""
     if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or type(tensor).__name__ != "FakeTensor":
         raise Unlike
     shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
     if any(type(size) is not int for size in (*shape, *stride, offset)):
         raise Unlike
-    return Layout(storage, shape, stride, cast(int, offset), tensor.dtype, tensor.device)
+    return StorageLayout(storage, shape, stride, cast(int, offset), tensor.dtype, tensor.device)
 
 
 def mapped(value: object, change: Callable[[object], object]) -> object:
     """The value with each part of its tuples, lists and dicts changed; named tuples become tuples, which getitem reads alike."""
-    if isinstance(value, Layout):
+    if isinstance(value, StorageLayout):
         return change(value)
     if isinstance(value, tuple):
         return tuple([mapped(part, change) for part in value])
@@ -104,7 +104,7 @@ def key_of(
     def part(value: object) -> object:
         if isinstance(value, fx.Node):
             return part(values[value])
-        if isinstance(value, Layout):
+        if isinstance(value, StorageLayout):
             number = numbers.setdefault(value.storage, len(numbers))
             return (number, nbytes[value.storage], *value[1:])
         if isinstance(value, (tuple, list)):

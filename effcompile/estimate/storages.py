@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.core import gpu, torch_compat
 from effcompile.core.types import Value
-from effcompile.estimate.layouts import REMEMBERED, Known, Layout, Unlike, key_of, layout, mapped, remember, settings
+from effcompile.estimate.layouts import REMEMBERED, Known, StorageLayout, Unlike, key_of, layout, mapped, remember, settings
 from effcompile.ir.program import Program, shape_of
 
 Storage = int  # an index, equal for nodes that share memory
@@ -141,7 +141,7 @@ class _Tracer:
         self.storages: dict[Storage, torch.UntypedStorage] = {}  # kept alive, so that no address is given out twice
         self.allocated: dict[Storage, int] = {}
         self.nbytes: dict[Storage, int] = {}
-        self.fakes: dict[Layout, torch.Tensor] = {}
+        self.fakes: dict[StorageLayout, torch.Tensor] = {}
         self.settings = settings()
 
     def run(self) -> Storages:
@@ -171,7 +171,7 @@ class _Tracer:
             return fx.map_arg(node.args, self.values.__getitem__), 0
         if node.op != "call_function":
             return None, 0  # torch.export's guard module: checks the inputs and returns nothing
-        if node.target is operator.getitem and not isinstance(value := self.values[node.args[0]], Layout | torch.Tensor):  # type: ignore[index]
+        if node.target is operator.getitem and not isinstance(value := self.values[node.args[0]], StorageLayout | torch.Tensor):  # type: ignore[index]
             return value[node.args[1]], 0
         try:
             key, seen = key_of(node, self.values, self.allocated, self.settings)
@@ -188,7 +188,7 @@ class _Tracer:
         places = [*seen, *map(self._new, known.nbytes)]
 
         def placed(each: object) -> object:
-            return each._replace(storage=places[each.storage]) if isinstance(each, Layout) else each
+            return each._replace(storage=places[each.storage]) if isinstance(each, StorageLayout) else each
 
         return mapped(known.result, placed), known.peak
 
@@ -210,7 +210,7 @@ class _Tracer:
         """An operator in place may have changed an argument's own layout (`transpose_`): it has that from now on."""
         for arg in node.all_input_nodes:
             before = self.values[arg]
-            if isinstance(before, Layout) and layout(fake := self.fakes[before], before.storage) != before:
+            if isinstance(before, StorageLayout) and layout(fake := self.fakes[before], before.storage) != before:
                 del self.fakes[before]
                 self.values[arg] = self._described(fake)
 
@@ -220,7 +220,7 @@ class _Tracer:
         places = {storage: at for at, storage in enumerate((*seen, *fresh))}
 
         def numbered(each: object) -> object:
-            if isinstance(each, Layout):
+            if isinstance(each, StorageLayout):
                 if each.storage not in places:
                     raise Unlike
                 return each._replace(storage=places[each.storage])
@@ -253,7 +253,7 @@ class _Tracer:
         """The value with layouts in the place of its tensors; those that no layout describes stay."""
         return mapped(value, lambda each: self._layout(each) if isinstance(each, torch.Tensor) else each)
 
-    def _layout(self, tensor: torch.Tensor) -> Layout | torch.Tensor:
+    def _layout(self, tensor: torch.Tensor) -> StorageLayout | torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.numbers:
             number = self.numbers[storage._cdata] = self._new(int(storage.nbytes()))
@@ -272,7 +272,7 @@ class _Tracer:
 
     def _tensor(self, value: object) -> object:
         """A fake tensor of a layout, on its storage."""
-        if not isinstance(value, Layout):
+        if not isinstance(value, StorageLayout):
             return value
         if value not in self.fakes:
             with self.mode, torch.no_grad():
@@ -287,7 +287,7 @@ class _Tracer:
         found: dict[Storage, None] = {}
 
         def see(each: object) -> None:
-            if isinstance(each, Layout):
+            if isinstance(each, StorageLayout):
                 found[each.storage] = None
             elif isinstance(each, torch.Tensor):
                 found[self.numbers[each.untyped_storage()._cdata]] = None
