@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 import effcompile
 from effcompile.capture.training import capture_training
 from effcompile.passes.training.fused_attention import Attended, FusedAttention
+from effcompile.report.masks import mask_words
 from effcompile.report.reasons import words
 
 WIDTH, HEADS = 32, 4
@@ -65,8 +66,8 @@ def test_scores_are_gone_from_forward_and_backward() -> None:
         "effcompile.attention.default",
         "effcompile.attention_backward.default",
     ]
-    (text,) = attended.fused.values()
-    assert text.startswith("causal ∧ window 8 ∧ padding")
+    (mask,) = attended.fused.values()
+    assert mask_words(mask).startswith("causal ∧ window 8 ∧ padding")
     assert list(attended.score_bytes.values()) == [2 * HEADS * 40 * 40 * 4] and not attended.left
 
 
