@@ -265,7 +265,7 @@ def _dynamo_front(module: _StepModule, tensors: list[Tensor]) -> fx.GraphModule:
 
 def through_dynamo(step: Step) -> bool:
     """Whether Dynamo traced the forward, for torch.export could not take it, or not what an edit had made of it."""
-    return any(isinstance(mend, Because) and mend.figures[:1] == (_DYNAMO,) for mend in step.mends)
+    return any(isinstance(mend, Because) and mend.text == _DYNAMO for mend in step.mends)
 
 
 def _raise_ours(error: BaseException) -> None:
