@@ -97,9 +97,9 @@ def _check(split: Split, step: Step) -> None:
         site, count = next(iter(split.uneven.items()))
         fit = [n for n in range(2, count + 1) if all(units % n == 0 for units in (*split.uneven.values(), *split.taken.values()))]
         mend = f"Of tp, {', '.join(map(str, fit[:8]))} would divide." if fit else "No number of ranks but 1 divides all of them."
-        raise RequestError(f"{split.declined[site].text} (tp), at {site}. {mend}")
+        raise RequestError(f"{split.declined[site]} (tp), at {site}. {mend}")
     if not split.taken:
-        reasons = "; ".join(f"{site}: {reason.text}" for site, reason in list(split.declined.items())[:3])
+        reasons = "; ".join(f"{site}: {reason}" for site, reason in list(split.declined.items())[:3])
         why = reasons or "It has no layers."
         raise RequestError(f"Nothing of the model can be divided among {split.ranks} tensor-parallel ranks. {why}")
     if any(draws(node) for node in step.graph.nodes):
