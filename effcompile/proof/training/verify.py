@@ -26,8 +26,8 @@ _NO_LEAVES: LeafInputs = MappingProxyType({})
 #: Relative error that the dtype's own rounding makes when sums are taken in another order.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: EXACT_TOLERANCE, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 _SEED = 20
-#: Elements that are compared at a time: in float64 they take a few MiB.
-_PIECE = 1 << 20
+#: Elements that are compared at a time, of a host and of a device: in float64 they stay in a core's cache, or pay for their launches.
+_PIECE, _PIECE_ON_DEVICE = 1 << 15, 1 << 22
 #: A gradient whose elements are smaller than this share of the usual one is compared with that share.
 _NEGLIGIBLE = 1e-3
 #: A gradient may be so many times as far from float64's as the model's own, or as gradients usually are.
@@ -257,9 +257,11 @@ class GradientSums:
         a, b = a.to_dense() if a is not None and a.is_sparse else a, b.to_dense() if b.is_sparse else b
         flat = (b.reshape(-1), b.reshape(-1) if a is None else a.reshape(-1))
         sums = torch.zeros(4, dtype=torch.float64)
-        for theirs, ours in zip(*(t.split(_PIECE) for t in flat), strict=True):
+        piece = _PIECE if b.device.type == "cpu" else _PIECE_ON_DEVICE
+        for theirs, ours in zip(*(t.split(piece) for t in flat), strict=True):
             y, x = theirs.double(), ours.double() if a is not None else torch.zeros_like(theirs, dtype=torch.float64)
-            sums += torch.stack([((x - y) ** 2).sum(), (x * x).sum(), (y * y).sum(), (x * y).sum()]).cpu()
+            apart = x - y
+            sums += torch.stack([apart.dot(apart), x.dot(x), y.dot(y), x.dot(y)]).cpu()
         return cls(*(float(each) for each in sums))
 
 
