@@ -165,14 +165,14 @@ def error_data(error: Exception, status: int) -> dict[str, Any]:
 
 
 @contextmanager
-def steps(as_json: bool, verbose: bool = False, profile: bool = False) -> Iterator[report.Steps]:
+def steps(as_json: bool, verbose: bool = False, profile: bool = False) -> Iterator[report.ProgressSteps]:
     """Progress on stderr, silent with --json but for what was asked for; and the libraries below us kept quiet unless `verbose`."""
     with warnings.catch_warnings():
         if not verbose:
             warnings.filterwarnings("ignore", module=r"(torch|torchao|onnx|onnxscript|transformers|copyreg)(\..*)?")
             for name in ("torchao", "torch.utils._pytree", "torch.onnx", "onnxscript", "transformers", "nncf"):
                 logging.getLogger(name).setLevel(logging.ERROR)
-        with report.Steps(enabled=not as_json, profile=profile) as running:
+        with report.ProgressSteps(enabled=not as_json, profile=profile) as running:
             yield running
 
 

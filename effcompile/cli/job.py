@@ -203,7 +203,7 @@ class Job:
                 load_target(name)
         find(self.model)
 
-    def load(self, steps: report.Steps, plan: Plan | None = None) -> Wanted:
+    def load(self, steps: report.ProgressSteps, plan: Plan | None = None) -> Wanted:
         """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""
         with steps.step("load the model"):
             from effcompile.api import declare, goal_of_plan, to_training_mode

@@ -1,7 +1,7 @@
 """The compiled 8-bit linears (`int8_linear.cpp`): which instruction set they use here, and how they are called.
 
 The first use compiles them for the best set that this CPU has and compares them once with torch. What cannot be compiled or is wrong is
-not used: the next best set is tried, and `Kernels.instead` says why.
+not used: the next best set is tried, and `ByteKernels.instead` says why.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ARGUMENTS = (_POINTER, _INT, _INT, _INT, *(_POINTER,) * 3, _INT, _INT, *(_POINT
 
 
 @functools.cache
-def kernels() -> Kernels | str:
+def kernels() -> ByteKernels | str:
     """The best kernels that this machine runs, or why there are none."""
     failed: list[str] = []
     for isa in integer_isas():
         try:
-            made = Kernels(isa, "; ".join(failed))
+            made = ByteKernels(isa, "; ".join(failed))
         except LoweringError as error:
             failed.append(str(error))
             continue
@@ -74,7 +74,7 @@ def workspace_bytes(x: Tensor) -> int:
     return _Workspace(int(x.numel()) // summed if summed else 0, summed).nbytes
 
 
-class Kernels:
+class ByteKernels:
     """The compiled kernels of one instruction set. `instead`: why better sets are not used; "" where there is none."""
 
     def __init__(self, isa: str, instead: str = "") -> None:

@@ -39,7 +39,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
             yield request.param
         return
     if request.param != "here":
-        made = int8_native.Kernels(request.param)
+        made = int8_native.ByteKernels(request.param)
         monkeypatch.setattr(int8_native, "kernels", lambda: made)
     yield request.param
 
@@ -214,18 +214,18 @@ class TestChoice:
 
         monkeypatch.setattr(int8_native, "library", refuses)
         monkeypatch.setattr(int8_native, "integer_isas", lambda: ("avx512_vnni", "avx_vnni", "avx2"))
-        wrong = int8_native.Kernels.objection
-        monkeypatch.setattr(int8_native.Kernels, "objection", lambda self: "it is wrong" if self.isa == "avx_vnni" else wrong(self))
+        wrong = int8_native.ByteKernels.objection
+        monkeypatch.setattr(int8_native.ByteKernels, "objection", lambda self: "it is wrong" if self.isa == "avx_vnni" else wrong(self))
         monkeypatch.setitem(int8_native.TILES, "avx_vnni", int8_native.TILES["avx2"])
         found = int8_native.kernels()
-        assert isinstance(found, int8_native.Kernels)
+        assert isinstance(found, int8_native.ByteKernels)
         assert told() == "avx2 (not a better one: the compiler does not know -mavx512vnni; it is wrong)"
 
     @pytest.mark.skipif("avx2" not in instructions.integer_isas(), reason="this processor has no AVX2")
     def test_wrong_kernels_are_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made = int8_native.Kernels("avx2")
-        linear = int8_native.Kernels.linear
-        monkeypatch.setattr(int8_native.Kernels, "linear", lambda *arguments: linear(*arguments) * 1.01)
+        made = int8_native.ByteKernels("avx2")
+        linear = int8_native.ByteKernels.linear
+        monkeypatch.setattr(int8_native.ByteKernels, "linear", lambda *arguments: linear(*arguments) * 1.01)
         assert "wrong product" in str(made.objection())
 
 

@@ -140,9 +140,9 @@ def test_what_is_not_as_guarded_is_as_written(
     (decision,) = (d for d in executable.plan.decisions if d.kind == "attention")
     assert (decision.option, decision.applied) == ("tiled", "tiled")
     assert (
-        "every call checks that" in words(decision.note)
-        and guard in words(decision.note)
-        and words(decision.note).endswith("else the dense mask is read")
+        "every call checks that" in words(decision.known)
+        and guard in words(decision.known)
+        and words(decision.known).endswith("else the dense mask is read")
     )
     dense: list[Any] = []
     original = module._dense
@@ -164,7 +164,7 @@ def test_compiled_too(
 ) -> None:
     model, executable = optimized(how, monkeypatch, TorchInductor, holding)
     (decision,) = (d for d in executable.plan.decisions if d.kind == "attention")
-    assert (decision.option, decision.applied) == ("tiled", "tiled") and guard in words(decision.note)
+    assert (decision.option, decision.applied) == ("tiled", "tiled") and guard in words(decision.known)
     agrees(executable, model, holding)
     agrees(executable, model, failing)
 
