@@ -275,4 +275,4 @@ def test_onnxruntime_missing(write: Write) -> None:
     free = subprocess.run([*command, "--json"], check=False, capture_output=True, text=True)
     assert free.returncode == 0, free.stderr
     told = {c["backend"]: str(c["note"]) for c in json.loads(free.stdout)["candidates"]}
-    assert "pip install onnxruntime" in told["onnxruntime"]
+    assert "pip install {name}" in told["onnxruntime"] and "'onnxruntime'" in told["onnxruntime"]

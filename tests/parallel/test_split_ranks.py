@@ -127,7 +127,7 @@ def declined(name: str, tp: int) -> Split:
 def test_what_does_not_divide_is_said() -> None:
     """Two key heads over three ranks; 48 neurons divide."""
     split = declined("llama", 3)
-    assert [reason.text for site, reason in split.declined.items() if site.endswith("heads")] == ["its 2 heads do not divide by 3"] * 2
+    assert [str(reason) for site, reason in split.declined.items() if site.endswith("heads")] == ["its 2 heads do not divide by 3"] * 2
     assert [site.rpartition(":")[2] for site in split.taken] == ["neurons", "neurons"]
 
 

@@ -18,7 +18,7 @@ from effcompile.machine.target import KernelCall
 def test_a_smaller_model_is_planned_lowered_and_verified(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     backend = load_backend(name)
     if (reason := backend.unavailable()) is not None:
-        pytest.skip(reason)
+        pytest.skip(str(reason))
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path))
     by_flops = lambda self, call: 1e-11 * call.flops if call.kernel.startswith("linear/fp32") else _other(call)  # noqa: E731
     monkeypatch.setattr(type(backend), "measure", by_flops)  # this machine's times of layers so small are noise
