@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from types import MappingProxyType
@@ -130,11 +130,16 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     Raises:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
     """
-    _require_numbers(wanted)
+    return _compared(_pairs(found, wanted), found, wanted, limit, exact)
+
+
+def _compared(pairs: _Pairs, found: Result, wanted: Result, limit: float | None, exact: Callable[[], Result | None]) -> Check:
+    """`compare`, of tensors that were read already."""
     rounded = [_ROUNDING.get(dtype, EXACT_TOLERANCE) for dtype in (wanted.loss.dtype, *_autocast_dtypes())]
-    allowed = max(limit or 0.0, *rounded, *(rounding(g) for g in wanted.gradients.values()))
-    usual = _root_mean_square(wanted.gradients.values())
-    errors, same = _errors(found, wanted, _NEGLIGIBLE * usual)
+    allowed = max(limit or 0.0, *rounded, *(pair.rounding for pair in pairs.gradients.values()))
+    usual = math.sqrt(sum(sums.theirs for sums in pairs.sums) / max(1, sum(pair.elements for pair in pairs.gradients.values())))
+    errors = {"loss": pairs.loss.error(0.0), **{name: pair.error(_NEGLIGIBLE * usual) for name, pair in pairs.gradients.items()}}
+    same = all(pair.same for pair in (pairs.loss, *pairs.gradients.values()))
     failed = [name for name, error in errors.items() if name != "loss" and not error <= allowed and math.isfinite(error)]
     truth = exact() if failed else None
     scale = usual if truth is None else _AS_NEAR * _usual_rounding(wanted, truth)
@@ -151,24 +156,75 @@ def compare(found: Result, wanted: Result, limit: float | None, exact: Callable[
     return Check(name="loss and all gradients, as eager", error=errors[where], limit=allowed, note=Together.of(notes))
 
 
-def _require_numbers(wanted: Result) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pair:
+    """A tensor of the planned step beside the model's own, read once.
+
+    Attributes:
+        sums: over their elements; None where the model has none. elements: of the model's own. rounding: of its dtype.
+        same: they are equal to the bit. missing: the error where one of the two has none.
+    """
+
+    sums: GradientSums | None
+    elements: int
+    rounding: float
+    same: bool
+    missing: float | None
+
+    @classmethod
+    def of(cls, ours: torch.Tensor | None, theirs: torch.Tensor | None) -> _Pair:
+        sums = None if theirs is None else GradientSums.of(ours, theirs)
+        there = ours if theirs is None else theirs
+        both = ours is not None and theirs is not None
+        return cls(
+            sums=sums,
+            elements=0 if theirs is None else theirs.numel(),
+            rounding=rounding(theirs),
+            same=both and sums is not None and sums.apart == 0 and torch.equal(ours, theirs),  # type: ignore[arg-type]
+            missing=None if both else 0.0 if there is None or not bool(there.any()) else math.inf,
+        )
+
+    def error(self, floor: float) -> float:
+        """‖a − b‖ / ‖b‖, where b's elements count as `floor` in the mean at the least; a missing tensor counts as zeros.
+
+        The floor is for gradients that are zero but for rounding (a key's bias: softmax does not see it).
+        """
+        if self.sums is None or self.missing is not None:
+            return self.missing or 0.0
+        difference = math.sqrt(self.sums.apart)
+        size = max(math.sqrt(self.sums.theirs), floor * math.sqrt(self.elements))
+        return difference / size if size > 0 else math.inf if difference > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """The loss, and every gradient that one of the two steps has."""
+
+    loss: _Pair
+    gradients: Mapping[str, _Pair]
+
+    @property
+    def sums(self) -> list[GradientSums]:
+        """Of the gradients that the model has."""
+        return [pair.sums for pair in self.gradients.values() if pair.sums is not None]
+
+
+def _pairs(found: Result, wanted: Result) -> _Pairs:
+    """Each gradient read once: some are in a file, and all are large.
+
+    Raises:
+        VerificationError: the model's own loss, or a gradient of its, is not a number.
+    """
     if not math.isfinite(float(wanted.loss)):
         raise _nothing_to_compare(f"loss is {float(wanted.loss)}")
-    for name, gradient in wanted.gradients.items():
-        if gradient is not None and not bool(gradient.isfinite().all()):
+    gradients = {}
+    for name, theirs in wanted.gradients.items():
+        if theirs is not None and not bool(theirs.isfinite().all()):
             raise _nothing_to_compare(f"gradient of {name} is not finite")
-
-
-def _errors(found: Result, wanted: Result, floor: float) -> tuple[dict[str, float], bool]:
-    """Relative errors of the loss and of every gradient that one of the two has; whether all are equal to the bit."""
-    errors, same = {"loss": _relative(found.loss, wanted.loss, 0.0)}, torch.equal(found.loss, wanted.loss)
-    for name, gradient in wanted.gradients.items():
-        other = found.gradients.get(name)
-        if gradient is None and other is None:
-            continue
-        errors[name] = _relative(other, gradient, floor)
-        same = same and errors[name] == 0.0 and gradient is not None and other is not None and torch.equal(other, gradient)
-    return errors, same
+        ours = found.gradients.get(name)
+        if ours is not None or theirs is not None:
+            gradients[name] = _Pair.of(ours, theirs)
+    return _Pairs(_Pair.of(found.loss, wanted.loss), gradients)
 
 
 def _usual_rounding(wanted: Result, truth: Result) -> float:
@@ -204,10 +260,10 @@ def compare_whole(found: Result, wanted: Result, limit: float) -> Check:
     Raises:
         VerificationError: the model's own loss, or a gradient of its, is not a number.
     """
-    each = compare(found, wanted, limit)  # also refuses what cannot be compared
-    sums = [GradientSums.of(found.gradients.get(name), g) for name, g in wanted.gradients.items() if g is not None]
-    apart, ours, theirs, dot = (math.fsum(getattr(each, name) for each in sums) for name in ("apart", "ours", "theirs", "dot"))
-    error = max(math.sqrt(apart / theirs) if theirs else 0.0, _relative(found.loss, wanted.loss, 0.0))
+    pairs = _pairs(found, wanted)
+    each = _compared(pairs, found, wanted, limit, lambda: None)
+    apart, ours, theirs, dot = (math.fsum(getattr(one, name) for one in pairs.sums) for name in ("apart", "ours", "theirs", "dot"))
+    error = max(math.sqrt(apart / theirs) if theirs else 0.0, pairs.loss.error(0.0))
     cosine = dot / math.sqrt(ours * theirs) if ours and theirs else 1.0
     note = Cosine(cosine=cosine, alone=each.note, error=each.error)
     return Check(name="loss and whole gradient, as eager", error=error, limit=limit, note=note)
@@ -218,28 +274,6 @@ def _nothing_to_compare(what: str) -> VerificationError:
         f"The model's own {what} at the example inputs, so nothing can be compared. Give other inputs, "
         "or mend the model (a learning rate, a mask that hides every token, labels that are all ignored)."
     )
-
-
-def _relative(a: torch.Tensor | None, b: torch.Tensor | None, floor: float) -> float:
-    """‖a − b‖ / ‖b‖, where b's elements count as `floor` in the mean at the least; a missing tensor counts as zeros.
-
-    The floor is for gradients that are zero but for rounding (a key's bias: softmax does not see it).
-    """
-    if a is None or b is None:
-        there = b if a is None else a
-        return 0.0 if there is None or not bool(there.any()) else math.inf
-    sums = GradientSums.of(a, b)
-    difference = math.sqrt(sums.apart)
-    size = max(math.sqrt(sums.theirs), floor * math.sqrt(b.numel()))
-    return difference / size if size > 0 else math.inf if difference > 0 else 0.0
-
-
-def _root_mean_square(gradients: Iterable[torch.Tensor | None]) -> float:
-    total, count = 0.0, 0
-    for g in gradients:
-        if g is not None:
-            total, count = total + GradientSums.of(g, g).ours, count + g.numel()
-    return math.sqrt(total / max(1, count))
 
 
 @dataclass(frozen=True, slots=True)
