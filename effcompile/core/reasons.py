@@ -93,16 +93,10 @@ class Unsupported(_Text):
 class ReasonError(Exception):
     """Left a computation with a reason: a text with holes `{}`, and what stands in them."""
 
-    def __init__(self, text: str, *figures: object) -> None:
-        self.reason = Unsupported.of(text, *figures)
+    def __init__(self, said: str | Unsupported, *figures: object) -> None:
+        """`said`: the text, or a reason that is there already."""
+        self.reason = Unsupported.of(said, *figures) if isinstance(said, str) else said
         super().__init__(self.reason)
-
-    @classmethod
-    def because(cls, reason: Unsupported) -> Self:
-        """With a reason that is there already."""
-        error = cls("")
-        error.reason, error.args = reason, (reason,)
-        return error
 
 
 # ------------------------------------------------------------------ why an option was not taken

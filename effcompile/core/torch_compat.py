@@ -396,9 +396,3 @@ def hide_from_dynamo(kind: type, method: str, reason: str) -> None:
     found = kind.__dict__.get(method)
     if found is not None and "torch._dynamo" in sys.modules and not hasattr(found, "_torchdynamo_orig_callable"):
         setattr(kind, method, torch.compiler.disable(found, reason=reason))
-
-
-def without_storage(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of a subclass, of another's shape, dtype and device, that holds no bytes."""
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
-    return made

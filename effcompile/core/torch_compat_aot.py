@@ -1,4 +1,4 @@
-"""Every private torch API that training capture uses: AOTAutograd's joint graph and Dynamo's whole-graph front."""
+"""Every private torch API that only training uses: AOTAutograd's joint graph, Dynamo's whole-graph front, gradients without bytes."""
 
 from __future__ import annotations
 
@@ -236,3 +236,9 @@ def compile_with_partition(module: fx.GraphModule, inputs: Sequence[Any], partit
     backend = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, inference_compiler=inference, partition_fn=partition)
     result: Callable[..., Any] = backend(module, inputs)
     return result
+
+
+def without_storage(kind: type[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass, of another's shape, dtype and device, that holds no bytes."""
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
+    return made

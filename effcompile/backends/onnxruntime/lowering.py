@@ -80,8 +80,8 @@ def _build_at(
 def _mapped(program: Program, folder: Path) -> list[mmap.mmap]:
     """Have the weights that a pass made mapped from files, whose pages can be dropped while torch.export's leavings refer to them."""
     found: list[mmap.mmap] = []
-    for name in program.made if program.weight_bytes() > BESIDE else ():
-        parameter = program.module.get_parameter(name)
+    there = dict(program.module.named_parameters()) if program.weight_bytes() > BESIDE else {}
+    for parameter in (there[name] for name in program.made if name in there):  # a later pass may have put another in its place
         if parameter.device.type == "cpu" and parameter.nbytes > _PAGES:
             with tempfile.TemporaryFile(dir=folder) as file:
                 if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and not a signal at the copy

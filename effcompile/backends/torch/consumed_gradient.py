@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_aot
 from effcompile.core.errors import InputsError
 
 
@@ -17,7 +17,7 @@ class ConsumedGradient(torch.Tensor):
 
     @classmethod
     def of(cls, parameter: torch.Tensor, name: str) -> ConsumedGradient:
-        made = torch_compat.without_storage(cls, parameter)
+        made = torch_compat_aot.without_storage(cls, parameter)
         assert isinstance(made, cls)
         made.place = name
         return made

@@ -109,7 +109,7 @@ def _told_all(program: Program, masks: Mapping[fx.Node, GraphMask | None]) -> di
     replaced = dict(zip(ours, ours, strict=True))
     for outcome in rewrite(program.graph, matches=found, masking=lambda one: _masking(one, masks[one.anchor])):
         if isinstance(outcome, Unmatched):
-            raise NotThisFormError.because(outcome.reason)
+            raise NotThisFormError(outcome.reason)
         replaced[outcome.match.anchor] = outcome.node
     return replaced
 

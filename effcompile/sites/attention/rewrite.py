@@ -149,7 +149,7 @@ def _outcome(
 
 def _replace(emit: Emitter, found: AttentionMatch, form: Form, masking: Masking, grouped: bool) -> fx.Node:
     if reason := _refusal(found, form, masking):
-        raise NotThisFormError.because(reason)
+        raise NotThisFormError(reason)
     result = node = _sdpa(emit, found, masking, grouped) if form == "sdpa" else _attention(emit, found, masking)
     for step in found.restore:
         result = emit.call(step.target, (result, *step.args))
