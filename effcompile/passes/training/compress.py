@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
-from time import perf_counter
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from effcompile.core import gpu
 from effcompile.core.errors import UsageError
 from effcompile.machine.target import Target
 from effcompile.ops.compress import BITS, packed_bytes
-from effcompile.passes.training.levers import Rates
+from effcompile.passes.training.levers import Rates, packing_seconds
 from effcompile.schedules.ways import Codec, Way
-
-#: Elements that are packed to be timed; on a GPU, where so few are a matter of launches, as many times as many.
-_PROBE_ELEMENTS, _GPU_MORE = 1 << 20, 32
 
 
 def _way(bits: int) -> Way:
@@ -73,21 +68,5 @@ class Compress:
     def rates(self, target: Target, here: bool) -> Rates:
         """Measured here; elsewhere by bytes: fp32 read and written about four times."""
         elsewhere = 32 / (target.memory_bandwidth * target.efficiency)
-        return Rates(pack={way.name: _packing(way, target.device) if here else elsewhere for way in self.ways})
+        return Rates(pack={way.name: packing_seconds(way, torch.float32, target.device) if here else elsewhere for way in self.ways})
 
-
-@cache
-def _packing(way: Way, device: str) -> float:
-    """Seconds per element of packing or unpacking, the mean of both: the fastest of three runs; on a GPU the usual one."""
-    assert way.codec is not None
-    codec, count = way.codec, _PROBE_ELEMENTS if device == "cpu" else _PROBE_ELEMENTS * _GPU_MORE
-    x = torch.ones(count, device=device)
-    both = lambda: codec.unpack(codec.pack(x, [1]), [count], [1], x.dtype)  # noqa: E731
-    if device == "cuda":
-        return gpu.seconds(both) / 2 / count
-    times = []
-    for _ in range(3):
-        start = perf_counter()
-        both()
-        times.append(perf_counter() - start)
-    return min(times) / 2 / count
