@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from effcompile.ops import attention_workspace, block_sparse, collectives, compress, consume, embedding, grouped, int8_linear, loss_head
+from effcompile.ops import (
+    attention_workspace,
+    bitmask,
+    block_sparse,
+    collectives,
+    compress,
+    consume,
+    embedding,
+    grouped,
+    int8_linear,
+    loss_head,
+)
 from effcompile.ops.products import Scratch, measured
 
 #: Whose operators allocate by themselves.
-_OTHERS = (embedding, block_sparse, compress, collectives, int8_linear)
+_OTHERS = (embedding, block_sparse, compress, bitmask, collectives, int8_linear)
 
 
 def workspace_bytes(

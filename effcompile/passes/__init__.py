@@ -21,6 +21,7 @@ from effcompile.passes.quantize import Quantize
 from effcompile.passes.sparsify import Sparsify
 from effcompile.passes.structured_pruning import Shrink
 from effcompile.passes.training.base import StepPass
+from effcompile.passes.training.bitmask import Bitmask
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.fused_attention import FusedAttention
@@ -84,7 +85,7 @@ _OF_THE_GRAPH: dict[str, type[Any]] = {
 _BESIDE: dict[str, type[Any]] = {"shard": Shard, "pipeline": Pipeline, "states": States}
 _OWN_STEP_PASSES = {**_CAPTURED_LATE, **_OF_THE_GRAPH, **_BESIDE}
 #: Ours over values, in the order in which the ways of several are told.
-_OVER_VALUES: dict[str, type[Any]] = {"offload": Offload, "compress": Compress}
+_OVER_VALUES: dict[str, type[Any]] = {"offload": Offload, "compress": Compress, "bitmask": Bitmask}
 #: The passes of a training step: those of the whole step, and those of its blocks.
 TRAINING_PASSES: dict[str, type[Any]] = {
     **_OWN_STEP_PASSES,
@@ -93,7 +94,7 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
-OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "fold", "predict", "microbatch", "precision"})
+OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision"})
 
 _GROUP, _TRAINING_GROUP, _LEVER_GROUP = "effcompile.passes", "effcompile.training_passes", "effcompile.value_levers"
 #: What a pass of an installed package is asked.
@@ -212,7 +213,7 @@ def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = F
     """The passes of a training step, described as in `load_passes`. Optimizer states are planned wherever an optimizer is given.
 
     Args:
-        spec: which. `offload`, `compress`, `precision` and `microbatch` take part only where they are named or an option is set.
+        spec: which. `offload`, `compress`, `bitmask`, `precision` and `microbatch` take part only where they are named or an option is set.
         inexact: an error is allowed: `precision` takes part too, unless passes are selected or it is left out.
         linked: the target has a link to a host: so does `offload`.
 

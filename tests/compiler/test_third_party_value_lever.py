@@ -76,7 +76,7 @@ def held(plan: Plan) -> list[Decision]:
 
 def test_it_competes_in_the_solve_and_less_memory_is_enough(made: Made, lever: Any) -> None:
     assert list(ways()) == ["offload", "compress", "compress+offload", "compress4", "compress4+offload", "compress2", "compress2+offload",
-                            "half", "half+offload"]  # fmt: skip
+                            "bitmask", "bitmask+offload", "half", "half+offload"]  # fmt: skip
     assert held(plan_of(made)) == []  # nothing binds
     plan, without = plan_of(made, memory=(budget := tight(made))), plan_of(made, "no-half", memory=budget)
     assert (plan.predicted.seconds or 0.0) < (without.predicted.seconds or 0.0)  # products are dearer to run again

@@ -275,7 +275,7 @@ LEVERS: st.SearchStrategy[Levers] = st.builds(
     Levers,
     passes=st.sampled_from([
         None, ("checkpoint",), ("offload",), ("checkpoint", "loss_head", "pointwise"), ("microbatch",), ("states.in_backward=true",),
-        ("compress",), ("checkpoint.groups=false",), ("states.offload=false", "offload"),
+        ("compress",), ("bitmask.share=0.0",), ("checkpoint.groups=false",), ("states.offload=false", "offload"),
     ]),
     budgets=st.lists(
         st.sampled_from(["none", "least", 0.1, 0.25, 0.5, 0.75]), min_size=1, max_size=5 if ASKED else 2, unique=True

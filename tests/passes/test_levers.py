@@ -13,6 +13,7 @@ from effcompile.estimate.roofline import moved_bytes
 from effcompile.machine.machines import load_target
 from effcompile.ops.compress import packed_bytes
 from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes
+from effcompile.passes.training.bitmask import Bitmask
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.compress import Compress
 from effcompile.passes.training.fused_attention import FusedAttention
@@ -48,6 +49,7 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     assert load(["offload", "compress"]) == replace(plain, levers=Levers(values=(Offload(), Compress())))
     assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:3], Shard(), Pipeline(), States())
     assert load(["checkpoint", "offload"]) == replace(plain, step=(States(offload=False),), levers=Levers(values=(Offload(),)))
+    assert load(["bitmask"]) == replace(plain, levers=Levers(values=(Bitmask(),)))
     assert load(["checkpoint", "no-offload"]).levers == load(["compress.share=0.1", "no-compress"]).levers == Levers()
     assert load(["offload.host=2GiB", "compress"]).levers == Levers(values=(Offload(host="2GiB"), Compress()))
     assert load(None, linked=True).levers == load(["no-pointwise"], linked=True).levers == Levers(values=(Offload(),))
@@ -79,6 +81,7 @@ def test_each_says_whether_it_changes_numbers() -> None:
         ("offload.bandwidth=0", r"offload\.bandwidth = '0' must be at least one byte"),
         ("offload.share=2", r"offload\.share"),
         ("compress.share=-1", r"compress\.share"),
+        ("bitmask.share=1.5", r"bitmask\.share"),
         ("compress.bits=3", r"compress\.bits = 3: give some of 8, 4, 2"),
         ("compress.bits=few", r"a list of whole numbers like 8,4"),
         ("offload.disk=1GiB", r"offload\.folder"),
@@ -133,6 +136,20 @@ def test_values_in_fewer_bits_are_forms_beside_those_in_8_on_the_device_and_on_t
             form = found[f"compress{bits if bits < 8 else ''}"]
             assert form.held == form.packed == -(-count * bits // 8) + 8 * -(-count // 256)
             assert found[f"{form.name}+offload"].host == form.held
+
+
+def test_masks_alone_are_held_as_bits_in_an_eighth_of_their_bytes() -> None:
+    rates = replace(RATES, pack={"bitmask": 1e-10})
+    cut = proposed(Levers(values=(Offload(share=0.0), Bitmask(share=0.0))), rates)
+    block, found = cut.blocks[1], 0
+    for name, forms in block.problem.forms.items():
+        value, ways = cut.maker[block.values[name]].meta["val"], {f.name: f for f in forms}
+        assert set(ways) == ({"offload", "bitmask", "bitmask+offload"} if value.dtype == torch.bool else {"offload"})
+        if form := ways.get("bitmask"):
+            found += 1
+            assert form.held == form.packed == ways["bitmask+offload"].host == -(-value.numel() // 8)
+            assert form.seconds == pytest.approx(2 * (value.numel() * 1e-10 + 1e-6))
+    assert found
 
 
 def test_what_is_on_its_way_is_staged_where_copies_run_beside_the_compute() -> None:
