@@ -15,10 +15,10 @@ from effcompile.backends.base import Backend
 from effcompile.capture import variants
 from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
-from effcompile.compiler.settle import Outcome, Workshop, settle
+from effcompile.compiler.settle import Outcome, Workshop, settle, settle_all
 from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
-from effcompile.core.findings import Failed, NotBuilt
+from effcompile.core.findings import NotBuilt
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Inputs, Kwargs
@@ -164,7 +164,7 @@ def _generated(program: Program) -> list[Inputs]:
 
 
 def _settle_all(
-    shop: Workshop, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: list[Candidate], built: Sequence[Outcome] = ()
+    shop: Workshop, search: Search, plans: Sequence[tuple[Backend, Plan]], candidates: Sequence[Candidate], built: Sequence[Outcome] = ()
 ) -> tuple[list[Outcome], list[Candidate]]:
     """Lower and verify every backend on the shortlist; a backend that fails is told and passed over while another works.
 
@@ -173,26 +173,17 @@ def _settle_all(
     Raises:
         EffcompileError: all failed; the first one's error.
     """
-    outcomes: list[Outcome] = []
-    failures: list[EffcompileError] = []
-    for backend, plan in plans:
+
+    def settled(backend: Backend, plan: Plan, outcomes: Sequence[Outcome]) -> Outcome | Reason:
         best = min((o.plan.certificate.objective for o in outcomes), default=math.inf)
         worth_building = SHORTLIST * backend.slack * best if search.machine.target.device == "cpu" else math.inf
         if plan.certificate.objective > worth_building:
-            why = NotBuilt(times=plan.certificate.objective / best)
-            candidates = [replace(c, note=why) if c.backend == backend.name else c for c in candidates]
-            continue
+            return NotBuilt(times=plan.certificate.objective / best)
         if (same := next((o for o in built if o.plan.backend == backend.name and o.plan.options() == plan.options()), None)) is not None:
-            outcomes.append(replace(same, plan=_priced_again(same.plan, plan)))
-            continue
-        try:
-            outcomes.append(settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building))
-        except EffcompileError as error:
-            failures.append(error)
-            candidates = [replace(c, note=Failed(message=str(error))) if c.backend == backend.name else c for c in candidates]
-    if not outcomes:
-        raise failures[0]
-    return outcomes, candidates
+            return replace(same, plan=_priced_again(same.plan, plan))
+        return settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building)
+
+    return settle_all(plans, candidates, settled)
 
 
 def _priced_again(built: Plan, plan: Plan) -> Plan:

@@ -6,21 +6,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.verify import relative_error
-from effcompile.core.errors import LoweringError, VerificationError
-from effcompile.core.findings import Corrected
+from effcompile.core.errors import EffcompileError, LoweringError, VerificationError
+from effcompile.core.findings import Corrected, Failed
 from effcompile.core.goal import EXACT_TOLERANCE, Goal
-from effcompile.core.reasons import Because
+from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import stage, without
 from effcompile.core.units import format_error
 from effcompile.ir.formats import Form
-from effcompile.ir.plan import Check, Plan
+from effcompile.ir.plan import Candidate, Check, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass
@@ -65,6 +65,49 @@ class Workshop:
     calibration: Sequence[Sequence[torch.Tensor]]
     stress: Sequence[Reference] = ()
     progress: Progress = QUIET
+
+
+class Settled(Protocol):
+    """What a backend made of a plan."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+T = TypeVar("T", bound=Settled)
+
+
+def settle_all(
+    plans: Sequence[tuple[Backend, Plan]],
+    candidates: Sequence[Candidate],
+    settled: Callable[[Backend, Plan, Sequence[T]], T | Reason],
+) -> tuple[list[T], list[Candidate]]:
+    """Carry out every backend's plan; a backend that fails is told and passed over while another works.
+
+    Args:
+        plans: best predicted first.
+        candidates: the backends that were considered.
+        settled: lowers a plan and verifies it, or says why it is not carried out, given what was built before.
+
+    Raises:
+        EffcompileError: all failed; the first one's error.
+    """
+    outcomes: list[T] = []
+    failures: list[EffcompileError] = []
+    notes: dict[str, Reason] = {}
+    for backend, plan in plans:
+        try:
+            made = settled(backend, plan, outcomes)
+        except EffcompileError as error:
+            failures.append(error)
+            made = Failed(message=str(error))
+        if isinstance(made, Reason):
+            notes[backend.name] = made
+        else:
+            outcomes.append(made)
+    if not outcomes:
+        raise failures[0]
+    return outcomes, [replace(c, note=notes[c.backend]) if c.backend in notes else c for c in candidates]
 
 
 def settle(

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Unpack
 
 import torch
 
-from effcompile.backends import refusal, usable_backends
+from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
 from effcompile.compiler.generation.lower import lower_step
-from effcompile.compiler.settle import corrected
+from effcompile.compiler.settle import corrected, settle_all
 from effcompile.core import gpu
-from effcompile.core.errors import EffcompileError, InfeasibleError, LoweringError, UsageError, VerificationError
-from effcompile.core.findings import Failed
+from effcompile.core.errors import InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.estimate import sensitivity
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Candidate, Plan
+from effcompile.ir.plan import Plan
 from effcompile.passes import Pass, load_passes
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
@@ -34,11 +32,11 @@ from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.text import as_inputs, calibration_text
 from effcompile.search.machine import Machine, resolve
-from effcompile.search.pricing import formats, measured_options
+from effcompile.search.pricing import formats, measured_options, plans_for
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.request import Asked, Task
-from effcompile.search.search import FREE, Regimes, Search, explain_infeasible, stored_notes
+from effcompile.search.search import Regimes, Search, stored_notes
 
 #: Where a step of generation runs.
 BACKENDS = ("torch-eager", "onnxruntime")
@@ -99,47 +97,31 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
     task = Task.of(model, args, kwargs, asked)
     if task.request.plan is not None:
         raise UsageError("A saved plan of a generation is opened with effcompile.load(folder); plan again without plan=.")
-    shop = _shop(task)
     backends = _backends(task.request.backend)
+    shop = _shop(task, backends)
     with shop.progress.step("reference outputs"):
         told = told_by(model, shop.texts, _source_of(shop.step, model, shop.texts), shop.goal)
-    outcomes, failed = [], dict[str, EffcompileError]()
-    for backend in backends:
-        try:
-            outcomes.append(_settled(shop, _able(backend, shop), told))
-        except EffcompileError as error:
-            failed[backend.name] = error
-    if not outcomes:
-        raise _joined(failed)
+    search = shop.search()
+    plans, candidates = plans_for(search, backends, {}, shop.progress)
+    outcomes, candidates = settle_all(plans, candidates, lambda backend, plan, _: _settled(shop, search, backend, plan, told))
     with shop.progress.step("measure"):
         seconds = measured.compared(model, {o.plan.backend: o.lowered for o in outcomes}, shop.goal)
-    best = min(outcomes, key=lambda o: seconds[o.plan.backend].total(shop.goal))
+    totals = {o.plan.backend: seconds[o.plan.backend].total(shop.goal) for o in outcomes}
+    best = min(outcomes, key=lambda o: totals[o.plan.backend])
     plan = measured.told(best.plan, seconds, shop.goal, best.lowered, best.parts)
-    others = tuple(
-        Candidate(
-            backend=o.plan.backend, predicted_seconds=o.plan.predicted.seconds, measured_seconds=seconds[o.plan.backend].total(shop.goal)
-        )
-        for o in outcomes
-    )
-    refused = tuple(Candidate(backend=name, note=Failed(message=str(error))) for name, error in failed.items())
+    considered = tuple(replace(c, measured_seconds=totals.get(c.backend)) for c in candidates)
     notes = (*plan.notes, *shop.machine.keep_timings())
-    return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=(*others, *refused), notes=notes), best.parts)
+    return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=considered, notes=notes), best.parts)
 
 
 @entry("plan")
 def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
     """The best predicted plan; nothing is lowered. Raises what `optimize_generation` does."""
     task = Task.of(model, args, kwargs, asked)
-    shop = _shop(task)
-    plans, failed = [], {}
-    for backend in _backends(task.request.backend):
-        try:
-            plans.append(_solved(shop, shop.search(), _able(backend, shop)))
-        except EffcompileError as error:
-            failed[backend.name] = error
-    if not plans:
-        raise _joined(failed)
-    return min(plans, key=lambda plan: plan.certificate.objective)
+    backends = _backends(task.request.backend)
+    shop = _shop(task, backends)
+    plans, _ = plans_for(shop.search(), backends, {}, shop.progress)
+    return plans[0][1]
 
 
 def _backends(name: str | None) -> list[Backend]:
@@ -155,21 +137,13 @@ def _backends(name: str | None) -> list[Backend]:
     return [backend for backend in usable_backends(None)[0] if backend.name in BACKENDS]
 
 
-def _able(backend: Backend, shop: Shop) -> Backend:
-    """The backend. Raises LoweringError when it does not take this step."""
-    if (reason := refusal(backend, shop.step.program, shop.goal)) is not None:
-        raise LoweringError(f"The backend {backend.name} does not run this model: {reason}.")
-    return backend
-
-
-def _shop(task: Task) -> Shop:
+def _shop(task: Task, backends: list[Backend]) -> Shop:
     """Captured and priced."""
     asked = task.request
     model: HFModel = task.model
     goal, progress = asked.goal, asked.progress
     context, _, _ = goal.tokens
     fitting(model, context)
-    backends = _backends(asked.backend)
     with progress.step("capture"):
         step = capture_step(model)
     machine = resolve(asked.target, backends, gpu.place_of(model))
@@ -212,18 +186,18 @@ def _source_of(step: GenerationStep, model: HFModel, texts: Sequence[torch.Tenso
     return {"encoder_outputs": encoder_output(hidden)}
 
 
-def _solved(shop: Shop, search: Search, backend: Backend, constraints: Constraints = FREE) -> Plan:
-    with shop.progress.step(f"price and solve for {backend.name}"):
-        return search.plan_for(backend, constraints)
-
-
-def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Generated:
-    """Solve, lower, compare; and solve again with what was learned, while the error or the peak is over its limit.
+def _settled(shop: Shop, search: Search, backend: Backend, first: Plan, told: Sequence[Told]) -> Generated:
+    """Lower and compare; and solve again with what was learned, while the error or the peak is over its limit.
 
     Raises:
         InfeasibleError: nothing meets the goal. VerificationError: nothing that was tried does. LoweringError: it cannot be built.
     """
-    search = shop.search()
+
+    def solved(constraints: Constraints) -> Plan:
+        if constraints.round == 1:
+            return first
+        with shop.progress.step(f"price and solve for {backend.name}"):
+            return search.plan_for(backend, constraints)
 
     def run(plan: Plan, constraints: Constraints) -> tuple[Generated, Constraints | None]:
         outcome, peak = _lowered(shop, backend, plan, told)
@@ -247,7 +221,7 @@ def _settled(shop: Shop, backend: Backend, told: Sequence[Told]) -> Generated:
             constraints = constraints.with_less(over, note)
         return outcome, constraints
 
-    return refine(partial(_solved, shop, search, backend), run, rounds=_ROUNDS, start=Constraints(budget=shop.goal.memory))
+    return refine(solved, run, rounds=_ROUNDS, start=Constraints(budget=shop.goal.memory))
 
 
 def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Generated, int]:
@@ -268,12 +242,3 @@ def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> 
     applied = parts["step"].applied
     decisions = tuple(replace(d, applied=applied[d.site].name if d.site in applied else "") for d in plan.decisions)
     return Generated(plan=replace(plan, decisions=decisions), lowered=lowered, parts=parts), peak
-
-
-def _joined(failed: dict[str, EffcompileError]) -> EffcompileError:
-    """The nearest miss of those that no plan was found for, else the failure of each backend."""
-    infeasible = {name: error for name, error in failed.items() if isinstance(error, InfeasibleError)}
-    if infeasible:
-        return explain_infeasible(infeasible)
-    first, *others = failed.values()
-    return LoweringError("\n".join(map(str, (first, *others)))) if others else first
