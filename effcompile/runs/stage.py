@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from effcompile.compiler import Batch
 from effcompile.core.errors import UsageError
 from effcompile.runs.fields import FIELDS
 from effcompile.runs.fields.base import check_count
-from effcompile.runs.scoring import Scores
+from effcompile.runs.fields.values import StageValues
 
 PLATEAU = "plateau"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class Stage(StageValues):
     """What holds for a while.
 
     Attributes:
@@ -37,26 +35,6 @@ class Stage:
     Raises:
         UsageError: a value that is none.
     """
-
-    steps: int
-    name: str = ""
-    sequence: int | None = None
-    image: int | None = None
-    depth: int | None = None
-    move: str = "stack"
-    layers: float | None = None
-    tokens: float | None = None
-    sparsity: float | None = None
-    backward_sparsity: float | None = None
-    precision: str | None = None
-    average: int | None = None
-    data: float | None = None
-    scores: Scores | None = None
-    init: str | None = None
-    until: str | None = None
-    batch: Batch = None
-    max_error: float | None = None
-    passes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_count(self, "steps")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -12,9 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from effcompile.core.errors import UsageError
 from effcompile.runs.carry import size_of
 from effcompile.runs.fields.base import Effect, check_count
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
+from effcompile.runs.fields.values import StageValues
 
 #: A stage takes so many checkpoints for each one that is averaged.
 _OFTEN = 2
@@ -30,7 +28,7 @@ class Average(Effect):
         self.steps = 0
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_count(stage, "average")
 
     @property
@@ -65,7 +63,7 @@ class Average(Effect):
         found: nn.Module = mean.module
         return found
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> Mapping[str, object]:
         return {"copies": self.copies, "steps": self.steps}
 
     def load(self, state: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,9 +13,7 @@ from torch.optim import Optimizer
 from effcompile.core.errors import UsageError
 from effcompile.core.types import Example
 from effcompile.runs.carry import Origins
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
+from effcompile.runs.fields.values import StageValues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,7 @@ class Effect:
     name: ClassVar[str]
     #: Whether it moves the optimizer's states itself.
     moves_states: ClassVar[bool] = False
-    stage: Stage
+    stage: StageValues
     first: bool
     layers: str = ""
     notes: list[str] = field(default_factory=list)
@@ -53,11 +51,11 @@ class Effect:
         return getattr(self.stage, self.name)
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         """Raise UsageError for a value that is none. It is not None."""
 
     @classmethod
-    def check_order(cls, stages: Sequence[Stage]) -> None:
+    def check_order(cls, stages: Sequence[StageValues]) -> None:
         """Raise UsageError for values that cannot follow each other."""
 
     @property
@@ -94,7 +92,7 @@ class Effect:
     def end(self) -> None:
         """The stage is over."""
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> Mapping[str, object]:
         """What the further course depends on: tensors and plain values."""
         return {}
 
@@ -102,7 +100,7 @@ class Effect:
         """Go on where `state` was taken."""
 
 
-def check_share(stage: Stage, name: str, *, one: bool = True) -> None:
+def check_share(stage: StageValues, name: str, *, one: bool = True) -> None:
     """Check a share.
 
     Raises:
@@ -114,7 +112,7 @@ def check_share(stage: Stage, name: str, *, one: bool = True) -> None:
         raise UsageError(f"Stage({name}={value!r}): a share above 0 and {'at most' if one else 'below'} 1 is wanted, such as 0.5.")
 
 
-def check_count(stage: Stage, name: str) -> None:
+def check_count(stage: StageValues, name: str) -> None:
     """Check a number.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,8 @@ from torch.optim import Optimizer
 from effcompile.core.errors import UsageError
 from effcompile.core.units import format_seconds
 from effcompile.runs.fields.base import Effect, check_share
+from effcompile.runs.fields.values import StageValues
 from effcompile.runs.scoring import Scores
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
 
 
 class Data(Effect):
@@ -23,7 +21,7 @@ class Data(Effect):
     name: ClassVar[str] = "data"
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_share(stage, "data")
         if not isinstance(stage.scores, Scores):
             raise UsageError("Stage(data=...) wants scores=effcompile.scores(model, batches, loss), one for each example of the data.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,9 +22,7 @@ from effcompile.runs.branches import branch_ends
 from effcompile.runs.carry import Origin, Origins, copied
 from effcompile.runs.compare import change_of_function
 from effcompile.runs.fields.base import Effect, check_count
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
+from effcompile.runs.fields.values import StageValues
 
 MOVES = ("stack", "interpolate", "identity")
 #: What a move that keeps the function may change of it, rounding allowed.
@@ -39,13 +37,13 @@ class Depth(Effect):
     name: ClassVar[str] = "depth"
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_count(stage, "depth")
         if stage.move not in MOVES:
             raise UsageError(f"Stage(move={stage.move!r}): one of {', '.join(map(repr, MOVES))} is wanted.")
 
     @classmethod
-    def check_order(cls, stages: Sequence[Stage]) -> None:
+    def check_order(cls, stages: Sequence[StageValues]) -> None:
         depths = [stage.depth for stage in stages if stage.depth is not None]
         if depths and stages[0].depth is None:
             raise UsageError(
@@ -63,7 +61,11 @@ class Depth(Effect):
                 )
 
     def change(self, model: nn.Module, example: Example) -> Origins:
-        """Make the list as long as is wanted; the first stage of a run takes the first layers of what is given."""
+        """Make the list as long as is wanted; the first stage of a run takes the first layers of what is given.
+
+        Raises:
+            UsageError: layers that are put in as the identity change what the model computes.
+        """
         layers = model.get_submodule(self.layers)
         assert isinstance(layers, (nn.ModuleList, nn.Sequential))
         had, wanted = len(layers), self.value

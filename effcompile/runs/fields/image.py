@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,7 @@ from effcompile.core.errors import UsageError
 from effcompile.core.types import Example
 from effcompile.runs.carry import Origin, Origins
 from effcompile.runs.fields.base import Effect, check_count
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
+from effcompile.runs.fields.values import StageValues
 
 _SIZES = ("image_size", "img_size")
 
@@ -45,11 +43,15 @@ class Image(Effect):
     name: ClassVar[str] = "image"
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_count(stage, "image")
 
     def change(self, model: nn.Module, example: Example) -> Origins:
-        """Interpolate the positions where the model has any, and tell every module the new size."""
+        """Interpolate the positions where the model has any, and tell every module the new size.
+
+        Raises:
+            UsageError: the model's patches do not divide the size.
+        """
         patch = _patch(model)
         if patch is None:
             return {}

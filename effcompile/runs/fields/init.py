@@ -13,12 +13,11 @@ from effcompile.core.types import Example
 from effcompile.loader.loaded import as_inputs
 from effcompile.runs.carry import Origins
 from effcompile.runs.fields.base import Effect
+from effcompile.runs.fields.values import StageValues
 from effcompile.runs.initialise import RECIPES, mup_rates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from effcompile.runs.stage import Stage
 
 
 class Init(Effect):
@@ -27,12 +26,12 @@ class Init(Effect):
     name: ClassVar[str] = "init"
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         if stage.init not in RECIPES:
             raise UsageError(f"Stage(init={stage.init!r}): one of {', '.join(map(repr, RECIPES))} is wanted.")
 
     @classmethod
-    def check_order(cls, stages: Sequence[Stage]) -> None:
+    def check_order(cls, stages: Sequence[StageValues]) -> None:
         late = [number for number, stage in enumerate(stages) if number and stage.init is not None]
         if late:
             raise UsageError(f"Stage {late[0] + 1} has init={stages[late[0]].init!r}: only the first stage begins with untrained weights.")

@@ -7,15 +7,13 @@ once, not at every step: every graph is static, and its price and peak are known
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from effcompile.core.errors import UsageError
 from effcompile.runs.fields.base import Effect, Graph, check_share
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
+from effcompile.runs.fields.values import StageValues
 
 #: Graphs beside that of all layers.
 _GRAPHS = 3
@@ -27,7 +25,7 @@ class KeptLayers(Effect):
     name: ClassVar[str] = "layers"
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_share(stage, "layers")
 
     def graphs(self, model: nn.Module) -> tuple[Graph, ...]:

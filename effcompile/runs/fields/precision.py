@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from effcompile.core.errors import UsageError
 from effcompile.passes.training.precision import DTYPES
 from effcompile.runs.fields.base import Effect
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
+from effcompile.runs.fields.values import StageValues
 
 FP32 = "fp32"
 
@@ -20,7 +18,7 @@ class StagePrecision(Effect):
     name: ClassVar[str] = "precision"
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         if stage.precision == "int8":
             raise UsageError(
                 "Stage(precision='int8'): training with products in int8 is not built: its gradients need kernels that neither torch "

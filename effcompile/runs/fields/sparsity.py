@@ -6,18 +6,16 @@ Dietrich et al. 2021 (arXiv 2108.06277); Jayakumar et al. 2021 (arXiv 2106.03517
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from effcompile.core.errors import UsageError
 from effcompile.runs.fields.base import Effect, check_share
+from effcompile.runs.fields.values import StageValues
 from effcompile.sparse.controller import DynamicSparsity
 from effcompile.sparse.top_kast import TopKast
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
 
 #: Fewer steps from one move of the pattern to the next let no new weight learn.
 _LEAST_INTERVAL = 10
@@ -31,7 +29,7 @@ class Sparsity(Effect):
     _held: DynamicSparsity | TopKast | None = None
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_share(stage, "sparsity", one=False)
 
     @property
@@ -63,7 +61,7 @@ class Sparsity(Effect):
         if self._held is not None:
             self._held.release()
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> Mapping[str, object]:
         return {} if self._held is None else self._held.state_dict()
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -77,7 +75,7 @@ class BackwardSparsity(Effect):
     name: ClassVar[str] = "backward_sparsity"
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_share(stage, "backward_sparsity", one=False)
         if stage.sparsity is None or stage.backward_sparsity is None or stage.backward_sparsity > stage.sparsity:
             raise UsageError(

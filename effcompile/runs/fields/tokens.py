@@ -9,17 +9,15 @@ were left out come out of the stack as they went in, so that heads and losses fi
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from effcompile.core.types import Example
 from effcompile.runs.carry import Origins
 from effcompile.runs.fields.base import Effect, check_share
+from effcompile.runs.fields.values import StageValues
 from effcompile.runs.layers import Forwards, behind_gather, drawn
-
-if TYPE_CHECKING:
-    from effcompile.runs.stage import Stage
 
 
 class Tokens(Effect):
@@ -30,7 +28,7 @@ class Tokens(Effect):
     _gather: Forwards | None = None
 
     @classmethod
-    def check(cls, stage: Stage) -> None:
+    def check(cls, stage: StageValues) -> None:
         check_share(stage, "tokens")
 
     def change(self, model: nn.Module, example: Example) -> Origins:
