@@ -163,8 +163,7 @@ def child(file: str, out: str) -> None:
 def kill(times: int) -> list[list[str]]:
     rng, rows = random.Random(0), []
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole.txt"
-        start = time.time()
+        whole, start = Path(folder) / "whole.txt", time.time()
         subprocess.run([sys.executable, __file__, "child", str(Path(folder) / "whole.pt"), str(whole)], check=True)
         took = time.time() - start
         for number in range(times):

@@ -24,6 +24,7 @@ from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.core.units import format_bytes
 from effcompile.estimate.optimizer import state_bytes
 from effcompile.ir.plan import Plan
+from effcompile.ir.saved import save_alone
 from effcompile.loader.loaded import as_inputs
 from effcompile.modes import carry_out
 from effcompile.ops.optimizers import StatesForm
@@ -115,9 +116,7 @@ class Bucketed(nn.Module):
         Raises:
             UsageError: the folder cannot be written.
         """
-        folder = Path(directory)
-        self.plan.save(folder / "plan.json")
-        return folder
+        return save_alone(self.plan, directory)
 
     def train(self, mode: bool = True) -> Bucketed:
         self.training = mode

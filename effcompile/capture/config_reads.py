@@ -22,16 +22,15 @@ class ConfigReads:
     """Configuration → the attributes of it that were read; of objects that are not in it nothing is known.
 
     Attributes:
-        of: `id` of a configuration → names. holders: the configurations, so that they stay what their `id` says.
+        of: `id` of a configuration → itself, so that it stays what its `id` says, and the names.
     """
 
-    of: dict[int, set[str]] = field(default_factory=dict)
-    holders: list[object] = field(default_factory=list)
+    of: dict[int, tuple[object, set[str]]] = field(default_factory=dict)
 
     def may_read(self, holder: object, name: str) -> bool:
         """Whether the captured calls read this attribute, as far as is known."""
-        found = self.of.get(id(holder))
-        return found is None or name in found or not found.isdisjoint(_ALL)
+        _, names = self.of.get(id(holder), (None, None))
+        return names is None or name in names or not names.isdisjoint(_ALL)
 
 
 @contextlib.contextmanager
@@ -42,12 +41,11 @@ def recording(model: nn.Module, into: ConfigReads) -> Iterator[None]:
     watched: list[Any] = []
     try:
         for config in found:
-            names = into.of.get(id(config), set())
+            _, names = known = into.of.get(id(config), (config, set()))
             with contextlib.suppress(TypeError):  # a class whose objects cannot take another one
                 object.__setattr__(config, "__class__", _watching(type(config), names))
                 watched.append(config)
-                into.of[id(config)] = names
-                into.holders.append(config)
+                into.of[id(config)] = known
         yield
     finally:
         for config in watched:

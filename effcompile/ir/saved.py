@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -47,6 +48,17 @@ def save(
             (new / name).write_text(text, encoding="utf-8")
         written.save(new / PLAN)
     return written
+
+
+def save_alone(plan: Plan, directory: str | os.PathLike[str]) -> Path:
+    """Write plan.json into a folder, whole or not at all, beside what lies there. Returns the folder.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    folder = Path(directory)
+    plan.save(folder / PLAN)
+    return folder
 
 
 def is_plan(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from time import perf_counter
 
 from effcompile.machine.calibration import BackendPoints, Calibration, Measure, measured, versions_of
@@ -18,18 +19,11 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
     `dirty`: save it with `save_if_dirty` at the end. When `budget_seconds` of measuring are used up it falls back to
     the Law, but a kernel of which nothing is known yet is always measured, as there is nothing to fall back to.
     """
-    prober = _Prober(calibration, measures, budget_seconds)
-    if calibration.device is not None:
-        return _this_device(calibration, calibration.device, prober)
-    machine = calibration.machine
-    fp32 = calibration.peak_flops.get("fp32", 0.0)
-    cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
-    threads = "" if machine.threads == machine.cores else f" ({machine.threads} threads used)"
-    rates = f"{fp32 / 1e9:.0f} GFLOP/s fp32, {calibration.memory_bandwidth / 1e9:.0f} GB/s"
+    prober, machine, rates = _Prober(calibration, measures, budget_seconds), calibration.machine, calibration.device
     overheads = [points.overhead for points in calibration.backends.values() if points.overhead > 0]
-    return Target(
+    found = Target(
         name="this machine",
-        description=f"{cores}{threads}, {machine.cpu}, {rates}",
+        description=_described(calibration),
         device="cpu",
         cores=machine.cores,
         memory_bytes=machine.memory_bytes,
@@ -44,34 +38,35 @@ def this_machine(calibration: Calibration, measures: Mapping[str, Measure], *, b
         probe=prober,
         failure=prober.failure,
     )
+    return found if rates is None else _on_gpu(found, calibration, rates)
 
 
-def _this_device(calibration: Calibration, rates: DeviceRates, prober: _Prober) -> Target:
-    """The machine's GPU."""
-    machine, device = calibration.machine, calibration.machine.device
+def _described(calibration: Calibration) -> str:
+    machine, fp32 = calibration.machine, calibration.peak_flops.get("fp32", 0.0)
+    cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
+    threads = "" if machine.threads == machine.cores else f" ({machine.threads} threads used)"
+    return f"{cores}{threads}, {machine.cpu}, {fp32 / 1e9:.0f} GFLOP/s fp32, {calibration.memory_bandwidth / 1e9:.0f} GB/s"
+
+
+def _on_gpu(host: Target, calibration: Calibration, rates: DeviceRates) -> Target:
+    """The machine's GPU, in the place of the machine itself."""
+    device = calibration.machine.device
     assert device is not None, "a store of a GPU says of which"
     flops = ", ".join(f"{name} {peak / 1e12:.0f}" for name, peak in rates.peak_flops.items())
-    link = min(rates.to_host, rates.from_host)
     described = f"{device.name}, {device.memory_bytes / 2**30:.0f} GiB; {flops} TFLOP/s, {rates.bandwidth / 1e9:.0f} GB/s"
     measured = ("memory_bandwidth", "peak_flops", "launch_seconds", "link_bandwidth")
-    return Target(
-        name="this machine",
+    return replace(
+        host,
         description=f"{described}, {rates.to_host / 1e9:.0f} GB/s to the host, {rates.from_host / 1e9:.0f} back",
         device="cuda",
         cores=device.processors,
         memory_bytes=device.memory_bytes,
         memory_bandwidth=rates.bandwidth,
-        link_bandwidth=link,
-        peak_flops=dict(calibration.peak_flops),
-        efficiency=0.85,
+        link_bandwidth=min(rates.to_host, rates.from_host),
         launch_seconds=rates.launch_seconds,
-        host_memory_bytes=machine.memory_bytes,
+        host_memory_bytes=host.memory_bytes,
         library_bytes=rates.library_bytes,
-        calibrated=calibration.date,
-        laws=calibration.laws(),
         sources=dict.fromkeys(measured, "measured on this GPU"),
-        probe=prober,
-        failure=prober.failure,
     )
 
 

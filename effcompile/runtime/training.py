@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import is_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import nn
@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.core.errors import GuardError, UsageError
-from effcompile.core.types import Args, Kwargs
+from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
+from effcompile.ir.saved import save_alone
 from effcompile.runtime.planned import PlannedModel
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class TrainingExecutable(PlannedModel):
     def __copy__(self) -> TrainingExecutable:
         return planned(self.runner.model, self.runner, self.plan, self.optimizer)._in_mode_of(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingExecutable:
+    def __deepcopy__(self, memo: dict[int, object]) -> TrainingExecutable:
         """A copy of the model with the same plan; without an optimizer, whose states are the original's."""
         model = copy.deepcopy(self.runner.model, memo)
         return planned(model, self.runner.bound_to(model), self.plan)._in_mode_of(self)
@@ -54,7 +55,7 @@ class TrainingExecutable(PlannedModel):
         self.training = other.training
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Never:
         raise UsageError(
             f"A planned {type(self).__name__} cannot be pickled, for its step is bound to this process. Save its state_dict() and its "
             "plan (save(folder)); effcompile.optimize(model, plan=...) applies it again without solving."
@@ -66,20 +67,22 @@ class TrainingExecutable(PlannedModel):
         Raises:
             UsageError: the folder cannot be written.
         """
-        folder = Path(directory)
-        self.plan.save(folder / "plan.json")
-        return folder
+        return save_alone(self.plan, directory)
 
 
 def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimizer | None = None) -> TrainingExecutable:
-    """The model with the planned step as its forward; the given model stays as it is."""
+    """The model with the planned step as its forward; the given model stays as it is.
+
+    Raises:
+        UsageError: the model is planned already.
+    """
     kind = type(model)
     if isinstance(model, TrainingExecutable):
         raise UsageError("This model is planned already. Give effcompile.optimize the original model.")
     own, given = kind.forward, _Given(model)
 
     @functools.wraps(own)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: TrainingExecutable, *args: Any, **kwargs: Any) -> Outputs:
         given.follow(self)
         if not (self.training and torch.is_grad_enabled()):
             return _unplanned(self, own, args, kwargs)
@@ -127,12 +130,12 @@ class _Given:
         self._known = dict(held)
 
 
-def _unplanned(model: TrainingExecutable, own: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _unplanned(model: TrainingExecutable, own: Forward, args: Args, kwargs: Kwargs) -> Outputs:
     """What the model's own forward returns; of one whose parameters are sharded, on all ranks together."""
     with model.runner.whole(model):
         return own(model, *args, **kwargs)
 
 
-def _set(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+def _set(module: nn.Module, attributes: Mapping[str, object]) -> None:
     """Past nn.Module.__setattr__, so that nothing is registered as a parameter or child."""
     module.__dict__.update(attributes)
