@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
-from typing import Any
 
 import msgspec
 import typer
@@ -155,9 +154,9 @@ def tell_bug(error: Exception, as_json: bool) -> int:
     return 1
 
 
-def error_data(error: Exception, status: int) -> dict[str, Any]:
+def error_data(error: Exception, status: int) -> dict[str, object]:
     """An error as data for `--json`."""
-    data: dict[str, Any] = {"type": type(error).__name__, "message": str(error), "exit_code": status}
+    data: dict[str, object] = {"type": type(error).__name__, "message": str(error), "exit_code": status}
     if isinstance(error, InfeasibleError):
         causes = [{"cause": type(cause).__name__} | asdict(cause) for cause in (*error.why, *error.untried)]  # type: ignore[call-overload]
         data |= {"binding": list(error.binding), "nearest": error.nearest, "causes": causes}

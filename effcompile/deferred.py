@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 from weakref import WeakKeyDictionary
 
 import torch
@@ -227,7 +227,7 @@ class Deferred(_PassesForItsModel, nn.Module):
     def __copy__(self) -> Deferred:
         return self._of(self.model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Deferred:
+    def __deepcopy__(self, memo: dict[int, object]) -> Deferred:
         """A copy that is planned anew: the steps of this one compute with this one's parameters."""
         memo[id(self)] = twin = self._of(copy.deepcopy(self.model, memo))
         return twin
@@ -237,7 +237,7 @@ class Deferred(_PassesForItsModel, nn.Module):
         twin.training = self.training
         return twin
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Never:
         raise UsageError(
             f"An optimized {type(self.model).__name__} cannot be pickled, for its plan is bound to this process. Save its state_dict(), "
             "and call effcompile.optimize again where it is loaded."

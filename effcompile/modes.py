@@ -46,7 +46,11 @@ def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
 
 
 def make_frontier(request: Request, model: nn.Module, args: Args, kwargs: Kwargs, points: int | None) -> list[Plan]:
-    """Plans along the memory-time front; None for as many as the mode usually has."""
+    """Plans along the memory-time front; None for as many as the mode usually has.
+
+    Raises:
+        UsageError: of a generation, for which there is none.
+    """
     if request.goal.mode == "generation":
         raise UsageError("There is no front of generation plans yet. Ask for one plan at each memory: effcompile.plan(..., memory=...).")
     made = compiler.frontier_training if request.training else compiler.frontier

@@ -105,7 +105,7 @@ def _in_range(graph: fx.Graph, lookup: Lookup, same: Mapping[fx.Node, fx.Node]) 
 
 
 def _caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
-    def call(target: Any, *args: Any) -> fx.Node:
+    def call(target: Callable[..., object], *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
         node.meta = {name: value for name, value in like.meta.items() if name == "val"}
         return node

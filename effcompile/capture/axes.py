@@ -211,7 +211,7 @@ def _returned(leaf: object, names: Names) -> Any:
     return Size(names.formula(leaf))
 
 
-def _results(graph: fx.Graph) -> Any:
+def _results(graph: fx.Graph) -> Outputs:
     """The graph's outputs, nodes replaced by their values."""
     return pytree.tree_map(lambda leaf: leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0])
 

@@ -19,7 +19,6 @@ from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 
 #: Any of transformers' caches, which have no types of their own.
 HFCache = Any
-_FULL = (cache_utils.DynamicLayer,)
 _WINDOW = (cache_utils.DynamicSlidingWindowLayer,)
 
 

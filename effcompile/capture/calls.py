@@ -58,7 +58,7 @@ class Parameters:
         """Of so many arguments by position."""
         return [*self.positional[:count], *(f"{self.rest}_{i}" for i in range(count - len(self.positional)))]
 
-    def by_name(self, args: Sequence[object], kwargs: Kwargs) -> dict[str, Any]:
+    def by_name(self, args: Sequence[object], kwargs: Kwargs) -> dict[str, object]:
         """The arguments that were given."""
         return dict(zip(self.names(len(args)), args, strict=True)) | dict(kwargs)
 
@@ -239,7 +239,7 @@ class CallChecks:
         self._constants = builder.values
         self._known: dict[tuple[int, tuple[str, ...]], list[_Node]] = {}
 
-    def take(self, args: Sequence[Any], kwargs: Kwargs) -> list[torch.Tensor]:
+    def take(self, args: Sequence[object], kwargs: Kwargs) -> list[torch.Tensor]:
         """The call's tensors, in the order of `tensors`; their shapes and dtypes are not looked at.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def draw_in_memory_order(graph: fx.Graph) -> None:
         node.args, node.meta["val"] = (laid_out, *node.args[1:]), drawn
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Any, args: Args, value: torch.Tensor) -> fx.Node:
+def _call(graph: fx.Graph, like: fx.Node, target: Callable[..., object], args: Args, value: torch.Tensor) -> fx.Node:
     call = graph.call_function(target, args)
     call.meta = {**like.meta, "val": value}
     return call

@@ -86,12 +86,12 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
     return replace(program, call=call, state=ModelGuards(model, training=False, mended=free, configurations=read))
 
 
-def _contiguous(leaf: object) -> Any:
+def _contiguous(leaf: object) -> object:
     """torch.export loses the dynamic axes of a strided input, such as a slice of a batch of tokens."""
     return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _run_eager(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+def _run_eager(model: nn.Module, args: Args, kwargs: Kwargs) -> Outputs:
     """The model's own output.
 
     Raises:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from effcompile.core.errors import InputsError
 from effcompile.core.findings import Padding
 from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
-from effcompile.core.types import Args, Inputs, Kwargs, Outputs
+from effcompile.core.types import Args, Forward, Inputs, Kwargs, Outputs
 from effcompile.ir.export import allowed, mend_views, resized, sizes_of
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program, TensorSpec
@@ -37,7 +36,7 @@ _STEPS: tuple[Callable[[int], int], ...] = (
     lambda size: size + 8,
 )
 
-Variant = tuple[str, tuple[Any, ...], dict[str, Any]]
+Variant = tuple[str, Args, Kwargs]
 Sizes = dict[str, int]
 
 
@@ -118,7 +117,7 @@ def _mask_shape(program: Program) -> tuple[int, ...]:
     return next((tuple(t.shape) for s, t in zip(program.inputs, program.flat_inputs(), strict=True) if _is_mask(s, t)), ())
 
 
-def _padded(program: Program, base: Variant) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _padded(program: Program, base: Variant) -> Inputs | None:
     """The inputs with the first quarter of the tokens of every other row masked out; None where no input is a padding mask.
 
     Left padding: the right end of a causal model's output would not see a pad on its right. A row keeps at least one token.
@@ -126,7 +125,7 @@ def _padded(program: Program, base: Variant) -> tuple[tuple[Any, ...], dict[str,
     specs = iter(program.inputs)
     changed = False
 
-    def pad(leaf: object) -> Any:
+    def pad(leaf: object) -> object:
         nonlocal changed
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -216,10 +215,10 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return 0.0 if apart == 0 else math.sqrt(apart / size) if size > 0 else math.inf
 
 
-def _guarded(call: Callable[..., object]) -> Callable[..., Any]:
+def _guarded(call: Callable[..., object]) -> Forward:
     """The call's result, or what it raised."""
 
-    def run(args: Args, kwargs: dict[str, Any]) -> Outputs:
+    def run(args: Args, kwargs: Kwargs) -> Outputs:
         try:
             return call(args, kwargs)
         except Exception as error:

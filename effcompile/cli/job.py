@@ -78,7 +78,11 @@ class Many:
 
     @property
     def count(self) -> int | Literal["auto"] | None:
-        """The number of devices, which --nodes gives as well; None: one device is planned for."""
+        """The number of devices, which --nodes gives as well; None: one device is planned for.
+
+        Raises:
+            UsageError: another text than a number or `auto`.
+        """
         if self.devices is None:
             return None if self.nodes is None else math.prod(parse_nodes(self.nodes))
         if self.devices == "auto":

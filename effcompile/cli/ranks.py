@@ -100,7 +100,11 @@ def _check_devices(devices: int, mode: object, backend: str | None) -> None:
 
 
 def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str, reading: Reading) -> tuple[Plan, list[Path]]:
-    """The plan for several ranks; with a folder, also written, with the script that torchrun runs."""
+    """The plan for several ranks; with a folder, also written, with the script that torchrun runs.
+
+    Raises:
+        UsageError: of another mode than training.
+    """
     if not wanted.request.training:
         raise UsageError("--devices divides a training step. Add --mode training, or leave --devices out.")
     # An optimizer of the sharded parameters is there only on the ranks, which make it.

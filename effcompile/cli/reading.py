@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -70,6 +70,6 @@ def targets(verbose: Verbose = False, as_json: AsJson = False) -> None:
         report.targets_table(known, verbose=verbose)
 
 
-def _target_data(target: Target) -> dict[str, Any]:
+def _target_data(target: Target) -> dict[str, object]:
     """A target's figures; measured laws and the probe are not for reading."""
     return {f.name: getattr(target, f.name) for f in fields(target) if f.name not in ("laws", "probe")}

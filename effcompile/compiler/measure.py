@@ -58,7 +58,7 @@ def totals(outcome: Outcome, seconds: Mapping[str, float], error: float) -> Tota
     )
 
 
-def _awaited(run: Callable[[], object]) -> Callable[[], Any]:
+def _awaited(run: Callable[[], object]) -> Callable[[], object]:
     """A call that returns when the GPU is done."""
 
     def call() -> None:
@@ -68,5 +68,5 @@ def _awaited(run: Callable[[], object]) -> Callable[[], Any]:
     return call
 
 
-def _call(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> Callable[[], Any]:
+def _call(outcome: Outcome, inputs: Sequence[torch.Tensor]) -> Callable[[], object]:
     return lambda: outcome.lowered(*inputs)

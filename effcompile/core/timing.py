@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any
 
 #: Times the seconds that measuring may take; the tests' is small.
 PATIENCE = 1.0
@@ -54,7 +53,7 @@ def faster_half_median(samples: list[float]) -> float:
     return faster[middle] if len(faster) % 2 else (faster[middle - 1] + faster[middle]) / 2
 
 
-def interleaved(fns: Mapping[str, Callable[[], Any]], rounds: int, *, repeats: int = 2) -> dict[str, list[float]]:
+def interleaved(fns: Mapping[str, Callable[[], object]], rounds: int, *, repeats: int = 2) -> dict[str, list[float]]:
     """Time several callables in turn, so that a slow minute of the machine falls on all of them alike.
 
     Each round runs all of them, starting one further each time; each is called once untimed after the switch

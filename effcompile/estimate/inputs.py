@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.core.types import Args, Value
+from effcompile.core.types import Args, Kwargs, Value
 from effcompile.ir.program import Program
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def generate_inputs(program: Program, count: int = 4, seed: int = 0) -> list[Inp
     ]
 
 
-def stress_inputs(program: Program) -> list[tuple[str, Args, Mapping[str, Any]]]:
+def stress_inputs(program: Program) -> list[tuple[str, Args, Kwargs]]:
     """Inputs unlike the example on purpose, as (what they are, args, kwargs): numbers a hundred times as large, one outlier channel, zeros.
 
     Of integers that index an embedding only zeros are made, one token everywhere: they cannot be scaled. Masks are kept.

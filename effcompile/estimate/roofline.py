@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from effcompile.core.torch_compat import UNCOUNTED_FLOPS
+from effcompile.core.types import Args
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.target import Target
 from effcompile.ops import collectives, grouped
@@ -67,7 +68,7 @@ def flops(node: fx.Node) -> float:
         return 0.0
 
 
-def _loss_head(name: str, args: Any) -> float:
+def _loss_head(name: str, args: Args) -> float:
     """2NVD for the logits, and as much for the gradients of x and of W each."""
     x, weight, needs = _LOSS_HEADS[name]
     products = 1 + (sum(map(bool, args[needs][:2])) if needs is not None else 0)

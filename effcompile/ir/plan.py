@@ -355,7 +355,11 @@ class Plan:
         return cls.from_dict(data, source=repr(str(file)))
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
-        """Print the plan; see effcompile.report."""
+        """Print the plan; see effcompile.report.
+
+        Raises:
+            UsageError: `effcompile` itself was not imported, which brings the words.
+        """
         if Plan.printer is None:
             raise UsageError("No printer is installed: `import effcompile` first.")
         Plan.printer(self, console, verbose)

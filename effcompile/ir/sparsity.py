@@ -142,7 +142,11 @@ class SparsityFigures:
         return MATCHED_BREAK_EVEN.get(self.block) if abs(self.sparsity - 0.9) < 0.01 else None
 
     def print(self, console: object = None) -> None:
-        """Print them; see effcompile.report."""
+        """Print them; see effcompile.report.
+
+        Raises:
+            UsageError: `effcompile` itself was not imported, which brings the words.
+        """
         if SparsityFigures.printer is None:
             raise UsageError("No printer is installed: `import effcompile` first.")
         SparsityFigures.printer(self, console)

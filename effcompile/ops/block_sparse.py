@@ -78,7 +78,11 @@ def block_sparse_linear(
     "effcompile::block_sparse_grad_input", mutates_args=(), schema=f"(Tensor grad, Tensor values, {_STRUCTURE}) -> Tensor"
 )
 def block_sparse_grad_input(grad: Tensor, values: Tensor, crow: Tensor, col: Tensor, ccol: Tensor, row: Tensor, perm: Tensor) -> Tensor:
-    """dx (..., K) = dy W, for dy (..., N)."""
+    """dx (..., K) = dy W, for dy (..., N).
+
+    Raises:
+        UsageError: dy does not fit the weight.
+    """
     n, k = _check(values, crow, col, ccol, row, perm, grad)
     if grad.shape[-1] != n:
         raise UsageError(f"The block-sparse weight is ({n}, {k}), so that dy ends in {n}; given {tuple(grad.shape)}.")
@@ -92,7 +96,11 @@ def block_sparse_grad_input(grad: Tensor, values: Tensor, crow: Tensor, col: Ten
     "effcompile::block_sparse_grad_values", mutates_args=(), schema="(Tensor grad, Tensor x, Tensor crow, Tensor col) -> Tensor"
 )
 def block_sparse_grad_values(grad: Tensor, x: Tensor, crow: Tensor, col: Tensor) -> Tensor:
-    """dvalues (Z, b, b): dyᵀ x at the kept blocks, for dy (..., N) and x (..., K)."""
+    """dvalues (Z, b, b): dyᵀ x at the kept blocks, for dy (..., N) and x (..., K).
+
+    Raises:
+        UsageError: dy, x and the blocks do not fit.
+    """
     b = _block_of(grad, crow)
     if grad.shape[:-1] != x.shape[:-1] or grad.dtype != x.dtype or x.shape[-1] % b:
         shapes = f"{tuple(grad.shape)} {grad.dtype}, {tuple(x.shape)} {x.dtype}"

@@ -41,8 +41,6 @@ _NOT_SINGLE = ("LBFGS", "SparseAdam")
 _SINGLE = ("Lion", "LARS")
 #: 8-bit states in pieces of so many elements on a CPU, where torchao's update is not compiled: its working memory is 60 B/element.
 CPU_PIECE = 1 << 18
-#: torchao quantises blocks of so many elements, and no tensor that is smaller than 4096.
-_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-
 from effcompile.core.reasons import NotMeasured, Reason
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
@@ -15,8 +13,6 @@ from effcompile.ir.program import Program
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.pricing import no_error_allowed, no_gain, no_kernel, price
 from effcompile.sites.parts import add_norms, gelus
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -14,15 +13,8 @@ from effcompile.planner.optimise import Impossible, Undecided, optimise
 from effcompile.planner.problem import Alternative, Problem
 from effcompile.planner.reduce import reduce_problem
 
-Describe = Callable[[str, float], str]
-
 _EXACT_SIZE = 150  # alternatives up to which the nearest limit is proven exactly; beyond, within _NEAR
 _NEAR = Fraction(1, 1000)
-
-
-def plain(resource: str, value: float) -> str:
-    """A resource and its value where the caller gave no better words."""
-    return f"{resource} {value:.6g}"
 
 
 def with_objective(problem: Problem, resource: str) -> Problem:

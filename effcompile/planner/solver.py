@@ -45,7 +45,11 @@ def solve(problem: Problem, *, gap: float = 0.01, timeout: float = 20.0) -> Solu
 
 
 def solve_checked(problem: Problem, *, gap: float, timeout: float) -> Solution:
-    """`solve` without the checks of its input."""
+    """`solve` without the checks of its input.
+
+    Raises:
+        InfeasibleError: nothing is within the limits. UndecidedError: the solver stopped, or ran out of time, before it found a choice.
+    """
     start = time.monotonic()
     reduced = reduce_problem(problem)
     base = int(Fraction(problem.base_objective) * reduced.scale)

@@ -19,7 +19,7 @@ from effcompile.core.errors import EffcompileError
 from effcompile.core.findings import Failed, Together
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
-from effcompile.core.types import Outputs
+from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program
@@ -50,7 +50,7 @@ class Reference:
         return exact_limit(goal, error, self.most, self.rounding)
 
 
-def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequence[tuple[Any, Any]] = ()) -> list[Reference]:
+def references(program: Program, model: nn.Module, goal: Goal, calibration: Sequence[Inputs] = ()) -> list[Reference]:
     """The original's outputs on the example, a second shape, a padded mask, and one calibration input; with a robust goal on stress inputs.
 
     Computed once: a plan that is corrected and lowered again is compared with the same outputs.
@@ -71,7 +71,7 @@ def stressed(run: Run, program: Program, cases: Sequence[Reference], goal: Goal)
     return tuple(check for check in found if math.isfinite(check.error))
 
 
-def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> list[Reference]:
+def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[tuple[str, Args, Kwargs]]) -> list[Reference]:
     exact = cache(partial(_in_float64, model, program, goal, cases))
     found, most = [], most_rounding(model)
     with as_reference(model):
@@ -89,7 +89,7 @@ def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[
     return found
 
 
-def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[tuple[str, Any, Any]]) -> dict[str, list[torch.Tensor]]:
+def _in_float64(model: nn.Module, program: Program, goal: Goal, cases: Sequence[tuple[str, Args, Kwargs]]) -> dict[str, list[torch.Tensor]]:
     """What a copy of the model in float64 returns, by case; a model that does not run so is left out."""
     found: dict[str, list[torch.Tensor]] = {}
     wide = in_float64(model, goal)
@@ -182,7 +182,7 @@ def _tensors(outputs: Outputs) -> list[torch.Tensor]:
     return [leaf.detach() for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _plain(outputs: Outputs) -> list[Any]:
+def _plain(outputs: Outputs) -> list[tuple[str, object]]:
     """What is no tensor among the outputs, each with its place."""
     leaves = pytree.tree_leaves_with_path(outputs)
     return [(pytree.keystr(path), leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]

@@ -11,7 +11,7 @@ from effcompile.ir.strategy import AXES
 from effcompile.report.devices import VERDICTS, launch_lines, mesh_text, strategy_text
 
 _COLOURS = {"F": "var(--c0)", "B": "var(--c1)", "W": "var(--c2)"}
-_MOST_RANKS, _CELL, _HIGH = 1024, 1, 22
+_MOST_RANKS, _HIGH = 1024, 22
 
 
 def devices_sections(d: Distributed, head: str) -> Iterator[str]:

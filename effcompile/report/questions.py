@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -179,7 +178,7 @@ class WhatIf:
     seconds_now: float | None
     exchanges: tuple[Exchange, ...] | None
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """As JSON."""
         return {**{name: getattr(self, name) for name in ("limit", "was", "now", "binds", "seconds_was", "seconds_now")},
                 "estimate": True, "exchanges": None if self.exchanges is None else [asdict(e) for e in self.exchanges]}  # fmt: skip
@@ -293,7 +292,11 @@ def _changed(limit: str, text: str, was: float) -> float:
 
 
 def curve(plan: Plan, points: int) -> list[tuple[float, float, str]]:
-    """(peak bytes, seconds, what changes) along the exchanges of a plan, least memory first, the plan itself among them."""
+    """(peak bytes, seconds, what changes) along the exchanges of a plan, least memory first, the plan itself among them.
+
+    Raises:
+        UsageError: the plan predicts no peak or no time.
+    """
     whole, seconds = plan.predicted.peak_bytes, plan.predicted.seconds
     if whole is None or seconds is None:
         raise UsageError("This plan predicts no peak or no time: there is no curve. Plan again.")

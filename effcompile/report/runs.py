@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from rich.console import Console
 from rich.text import Text
@@ -120,7 +120,22 @@ def lines_of(rows: Sequence[StageRow], machine: RunMachine) -> list[tuple[str, s
     return lines + [(f"stage {number}", note) for number, row in enumerate(rows, 1) for note in row.notes]
 
 
-def totals(rows: Sequence[StageRow], machine: RunMachine) -> dict[str, Any]:
+class RunTotals(TypedDict):
+    """What the stages of a run come to; None where it is not known. Tokens are those that are read, FLOPs of all steps."""
+
+    steps: int
+    examples: int
+    seconds: float
+    hours: float
+    tokens: float
+    tokens_per_parameter: float
+    flops: float | None
+    flops_6nd: float
+    kilowatt_hours: float | None
+    price: float | None
+
+
+def totals(rows: Sequence[StageRow], machine: RunMachine) -> RunTotals:
     """What the stages come to: 6ND is six FLOPs for each parameter and token (Kaplan et al. 2020, arXiv 2001.08361)."""
     seconds, tokens = sum(row.whole for row in rows), sum(row.tokens for row in rows)
     flops = None if any(row.flops is None for row in rows) else sum(row.steps * (row.flops or 0.0) for row in rows)
@@ -134,7 +149,7 @@ def totals(rows: Sequence[StageRow], machine: RunMachine) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_data(rows: Sequence[StageRow], stages: Sequence[Mapping[str, Any]], machine: RunMachine) -> dict[str, Any]:
+def run_data(rows: Sequence[StageRow], stages: Sequence[Mapping[str, object]], machine: RunMachine) -> dict[str, object]:
     """A run as JSON has it."""
     told = [
         {

@@ -55,9 +55,7 @@ def states_of(optimizer: Optimizer, groups: list[list[str]]) -> States:
     return {flat[number]: state for number, state in held["state"].items()}
 
 
-def moved_states(
-    states: Mapping[str, dict[str, Any]], origins: Origins, parameters: Mapping[str, Tensor], shapes: Mapping[str, Any]
-) -> States:
+def moved_states(states: States, origins: Origins, parameters: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> States:
     """States of the parameters that there are now. `shapes`: of those before, by name.
 
     Raises:
@@ -74,7 +72,7 @@ def moved_states(
     return moved
 
 
-def _moved(key: str, value: Any, origin: Origin, shape: Any) -> Any:
+def _moved(key: str, value: object, origin: Origin, shape: torch.Size) -> object:
     assert origin.moved is not None
     if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and type(value) is not Tensor):
         raise UsageError(
@@ -107,7 +105,7 @@ def of_changed(
     return made
 
 
-def load_states(optimizer: Optimizer, names: Mapping[int, str], states: Mapping[str, dict[str, Any]], number: int) -> None:
+def load_states(optimizer: Optimizer, names: Mapping[int, str], states: States, number: int) -> None:
     """Hand the states on to the optimizer of the stage `number`.
 
     Raises:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from effcompile.core.errors import UsageError
+from effcompile.core.types import Args, Forward, Kwargs, Outputs
 
 #: A second stack with this share of the largest one's parameters is as much one of the model's: which of them is meant cannot be told.
 _AS_LARGE = 0.25
@@ -65,7 +66,7 @@ class Forwards:
         UsageError: one of them has another forward already.
     """
 
-    def __init__(self, changed: Mapping[nn.Module, Callable[..., Any]]) -> None:
+    def __init__(self, changed: Mapping[nn.Module, Forward]) -> None:
         self.changed = changed
 
     def __enter__(self) -> None:
@@ -91,11 +92,11 @@ def behind_gather(layers: Sequence[nn.Module], picked: Callable[[Tensor], Tensor
     """
     own = [layer.forward for layer in layers]
 
-    def together(*args: Any, **kwargs: Any) -> Any:
+    def together(*args: Any, **kwargs: Any) -> Outputs:
         hidden, rest, named = _taken_apart(args, kwargs)
         places = picked(hidden)
         short, given = gathered(hidden, places, 1), pytree.tree_map_only(Tensor, _picker(hidden, places), (rest, named))
-        out: Any = short
+        out: Outputs = short
         for forward in own:
             out = forward(_hidden(out), *given[0], **given[1])
         return _like(out, hidden.scatter(1, places[..., None].expand_as(_hidden(out)), _hidden(out).to(hidden.dtype)))
@@ -103,20 +104,20 @@ def behind_gather(layers: Sequence[nn.Module], picked: Callable[[Tensor], Tensor
     return Forwards({layer: _handing_on(layer) for layer in layers[1:]} | {layers[0]: together})
 
 
-def _handing_on(layer: nn.Module) -> Callable[..., Any]:
+def _handing_on(layer: nn.Module) -> Forward:
     """A forward that returns the hidden states as they came, in the form of the layer's outputs, which the first call of it shows."""
     own = type(layer).forward
     returns = getattr(own, "__annotations__", {}).get("return")
     as_tuple = "tuple" in str(returns).lower() and "Tensor |" not in str(returns)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Outputs:
         hidden = _taken_apart(args, kwargs)[0]
         return (hidden,) if as_tuple else hidden
 
     return forward
 
 
-def _taken_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+def _taken_apart(args: Args, kwargs: Kwargs) -> tuple[Tensor, Args, Kwargs]:
     """A layer's hidden states, and the rest of its arguments."""
     if args:
         return args[0], args[1:], dict(kwargs)
@@ -124,12 +125,12 @@ def _taken_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tens
     return named.pop("hidden_states"), (), named
 
 
-def _hidden(output: Any) -> Tensor:
+def _hidden(output: Outputs) -> Tensor:
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
 
 
-def _like(output: Any, hidden: Tensor) -> Any:
+def _like(output: Outputs, hidden: Tensor) -> Outputs:
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 

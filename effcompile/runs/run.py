@@ -297,7 +297,7 @@ class Run:
         """The report as one page."""
         return run_html(self.rows(), self.machine)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Stages, plans and what they come to, as JSON has it."""
         return run_data(self.rows(), [saving.plain(stage) for stage in self.stages], self.machine)
 

@@ -23,7 +23,7 @@ _WANTED: Mapping[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def write(file: Path, held: Mapping[str, Any]) -> None:
+def write(file: Path, held: Mapping[str, object]) -> None:
     """Whole, or not at all.
 
     Raises:
@@ -54,7 +54,7 @@ def read(file: Path) -> dict[str, Any]:
     return dict(held)
 
 
-def plain(stage: Stage) -> dict[str, Any]:
+def plain(stage: Stage) -> dict[str, object]:
     """A stage as JSON has it; of scores how they were made."""
     found = asdict(replace(stage, scores=None, data=None))
     return {**found, "data": stage.data, "scores": None if stage.scores is None else stage.scores.kind}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from effcompile.capture.mends import evaluating
 from effcompile.capture.training import Loss
 from effcompile.core.errors import InputsError, UsageError
-from effcompile.core.types import Args, Example, Kwargs
+from effcompile.core.types import Args, Example, Kwargs, Outputs
 from effcompile.loader.loaded import as_inputs
 
 Kind = Literal["grand", "el2n"]
@@ -60,7 +60,7 @@ def scores(model: nn.Module, batches: Iterable[Example], loss: Loss | None = Non
     return Scores(torch.cat(found), kind, perf_counter() - start)
 
 
-def _gradient_norms(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss | None) -> Tensor:
+def _gradient_norms(model: nn.Module, args: Args, kwargs: Kwargs, loss: Loss | None) -> Tensor:
     """One backward for each example; a model of any kind can be asked so."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     norms = []
@@ -92,7 +92,7 @@ def _error_norms(model: nn.Module, args: Args, kwargs: Kwargs, loss: Loss | None
     return errors.flatten(1).sum(1) / given.flatten(1).sum(1).clamp(min=1) if errors.dim() > 1 else errors
 
 
-def _loss_of(outputs: Any) -> Tensor:
+def _loss_of(outputs: Outputs) -> Tensor:
     found: Tensor = outputs if isinstance(outputs, Tensor) else outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from effcompile.core.errors import EffcompileError, FormatError, GuardError, Low
 from effcompile.core.folders import read_steadily
 from effcompile.core.stages import first_line
 from effcompile.core.timing import median_seconds
-from effcompile.core.types import Outputs
+from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.core.units import format_bytes
 from effcompile.ir.guards import described
 from effcompile.ir.plan import Plan
@@ -73,7 +73,11 @@ class Artifact:
         return self.run(self.fitting(args, kwargs))
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same for tensors in the order of the graph."""
+        """The same for tensors in the order of the graph.
+
+        Raises:
+            LoweringError: the runtime refuses the inputs.
+        """
         try:
             return self.opened(dict(zip((given.name for given in self.signature.inputs), tensors, strict=True)))
         except EffcompileError:
@@ -81,7 +85,7 @@ class Artifact:
         except Exception as error:  # the runtimes' errors have no common base: of memory, of shapes
             raise LoweringError(f"The artifact in {str(self.folder)!r} cannot be run on these inputs: {first_line(error)}") from error
 
-    def fitting(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def fitting(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """The tensors of a call in the order of the graph, as the artifact takes them.
 
         Raises:
@@ -96,7 +100,7 @@ class Artifact:
             _check_rows(given, tensor)
         return [tensor.contiguous() for tensor in tensors]
 
-    def _found(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _found(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         signature = self.signature
         if len(args) > len(signature.parameters) or set(signature.parameters[: len(args)]) & kwargs.keys():
             raise GuardError(f"The artifact takes {', '.join(signature.parameters) or 'nothing'} by position.", place="inputs")
@@ -152,7 +156,7 @@ def open_artifact(directory: str | Path) -> Artifact:
     return read_steadily(Path(directory), _opened)
 
 
-def run_artifact(directory: str | Path, inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None) -> ArtifactRun:
+def run_artifact(directory: str | Path, inputs: Inputs | None = None) -> ArtifactRun:
     """Load a saved artifact, run it, time it.
 
     Args:

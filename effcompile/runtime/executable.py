@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ class Executable(PlannedModel):
     def __copy__(self) -> Executable:
         return self._around(self.original)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Executable:
+    def __deepcopy__(self, memo: dict[int, object]) -> Executable:
         """A copy of the model with the same lowered weights, which it shares; a call after the copy's weights changed is refused."""
         return self._around(copy.deepcopy(self.original, memo))
 
@@ -139,7 +139,7 @@ class Executable(PlannedModel):
             made._effcompile_fallback = None
         return made
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         raise UsageError(
             f"An Executable cannot be pickled, for its lowered model is bound to this process: {self._program.name}. Write it with "
             "executable.save(folder), and open it anywhere with effcompile.load(folder)."
@@ -163,7 +163,7 @@ class Executable(PlannedModel):
         """The original model's, with its own names."""
         return self.original.state_dict(*args, **kwargs)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Executable:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Executable:
         """What to(), half(), cuda() ... do. Refused where it would change a dtype or a device, which the lowered model would not follow.
 
         Raises:
@@ -178,7 +178,7 @@ class Executable(PlannedModel):
                 )
         return super()._apply(fn, recurse)
 
-    def load_state_dict(self, *args: object, **kwargs: object) -> Any:
+    def load_state_dict(self, *args: object, **kwargs: object) -> Never:
         """Refused: the lowered weights would no longer be the original's."""
         raise InputsError("An Executable's weights are fixed when it is planned. Load them into the model, then call effcompile.optimize.")
 

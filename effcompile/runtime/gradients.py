@@ -7,13 +7,13 @@ something else would train the rest with a wrong gradient.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
 from effcompile.backends.torch.refusing import refusing
 from effcompile.core import torch_compat
 from effcompile.core.errors import InputsError
+from effcompile.core.types import Outputs
 
 _NO_BACKWARD = (
     "A gradient arrived at what the optimized {name} returned. A lowered model has no backward, and {said} one, which would be lost. "
@@ -36,7 +36,7 @@ class GradientGuard:
                 f"operators. A lowered model has none: use the model itself there."
             )
 
-    def results(self, inputs: Sequence[torch.Tensor], outputs: list[Any]) -> list[Any]:
+    def results(self, inputs: Sequence[torch.Tensor], outputs: list[Outputs]) -> list[Outputs]:
         """The outputs; where the model's own would require a gradient, they do too, and refuse to be differentiated."""
         if not torch.is_grad_enabled():
             return outputs

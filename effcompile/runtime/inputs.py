@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.indices import bounded_inputs
 from effcompile.core.errors import GuardError, InputsError
-from effcompile.core.types import Args, Kwargs
+from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.export import allowed, domain_of, size_at, sizes_of
 from effcompile.ir.guards import Guard
 from effcompile.ir.program import Program, TensorSpec
@@ -131,7 +130,7 @@ class GraphInputs:
             )
 
 
-def as_captured(program: Program, signature: inspect.Signature, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def as_captured(program: Program, signature: inspect.Signature, args: Args, kwargs: Kwargs) -> Inputs:
     """The same arguments, positional and by keyword as they were at capture.
 
     Raises:

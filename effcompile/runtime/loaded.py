@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Never
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ class LoadedExecutable(Executable):
             raise self._without_model("train")
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Never:
         """Refused: the weights are in the artifact, in the backend's form."""
         raise self._without_model("save")
 
@@ -89,7 +89,7 @@ class LoadedExecutable(Executable):
             f"to {doing}. Use the model itself; effcompile.optimize(model, plan={str(self.artifact.folder)!r}) applies the same plan to it."
         )
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> LoadedExecutable:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LoadedExecutable:
         """What to(), half(), cuda() ... do: nothing, or refused where the inputs would have to follow."""
         for given in self.artifact.signature.inputs:
             like = torch.empty(0, dtype=getattr(torch, given.dtype), device=given.device)
@@ -100,10 +100,10 @@ class LoadedExecutable(Executable):
     def __copy__(self) -> LoadedExecutable:
         return LoadedExecutable(self.artifact)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoadedExecutable:
+    def __deepcopy__(self, memo: dict[int, object]) -> LoadedExecutable:
         return LoadedExecutable(self.artifact)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return _again, (str(self.artifact.folder.absolute()), dict(self.plan.artifact))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
+from effcompile.core.types import Args
 from effcompile.estimate.storages import Storage
 from effcompile.ops.offload import arrived, ask, fetch, is_dense, offload, send, sent
 from effcompile.schedules.blocks import Block, Blocks
@@ -39,8 +39,8 @@ class Move:
 class Call:
     """`target(value, *arguments)`."""
 
-    target: Any
-    arguments: tuple[Any, ...]
+    target: Callable[..., object]
+    arguments: Args
     move: Move
 
 
@@ -68,12 +68,12 @@ def putting_away(cut: Blocks, s: Storage, way: Way) -> Iterator[Call]:
         yield Call(send if cut.host.beside else offload, (cut.host.folder,), Move(host=nbytes))
 
 
-def ended(slot: fx.Node, source: fx.Node) -> tuple[Any, tuple[fx.Node, fx.Node], Move]:
+def ended(slot: fx.Node, source: fx.Node) -> tuple[Callable[..., object], tuple[fx.Node, fx.Node], Move]:
     """Waiting for the copy of `source` to the host."""
     return sent, (slot, source), Move()
 
 
-def begun(cut: Blocks, s: Storage, way: Way, slot: fx.Node) -> tuple[Any, tuple[fx.Node], Move]:
+def begun(cut: Blocks, s: Storage, way: Way, slot: fx.Node) -> tuple[Callable[..., object], tuple[fx.Node], Move]:
     """Beginning the copy from the host."""
     if way.codec is not None:
         return ask, (slot,), Move(nbytes=way.codec.packed_bytes(_value(cut, s).numel()))

@@ -10,7 +10,7 @@ Freed is what nobody reads any more: that is the executor's rule, and the simula
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from effcompile.core.torch_compat_aot import draws
+from effcompile.core.types import Args
 from effcompile.estimate.storages import Storage
 from effcompile.ops.consume import consume
 from effcompile.ops.replay import random_state, replay
@@ -162,7 +163,7 @@ class _Emitter:
             self.held[s] = self._placeholder(f"away_{self.maker[s].name}", None)
         return self.held[s]
 
-    def _moved(self, graph: fx.Graph, target: Any, arguments: tuple[Any, ...], move: Move) -> fx.Node:
+    def _moved(self, graph: fx.Graph, target: Callable[..., object], arguments: Args, move: Move) -> fx.Node:
         node = graph.call_function(target, arguments)
         self.moves[node] = move
         self.stage[node] = self.at

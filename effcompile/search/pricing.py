@@ -101,6 +101,7 @@ def plans_for(
     """A plan per backend, best predicted first, and a candidate line for each backend.
 
     Raises:
+        UsageError: no backend takes the model.
         InfeasibleError: no backend can meet the goal. InternalError, LoweringError: none can be priced; the first one's.
     """
     plans: list[tuple[Backend, Plan]] = []

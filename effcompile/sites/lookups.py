@@ -78,7 +78,7 @@ def lookups(program: Program) -> Iterator[Lookup]:
             yield Lookup(node=node, index=index, at=at, size=_size(node, held), constant=constant, ignored=_ignored(node))
 
 
-def _size(node: fx.Node, held: Any) -> int:
+def _size(node: fx.Node, held: object) -> int:
     if not isinstance(held, fx.Node):
         return held if isinstance(held, int) and held > 0 else 0  # the classes of one_hot
     shape = held.meta["val"].shape if isinstance(held.meta.get("val"), torch.Tensor) else shape_of(held)
@@ -121,7 +121,7 @@ class _Signs:
         self._program = program
         self._known: dict[fx.Node, bool] = {}
 
-    def never_negative(self, value: Any) -> bool:
+    def never_negative(self, value: object) -> bool:
         if isinstance(value, fx.Node):
             if value not in self._known:
                 self._known[value] = False  # until it is known

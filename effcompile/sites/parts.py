@@ -246,7 +246,11 @@ def logits(program: Program) -> LinearSite | None:
 
 
 def argument(node: fx.Node, name: str) -> object:
-    """An operator's argument by schema name, wherever it was passed, or its default."""
+    """An operator's argument by schema name, wherever it was passed, or its default.
+
+    Raises:
+        KeyError: the operator has no such argument.
+    """
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     for position, parameter in enumerate(schema):
         if parameter.name == name:

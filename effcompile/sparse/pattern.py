@@ -53,7 +53,11 @@ class BlockPattern:
 
     @classmethod
     def from_blocks(cls, kept: Tensor, block: int) -> BlockPattern:
-        """From a Boolean (R, C) tensor: one entry per block."""
+        """From a Boolean (R, C) tensor: one entry per block.
+
+        Raises:
+            UsageError: another tensor.
+        """
         if kept.dim() != 2 or kept.dtype != torch.bool:
             raise UsageError(f"A pattern of blocks is a 2-d Boolean tensor; given {kept.dim()}-d {kept.dtype}.")
         crow = torch.zeros(kept.shape[0] + 1, dtype=torch.int64, device=kept.device)
@@ -62,7 +66,11 @@ class BlockPattern:
 
     @classmethod
     def from_mask(cls, mask: Tensor, block: int) -> BlockPattern:
-        """From an (N, K) mask, Boolean or numbers: every block that has an entry other than 0 is kept, whole."""
+        """From an (N, K) mask, Boolean or numbers: every block that has an entry other than 0 is kept, whole.
+
+        Raises:
+            UsageError: another number of axes.
+        """
         if mask.dim() != 2:
             raise UsageError(f"The mask of a linear weight has 2 axes; given {tuple(mask.shape)}.")
         check_block(mask.shape[0], mask.shape[1], block)
@@ -130,7 +138,11 @@ class BlockPattern:
         return _as_blocks(weight, self.block)[self.block_rows(), self.col.long()].contiguous()
 
     def to_dense(self, values: Tensor) -> Tensor:
-        """(N, K): the weight, 0 where nothing is kept."""
+        """(N, K): the weight, 0 where nothing is kept.
+
+        Raises:
+            UsageError: the values do not fit the pattern.
+        """
         if values.shape != (self.nnz, self.block, self.block):
             raise UsageError(f"The pattern's values are ({self.nnz}, {self.block}, {self.block}); given {tuple(values.shape)}.")
         blocks = values.new_zeros(self.rows // self.block, self.cols // self.block, self.block, self.block)

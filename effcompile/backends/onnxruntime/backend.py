@@ -124,7 +124,7 @@ def load(path: Path, settings: Mapping[str, object]) -> Callable[[Mapping[str, A
     """A saved artifact as a callable on named numpy arrays; for `effcompile run`.
 
     Raises:
-        LoweringError: ORT refuses the file.
+        UsageError: there is none. LoweringError: ORT refuses the file.
     """
     if not path.exists():
         raise UsageError(f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`.")

@@ -114,7 +114,11 @@ class OpenVinoLowered:
         return [torch.from_numpy(value) for value in self.shaped.infer([t.detach().cpu().numpy() for t in inputs])]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
-        """Write `model.xml` and `model.bin`."""
+        """Write `model.xml` and `model.bin`.
+
+        Raises:
+            UsageError: the folder cannot be written.
+        """
         import openvino
 
         directory.mkdir(parents=True, exist_ok=True)

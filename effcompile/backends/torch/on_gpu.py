@@ -56,7 +56,7 @@ class Recorded:
         return self._run(*inputs) if isinstance(self._recorded, str) else self._recorded(*inputs)
 
 
-def recorded(run: Callable[..., Any], graph: fx.Graph, plan: Plan, inputs: Sequence[torch.Tensor]) -> graphs.Replayed | str:
+def recorded(run: Callable[..., list[torch.Tensor]], graph: fx.Graph, plan: Plan, inputs: Sequence[torch.Tensor]) -> graphs.Replayed | str:
     """The calls of a lowered graph as CUDA graphs, or why not."""
     if plan.goal.mode == "generation":
         return "the cache grows with every token, so that no shape comes again"

@@ -29,15 +29,12 @@ class PlannedOptimizer(OneByOne):
         form: of the inner optimizers. on_host: whether states lie in the host's memory.
     """
 
-    def __init__(
-        self, given: Optimizer, form: StatesForm, *, on_host: bool, consumes: frozenset[str] = frozenset(), names: Mapping[int, str]
-    ):
-        """Args: `consumes`: parameters that the backward updates, by qualified name. `names`: id of a parameter → that name."""
+    def __init__(self, given: Optimizer, form: StatesForm, *, on_host: bool, names: Mapping[int, str]):
+        """Args: `names`: id of a parameter → its qualified name."""
         self._given, self.form, self.on_host = given, form, on_host
         super().__init__([dict(group) for group in given.param_groups], dict(given.defaults))
         self._workers: dict[int, Worker] = {}
         self._by_name = {names[id(p)]: (p, group) for group in self.param_groups for p in group["params"] if id(p) in names}
-        self._consumes = consumes
         self._consumed: set[str] = set()
         self._options: list[dict[str, object]] = []  # of all groups, as the backward read them
 
@@ -214,4 +211,4 @@ def planned_optimizer(given: Optimizer, form: StatesForm, *, on_host: bool, cons
             group["fused"] = True
         return given
     names = {id(p): name for name, p in model.named_parameters()}
-    return PlannedOptimizer(given, form, on_host=on_host, consumes=consumes, names=names)
+    return PlannedOptimizer(given, form, on_host=on_host, names=names)

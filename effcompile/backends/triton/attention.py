@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -336,7 +337,7 @@ def _per_batch(t: Tensor, batch: int) -> Tensor:
     return t.contiguous().expand(batch, -1)
 
 
-def _on(t: Tensor) -> Any:
+def _on(t: Tensor) -> AbstractContextManager[object]:
     """The tensor's device as the current one, where kernels are launched."""
     return torch.cuda.device_of(t)
 

@@ -48,7 +48,7 @@ class LaunchConfig:
     precision: str | None = None
 
     @property
-    def launch(self) -> dict[str, Any]:
+    def launch(self) -> dict[str, int]:
         """Keywords of a launch. Fused multiply-adds are asked for: triton ≥ 3.9 leaves them off by default."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ def linear(
     return y
 
 
-def _tile(rows: int, group: int, codes: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def _tile(rows: int, group: int, codes: bool) -> tuple[tuple[int, int, int], dict[str, int]]:
     """(rows, columns and K of a program's step; options of a launch). `codes`: x is in codes, too, and there is one group.
 
     Few rows are bound by reading the weight: narrow tiles make programs enough for all processors, and deep pipelines keep reads under

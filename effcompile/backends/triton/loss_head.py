@@ -129,7 +129,7 @@ def _results(x: Tensor, bias: Tensor | None, dx: Tensor | None, dw: Tensor | Non
 
 
 def _slopes(
-    arguments: dict[str, Any], launch: dict[str, Any], x: Tensor, target: Tensor, lse: Tensor, factor: Tensor, slopes: Tensor
+    arguments: dict[str, Any], launch: dict[str, int], x: Tensor, target: Tensor, lse: Tensor, factor: Tensor, slopes: Tensor
 ) -> None:
     """d loss / d z of these rows, into the first rows of `slopes`."""
     rows, words = x.shape[0], slopes.shape[1]
@@ -152,7 +152,7 @@ def _add(slopes: Tensor, x: Tensor, weight: Tensor, dx: Tensor | None, dw: Tenso
         db += slopes.sum(0, dtype=torch.float32)
 
 
-def _arguments(head: op.Head) -> tuple[dict[str, Any], dict[str, Any]]:
+def _arguments(head: op.Head) -> tuple[dict[str, Any], dict[str, int]]:
     """(arguments of both kernels, options of a launch). x and weight are as `by_rows` leaves them."""
     x, weight = head.x, head.weight
     wide = x.dtype == torch.float32

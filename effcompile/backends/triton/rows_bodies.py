@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ __all__ = ["body"]
 _HEADS = 8
 
 
-def body(call: KernelCall) -> Callable[[], Any]:
+def body(call: KernelCall) -> Callable[[], object]:
     """One call of a kernel of rows on dims (rows, columns), on torch's default device."""
     rows, columns = call.dims
     x, other, weight = torch.randn(rows, columns), torch.randn(rows, columns), torch.randn(columns)
@@ -25,7 +24,7 @@ def body(call: KernelCall) -> Callable[[], Any]:
         turned = x.view(1, heads, rows // heads, columns)
         angles = other[: rows // heads].unsqueeze(0)
         return lambda: op.rotary(turned, angles, angles, False)
-    made: dict[str, Callable[[], Any]] = {
+    made: dict[str, Callable[[], object]] = {
         "rows/rms_norm": lambda: op.rms_norm_alone(x, weight, 1e-6),
         "rows/add_rms_norm": lambda: op.rms_norm(x, other, weight, 1e-6),
         "rows/swiglu": lambda: op.swiglu(x, other),

@@ -12,11 +12,10 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from triton.testing import do_bench
@@ -86,7 +85,7 @@ def tuner(device: torch.device) -> Tuner | None:
     return _tuners[index]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, object]:
     """What the file holds; nothing where there is none, or none that can be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, choices: dict[str, Any]) -> None:
+def _write(path: Path, choices: Mapping[str, object]) -> None:
     """Whole or not at all; a folder that cannot be written costs another measurement next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

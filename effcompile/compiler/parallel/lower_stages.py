@@ -34,7 +34,11 @@ from effcompile.search.training.work import make_work
 
 
 def stages_asked(task: Task) -> Pipelined:
-    """The step that a request's passes, or its plan, ask to be pipelined, in stages."""
+    """The step that a request's passes, or its plan, ask to be pipelined, in stages.
+
+    Raises:
+        UsageError: the optimizer is there already. FormatError: a plan of another model.
+    """
     plan = task.request.plan
     work = make_work(task if plan is None else task.for_plan(plan))
     if work.optimizer is not None:
@@ -47,7 +51,11 @@ def stages_asked(task: Task) -> Pipelined:
 
 
 def pipeline_of(plan: Plan) -> Pipeline:
-    """The pipeline that a plan decided on."""
+    """The pipeline that a plan decided on.
+
+    Raises:
+        FormatError: its settings are not known here.
+    """
     settings = next(d.settings for d in plan.decisions if d.kind == KIND)
     numbers = {name: settings.get(name) for name in ("ranks", "stages", "micro_batches")}
     cuts, schedule = settings.get("cuts"), settings.get("schedule")
@@ -116,7 +124,7 @@ def own_stages(task: Task, place: Ranks, meeting: Meeting) -> tuple[Pipelined, d
     """The stages of this rank, planned.
 
     Raises:
-        EffcompileError: of this rank; the others say which it was.
+        UsageError: of another rank, named. EffcompileError: of this rank; the others say which it was.
     """
     rank = place.place("pp")[0]
     try:

@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -141,8 +140,3 @@ def _said(error: BaseException) -> dict[str, object]:
 
 def _numbers(ranks: Sequence[int]) -> str:
     return f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {', '.join(map(str, ranks))}"
-
-
-def timeout(seconds: float) -> timedelta:
-    """As torch.distributed takes it."""
-    return timedelta(seconds=seconds)

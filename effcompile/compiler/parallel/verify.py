@@ -10,7 +10,6 @@ import copy
 import inspect
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -222,7 +221,7 @@ class _Errors:
     def __init__(self) -> None:
         self.worst: tuple[float, str] = (0.0, "")
 
-    def add(self, found: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
+    def add(self, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
         count = sum(v.numel() for v in wanted.values())
         usual = (sum(float(v.double().square().sum()) for v in wanted.values()) / max(1, count)) ** 0.5
         for name, value in wanted.items():

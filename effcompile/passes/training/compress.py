@@ -69,4 +69,3 @@ class Compress:
         """Measured here; elsewhere by bytes: fp32 read and written about four times."""
         elsewhere = 32 / (target.memory_bandwidth * target.efficiency)
         return Rates(pack={way.name: packing_seconds(way, torch.float32, target.device) if here else elsewhere for way in self.ways})
-

@@ -84,7 +84,11 @@ class FusedAttention:
                 yield self._choice(case, made, attended, context)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
-        """The step with all its attentions fused."""
+        """The step with all its attentions fused.
+
+        Raises:
+            FormatError: the plan's attentions cannot be fused in this step.
+        """
         if case.source is None:
             raise FormatError("The plan has fused attentions, and this step cannot be captured again to have them. Plan again.")
         made, attended = self._made(case.source, case)

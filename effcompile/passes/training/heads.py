@@ -49,7 +49,11 @@ class LossHeads:
             yield StepChoice(site="", kind=KIND, baseline=WHOLE, options=(StepOption(name=WHOLE), summed))
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
-        """The step with all its heads in chunks, or with gradients summed in place."""
+        """The step with all its heads in chunks, or with gradients summed in place.
+
+        Raises:
+            FormatError: this step cannot have the plan's head.
+        """
         step = case.step
         if choice.kind == GRADIENT and KIND in case.options:
             return case  # the head's own option has summed them

@@ -16,6 +16,7 @@ Options:
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import fx
 import effcompile.ops.loss_head  # noqa: F401  registers the operators
 from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Unsupported
+from effcompile.core.types import Args
 from effcompile.ir.program import dtype_of, module_path, shape_of
 from effcompile.ir.step import Step
 from effcompile.passes.training.accumulate import accumulate_embeddings
@@ -159,7 +161,7 @@ class _Rewrite:
             self._gradient(name, made, index, None if recompute else grad)
         self._sweep()
 
-    def _operands(self) -> tuple[Any, ...]:
+    def _operands(self) -> Args:
         """x (N', D), W (V, D), bias, target (N')."""
         logits, nodes = self.logits, self.nodes
         x, weight = nodes[logits.x], nodes[logits.weight]
@@ -171,7 +173,7 @@ class _Rewrite:
             weight = self._call(aten.t.default, weight)
         return x, weight, None if logits.bias is None else nodes[logits.bias], nodes[self.match.target]
 
-    def _form(self) -> tuple[Any, ...]:
+    def _form(self) -> Args:
         """reduction, ignore_index, inner, outer, capped, chunks."""
         logits = self.logits
         return self.match.reduction, self.match.ignore_index, logits.inner, logits.outer, logits.capped, self.chunks
@@ -224,7 +226,7 @@ class _Rewrite:
     def _place(self, node: fx.Node) -> int:
         return list(self.graph.nodes).index(self.nodes[node])
 
-    def _call(self, target: Any, *args: Any) -> fx.Node:
+    def _call(self, target: Callable[..., object], *args: Any) -> fx.Node:
         return call(self.graph, self.product, target, *args)
 
     def _item(self, made: fx.Node, index: int) -> fx.Node:

@@ -18,10 +18,10 @@ unplanned batch (measured: GPT-2, 4 layers, d 128, b8 s128 as 4 × 2 took 7 % mo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -31,6 +31,7 @@ from effcompile.capture.source import Source
 from effcompile.core.cost import Cost
 from effcompile.core.errors import CaptureError, FormatError, InputsError, UsageError
 from effcompile.core.reasons import Because, Divided, Reason, Unsupported
+from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.footprint import GIVEN, GRADIENTS, Footprint
 from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import DividedStep, Step
@@ -83,7 +84,11 @@ class Microbatch:
         )  # fmt: skip
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
-        """The step of one micro-batch; its times are those of the plan that it comes from."""
+        """The step of one micro-batch; its times are those of the plan that it comes from.
+
+        Raises:
+            FormatError: the plan's micro-batches do not divide this batch.
+        """
         count, batch = option.setting("count", int), 1 if case.source is None else examples(case.source)
         if count < 2 or batch % count:
             raise FormatError(f"The plan has {count} micro-batches: a divisor of the batch of {batch} is wanted. Plan again.")
@@ -119,24 +124,24 @@ def batch_size(tensors: Iterable[torch.Tensor]) -> int:
     return found.most_common(1)[0][0] if found else 1
 
 
-def part_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int, count: int, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def part_of(args: Args, kwargs: Kwargs, batch: int, count: int, index: int) -> Inputs:
     """The inputs of one micro-batch, without copying."""
     size = batch // count
 
     def cut(value: torch.Tensor) -> torch.Tensor:
         return value.narrow(0, index * size, size) if value.dim() and value.shape[0] == batch else value
 
-    parts: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, cut, (args, dict(kwargs)))
+    parts: Inputs = pytree.tree_map_only(torch.Tensor, cut, (args, dict(kwargs)))
     return parts
 
 
-def doubled(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def doubled(args: Args, kwargs: Kwargs, batch: int) -> Inputs:
     """The inputs with every example given twice."""
 
     def twice(value: torch.Tensor) -> torch.Tensor:
         return torch.cat([value, value]) if value.dim() and value.shape[0] == batch else value
 
-    given: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(torch.Tensor, twice, (args, dict(kwargs)))
+    given: Inputs = pytree.tree_map_only(torch.Tensor, twice, (args, dict(kwargs)))
     return given
 
 
@@ -145,7 +150,7 @@ def examples(source: Source) -> int:
     return examples_in(source.args, source.kwargs)
 
 
-def examples_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def examples_in(args: Args, kwargs: Kwargs) -> int:
     """The examples in a step's inputs: the length of the first axis that most of its tensors share."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return batch_size(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -82,7 +82,11 @@ class Precision:
             yield Declined(site=SITE, kind=KIND, option=label(dtype), by=self.name, reason=made)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
-        """The step captured under autocast."""
+        """The step captured under autocast.
+
+        Raises:
+            FormatError: this step cannot have the plan's dtype.
+        """
         dtype = option.setting("dtype", str)
         if dtype not in DTYPES:
             raise FormatError(

@@ -91,7 +91,11 @@ class Shard:
         )
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
-        """The step in this form."""
+        """The step in this form.
+
+        Raises:
+            FormatError: the plan's form is not known here.
+        """
         ranks = option.setting("ranks", int)
         if option.name not in _FORMS or ranks < 2 or case.source is None:
             raise FormatError(f"The plan has {KIND} = {option.name!r} on {ranks} ranks, which is not known here. Plan again.")

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from effcompile.capture.training_graph import PARTS, WRAPPED
 from effcompile.core.reasons import Unsupported
-from effcompile.core.types import Args
+from effcompile.core.types import Args, AutogradContext
 from effcompile.ir.program import Program
 from effcompile.ir.step import Part
 from effcompile.ops import collectives
@@ -242,11 +241,11 @@ def _is_floating(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-def _without_bias(node: fx.Node) -> Callable[..., Any]:
+def _without_bias(node: fx.Node) -> Callable[..., Tensor]:
     return aten.linear.default if node.target is aten.linear.default else aten.mm.default
 
 
-def _operands(node: fx.Node) -> tuple[Any, ...]:
+def _operands(node: fx.Node) -> Args:
     return node.args[:2] if node.target is aten.linear.default else node.args[1:3]
 
 
@@ -267,21 +266,21 @@ def leave(x: Tensor, axis: str, ranks: int) -> Tensor:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: str, ranks: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, axis: str, ranks: int) -> Tensor:
         ctx.over = axis, ranks
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Args:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> Args:
         return collectives.SUMMED([gradient], *ctx.over)[0], None, None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: str, ranks: int) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, axis: str, ranks: int) -> Tensor:
         total: Tensor = collectives.SUMMED([x], axis, ranks)[0]
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Args:
+    def backward(ctx: AutogradContext, gradient: Tensor) -> Args:
         return gradient, None, None

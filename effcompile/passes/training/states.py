@@ -54,7 +54,11 @@ class States:
                 raise UsageError(f"states.change = {name!r} is not known. Choose among: {', '.join(CHANGES)}.")
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice | Declined]:
-        """Every allowed way, the given one first, and what cannot be, with reasons; nothing without an optimizer."""
+        """Every allowed way, the given one first, and what cannot be, with reasons; nothing without an optimizer.
+
+        Raises:
+            RequestError: the optimizer's own step raises.
+        """
         if case.optimizer is None:
             return
         try:
@@ -72,7 +76,11 @@ class States:
         yield StepChoice(site=SITE, kind=KIND, baseline=ways[0].full_label, options=tuple(options), tells=True)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
-        """The step with the states beside it; where they are consumed, it returns no gradients."""
+        """The step with the states beside it; where they are consumed, it returns no gradients.
+
+        Raises:
+            Refusal: this step cannot consume its gradients. FormatError: the plan holds states, and no optimizer is given.
+        """
         if choice.kind != KIND:
             return case  # the gradients: the states' own option has consumed them
         if case.optimizer is None:

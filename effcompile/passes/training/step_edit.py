@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,7 @@ def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
     return replace(step, module=module, roles=step.roles.moved(nodes)), nodes
 
 
-def call(graph: fx.Graph, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def call(graph: fx.Graph, origin: fx.Node, target: Callable[..., object], *args: Any, **kwargs: Any) -> fx.Node:
     """A new node at the graph's insertion point, with its value (computed on the fake values of its arguments).
 
     origin: the node whose module, stack trace and place in autograd's order it takes over.

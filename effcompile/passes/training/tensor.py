@@ -54,7 +54,11 @@ class TensorParallel:
         yield StepChoice(site=SITE, kind=KIND, baseline=_WHOLE, options=(option,), settled=True)
 
     def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
-        """The step with this rank's part of it."""
+        """The step with this rank's part of it.
+
+        Raises:
+            FormatError: the plan's form is not known here.
+        """
         ranks = option.setting("ranks", int)
         if option.name != _OPTION or ranks < 2:
             raise FormatError(f"The plan has {KIND} = {option.name!r} over {ranks} ranks, which is not known here. Plan again.")

@@ -93,6 +93,7 @@ def check_chain(problem: ChainProblem) -> None:
     """Refuse a chain that contradicts itself.
 
     Raises:
+        UnknownNameError: a run of a stage that is none.
         UsageError: no stages, names used twice, a kind without options, negative bytes or seconds, runs that overlap or leave the chain.
     """
     names = [s.name for s in problem.stages]

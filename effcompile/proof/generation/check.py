@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from effcompile.capture.mends import evaluating
 from effcompile.capture.verify import relative_error
 from effcompile.core.findings import Nats
 from effcompile.core.goal import Goal
-from effcompile.core.types import HFModel
+from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.plan import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.runtime.generation.executable import Stepper
@@ -34,11 +33,11 @@ class Told:
 
     text: torch.Tensor
     logits: torch.Tensor
-    extra: dict[str, Any]
+    extra: Kwargs
     rounding: Callable[[], float]
 
 
-def told_by(model: HFModel, texts: Sequence[torch.Tensor], extra: dict[str, Any], goal: Goal) -> list[Told]:
+def told_by(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs, goal: Goal) -> list[Told]:
     """The references, made once. `extra`: the encoder's output, for a decoder that reads one."""
     wide = cache(partial(in_float64, model, goal))
     found = []
@@ -48,14 +47,14 @@ def told_by(model: HFModel, texts: Sequence[torch.Tensor], extra: dict[str, Any]
     return found
 
 
-def _logits(model: HFModel, text: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+def _logits(model: HFModel, text: torch.Tensor, extra: Kwargs) -> torch.Tensor:
     key = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     with evaluating(model), torch.no_grad():
         logits: torch.Tensor = model(**{key: text}, **extra, use_cache=False, return_dict=True).logits
     return logits
 
 
-def _rounding(wide: Callable[[], HFModel | None], text: torch.Tensor, extra: dict[str, Any], logits: torch.Tensor) -> float:
+def _rounding(wide: Callable[[], HFModel | None], text: torch.Tensor, extra: Kwargs, logits: torch.Tensor) -> float:
     """The relative error of the model's logits against its float64 copy's; 0 where there is none."""
     exact = wide()
     if exact is None:

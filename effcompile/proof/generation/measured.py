@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchLowered
-from effcompile.capture.caches import new_cache
+from effcompile.capture.caches import HFCache, new_cache
 from effcompile.capture.generation import encoder_inputs, encoder_output
 from effcompile.capture.mends import evaluating
 from effcompile.core import torch_compat
@@ -19,7 +19,7 @@ from effcompile.core.findings import TokenRates
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.timing import faster_half_median, interleaved
-from effcompile.core.types import HFModel
+from effcompile.core.types import Forward, HFModel, Kwargs, Outputs
 from effcompile.ir.plan import Plan, Totals
 from effcompile.runtime.generation.executable import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
@@ -57,11 +57,11 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> di
     return {name: Seconds(prefill=first[name], decode=each[name]) for name in runs}
 
 
-def _original(model: HFModel, **given: Any) -> Any:
+def _original(model: HFModel, **given: Any) -> Outputs:
     return model(**given, use_cache=True, return_dict=True)
 
 
-def _prefill(model: HFModel, run: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+def _prefill(model: HFModel, run: Forward, given: Kwargs) -> HFCache:
     cache = new_cache(model)
     keep = {"logits_to_keep": 1} if _keeps(model) else {}
     run(**given, **keep, past_key_values=cache)
@@ -84,7 +84,7 @@ def _keeps(model: HFModel) -> bool:
     return "logits_to_keep" in type(model).forward.__code__.co_varnames
 
 
-def _decode(run: Callable[..., Any], given: Mapping[str, Any], cache: Any) -> None:
+def _decode(run: Forward, given: Kwargs, cache: HFCache) -> None:
     """One token; the cache is as long as before afterwards, where it can be cut."""
     run(**given, past_key_values=cache)
     _awaited(next(iter(given.values())).device)
@@ -92,7 +92,7 @@ def _decode(run: Callable[..., Any], given: Mapping[str, Any], cache: Any) -> No
         cache.crop(-1)
 
 
-def _extra(model: HFModel, batch: int) -> dict[str, Any]:
+def _extra(model: HFModel, batch: int) -> Kwargs:
     """The encoder's output, which a decoder reads."""
     if not model.config.is_encoder_decoder:
         return {}
@@ -127,7 +127,7 @@ def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, g
     return _of_runtime(stepper, parts["step"], model, goal, extra) or weights
 
 
-def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, extra: Mapping[str, Any]) -> int | None:
+def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, extra: Kwargs) -> int | None:
     """A call at the end of the context, in a process of its own; with the cache that enters it."""
     context, cache = goal.tokens[0], new_cache(model)
     chunk = min(stepper.step.room.chunk, context)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from effcompile.backends.torch.boxed import run_graph
 from effcompile.backends.torch.items import ITEMS, Items
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
+from effcompile.core.types import Kwargs
 from effcompile.ir.step import Step
 from effcompile.passes.training.items import labels_counted
 from effcompile.proof.training import verify
@@ -58,7 +57,7 @@ def accepts_items(model: nn.Module) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(inner.forward).parameters.values())
 
 
-def _losses(work: Work, more: Mapping[str, Any]) -> torch.Tensor | None:
+def _losses(work: Work, more: Kwargs) -> torch.Tensor | None:
     """The original's loss, with more keyword arguments; None where it does not take them."""
     probing = replace(work, kwargs={**work.kwargs, **more})
     with verify.restored(work.model), torch.no_grad():

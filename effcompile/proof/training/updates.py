@@ -20,6 +20,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Check
 from effcompile.machine.memory import give_back
 from effcompile.machine.room import device_of
+from effcompile.ops.consume import Sink
 from effcompile.ops.optimizers import StatesForm, one_by_one
 from effcompile.passes.training.optimizer_ways import StatesOption
 from effcompile.proof.training import verify
@@ -60,7 +61,7 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, optimizer: Optimizer
     )
 
 
-def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimizer: Optimizer, inputs: LeafInputs) -> None:
+def _step(step: Callable[[], torch.Tensor], update: Callable[..., object], optimizer: Optimizer, inputs: LeafInputs) -> None:
     """One step."""
     step().backward()
     update()
@@ -69,7 +70,7 @@ def _step(step: Callable[[], torch.Tensor], update: Callable[..., Any], optimize
         tensor.grad = None
 
 
-def _bind(runner: StepRunner | None, optimizer: Optimizer, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _bind(runner: StepRunner | None, optimizer: Optimizer, around: Callable[[Sink], Sink]) -> None:
     if runner is not None and isinstance(optimizer, PlannedOptimizer):
         runner.sink = around(optimizer.consume)
 
@@ -80,7 +81,7 @@ class _Clock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, function: Callable[..., object]) -> Callable[..., None]:
         def timed(*args: Any) -> None:
             start = perf_counter()
             function(*args)

@@ -17,7 +17,7 @@ from effcompile.backends.base import Lowered
 from effcompile.capture.caches import HFCache, check_cache, new_cache_of, seen_by
 from effcompile.capture.generation import GenerationStep
 from effcompile.core.errors import GuardError, InputsError
-from effcompile.core.types import HFClass, HFModel, Outputs
+from effcompile.core.types import Forward, HFClass, HFModel, Kwargs, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.runtime.generation import files, shell
@@ -31,7 +31,7 @@ _SILENT = frozenset({"use_cache", "return_dict", "cache_position", "encoder_outp
 class Stepper:
     """Calls of a Hugging Face forward, answered by a lowered step."""
 
-    def __init__(self, step: LoweredStep, forward: Any, config: Any) -> None:
+    def __init__(self, step: LoweredStep, forward: Forward, config: Any) -> None:
         self.step, self.config = step, config
         self._parameters = list(inspect.signature(forward).parameters)[1:]
         taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions}
@@ -53,14 +53,14 @@ class Stepper:
             logits = logits[:, -keep:]
         return self._outputs(logits, cache if given.get("use_cache") is not False else None, hidden)
 
-    def flat(self, tokens: torch.Tensor, cache: HFCache, extra: Mapping[str, Any]) -> list[torch.Tensor]:
+    def flat(self, tokens: torch.Tensor, cache: HFCache, extra: Kwargs) -> list[torch.Tensor]:
         """The graph's inputs of such a call."""
         encoded = extra.get("encoder_outputs")
         hidden = None if encoded is None else encoded[0]
         inputs, _ = self._inputs({"logits_to_keep": 1}, tokens, cache, hidden)
         return self.step.flat(inputs, cache, hidden)
 
-    def _check(self, given: Mapping[str, Any]) -> None:
+    def _check(self, given: Kwargs) -> None:
         """Refuse what no step computes.
 
         Raises:
@@ -78,7 +78,7 @@ class Stepper:
             )
 
     def _inputs(
-        self, given: Mapping[str, Any], tokens: torch.Tensor, cache: HFCache, hidden: torch.Tensor | None
+        self, given: Kwargs, tokens: torch.Tensor, cache: HFCache, hidden: torch.Tensor | None
     ) -> tuple[dict[str, torch.Tensor], int]:
         """The step's inputs by name, and of how many of the last positions logits are wanted (0: all)."""
         boundary, past, new = self.step.boundary, seen_by(cache), tokens.shape[1]

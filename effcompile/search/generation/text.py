@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from effcompile.core.errors import InputsError
-from effcompile.core.types import HFModel, Inputs
+from effcompile.core.types import Args, HFModel, Inputs, Kwargs
 from effcompile.ir.cache import CacheLayout, Growth
 
 #: Rows and tokens of text that the model writes: enough to price options with, little to wait for.
@@ -32,7 +32,7 @@ def calibration_text(model: HFModel, given: Sequence[Inputs] | None, context: in
     return [_written(model, tokens, vocabulary)], f"{_ROWS} rows of {tokens} tokens that the model itself writes (sampled, seed 0)"
 
 
-def _tokens_of(args: Sequence[Any], kwargs: Any, at: int) -> torch.Tensor:
+def _tokens_of(args: Args, kwargs: Kwargs, at: int) -> torch.Tensor:
     found = next((kwargs[name] for name in ("input_ids", "decoder_input_ids") if name in kwargs), args[0] if args else None)
     if not isinstance(found, torch.Tensor) or found.dim() != 2 or found.is_floating_point() or found.shape[1] < 2:
         raise InputsError(f"calibration[{at}] has no input_ids of (rows, tokens), at least two tokens of a row. Give {{'input_ids': ids}}.")
@@ -55,7 +55,7 @@ def _written(model: HFModel, tokens: int, vocabulary: int) -> torch.Tensor:
     return ids
 
 
-def as_inputs(text: torch.Tensor, layout: CacheLayout, like: Mapping[str, Any]) -> Inputs:
+def as_inputs(text: torch.Tensor, layout: CacheLayout, like: Kwargs) -> Inputs:
     """A text as the inputs of a step of this layout, all its tokens new, an empty cache; what an encoder gives is that of `like`."""
     rows, tokens = text.shape
     given: dict[str, Any] = {

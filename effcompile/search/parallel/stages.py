@@ -42,12 +42,6 @@ class PipelineStage:
         """The qualified names of those that it reads."""
         return frozenset(self.step.parameters.values())
 
-    @property
-    def arriving(self) -> fx.Node:
-        """The placeholder of what the stage before it hands on."""
-        assert self.received
-        return self.step.inputs[-1]
-
 
 def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], strategy: Strategy) -> list[PipelineStage]:
     """The stages of a forward in the model's order.

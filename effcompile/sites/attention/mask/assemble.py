@@ -22,7 +22,7 @@ aten = torch.ops.aten
 #: No mask longer than this is computed to fit a closed form to it.
 _LONGEST = 4096
 Shapes = Mapping[fx.Node, Sequence[Sequence[int]]]
-_BATCH, _HEAD = -4, -3
+_BATCH = -4
 
 
 def assembled(program: Program, terms: MaskTerms) -> GraphMask:
