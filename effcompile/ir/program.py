@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -232,3 +232,15 @@ def _hint(size: int | torch.SymInt) -> int:
         return size
     hint = size.node.hint
     return int(hint) if hint is not None else 1
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """What some nodes are made from, themselves included."""
+    found = set(nodes)
+    todo = list(found)
+    while todo:
+        for arg in todo.pop().all_input_nodes:
+            if arg not in found:
+                found.add(arg)
+                todo.append(arg)
+    return found

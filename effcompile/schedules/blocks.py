@@ -22,10 +22,11 @@ from torch import fx
 
 from effcompile.core.torch_compat_aot import draws, is_random
 from effcompile.estimate.storages import Storage, Storages
+from effcompile.ir.program import ancestors
 from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES
 from effcompile.planner.remat.problem import BackwardStep, BlockProblem, BlockStage, Op
-from effcompile.schedules.cuts import ancestors, cut
+from effcompile.schedules.cuts import cut
 from effcompile.schedules.ways import Way
 
 Seconds = Callable[[fx.Node], float]

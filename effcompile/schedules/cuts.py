@@ -9,7 +9,7 @@ from torch import fx
 
 from effcompile.core.torch_compat_aot import is_random
 from effcompile.estimate.storages import Storage, Storages
-from effcompile.ir.program import module_path
+from effcompile.ir.program import ancestors, module_path
 
 #: A block with more storages than this is cut further: the exact frontier of a block takes time exponential in them.
 LARGEST = 48
@@ -41,18 +41,6 @@ def cut(forward: Sequence[fx.Node], results: Sequence[fx.Node], held: Storages) 
         if is_random(node.target):
             stage_of[node] = drawn = max(stage_of[node], drawn)
     return tuple(names), stage_of
-
-
-def ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What some nodes are made from, themselves included."""
-    found = set(nodes)
-    todo = list(nodes)
-    while todo:
-        for arg in todo.pop().all_input_nodes:
-            if arg not in found:
-                found.add(arg)
-                todo.append(arg)
-    return found
 
 
 Run = tuple[str, list[fx.Node]]

@@ -21,6 +21,7 @@ from torch import fx
 from effcompile.core.torch_compat_aot import draws
 from effcompile.core.types import Args
 from effcompile.estimate.storages import Storage
+from effcompile.ir.program import ancestors
 from effcompile.ops.consume import consume
 from effcompile.ops.replay import random_state, replay
 from effcompile.planner.remat.problem import Group
@@ -246,13 +247,7 @@ class _Emitter:
     def _emit_forward(self) -> None:
         step = self.cut.step
         wanted = {*step.forward_results, *self.saved, *(n for n in self.in_forward if draws(n))}
-        wanted |= {self.maker[s] for s in self.held}
-        todo = list(wanted)
-        while todo:
-            for arg in todo.pop().all_input_nodes:
-                if arg not in wanted:
-                    wanted.add(arg)
-                    todo.append(arg)
+        wanted = ancestors([*wanted, *(self.maker[s] for s in self.held)])
         copies: dict[fx.Node, fx.Node] = {}
         for node in step.graph.nodes:
             if node.op == "placeholder" and node not in self.tangents:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.torch_compat import is_fake
 from effcompile.core.torch_compat_aot import is_random
-from effcompile.ir.program import module_path, shape_of
+from effcompile.ir.program import ancestors, module_path, shape_of
 from effcompile.ir.step import DividedStep, Step
 from effcompile.passes.training.step_edit import Refusal, operator_name
 from effcompile.schedules.blocks import split
@@ -167,12 +167,7 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
 
 def _made_from(loss: fx.Node) -> list[fx.Node]:
     """The operators that a value is made from, itself included, in graph order."""
-    wanted, todo = {loss}, [loss]
-    while todo:
-        for arg in todo.pop().all_input_nodes:
-            if arg not in wanted:
-                wanted.add(arg)
-                todo.append(arg)
+    wanted = ancestors([loss])
     return [n for n in loss.graph.nodes if n in wanted and n.op == "call_function"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from effcompile.ir.program import ancestors
 from effcompile.sites.attention.find.normal_form import same, same_shape
 
 aten = torch.ops.aten
@@ -80,14 +81,7 @@ def swaps_last_two(node: fx.Node) -> bool:
 
 def live_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What the output, or an effect, depends on. Asserts are no effect here."""
-    alive: set[fx.Node] = set()
-    todo = [n for n in graph.nodes if n.op == "output" or (n.op == "call_function" and n.target not in ASSERTS and n.is_impure())]
-    while todo:
-        node = todo.pop()
-        if node not in alive:
-            alive.add(node)
-            todo += node.all_input_nodes
-    return alive
+    return ancestors(n for n in graph.nodes if n.op == "output" or (n.op == "call_function" and n.target not in ASSERTS and n.is_impure()))
 
 
 def tensor_behind(node: fx.Node) -> Tensor | None:
