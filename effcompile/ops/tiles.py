@@ -123,18 +123,6 @@ class TileList:
             seq_lengths=(self.q_len, self.k_len),
         )
 
-    @classmethod
-    def from_block_mask(cls, mask: BlockMask) -> TileList:
-        """The lists of FlexAttention's mask; one without full blocks has only partial tiles."""
-        (q_len, k_len), (block_q, block_k) = mask.seq_lengths, mask.BLOCK_SIZE
-        columns = -(-k_len // block_k)
-        partial = _grid(mask.kv_num_blocks, mask.kv_indices, columns)
-        if mask.full_kv_num_blocks is None or mask.full_kv_indices is None:
-            full = torch.zeros_like(partial)
-        else:
-            full = _grid(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
-        return cls.from_grids(partial, full, q_len=q_len, k_len=k_len, block_q=block_q, block_k=block_k)
-
 
 def once(tensor: Tensor) -> Tensor:
     """Leading axes (all but the last two) that were expanded, with size 1 again."""
