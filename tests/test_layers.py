@@ -1,7 +1,8 @@
 """Imports only go down; private torch APIs stand in one module."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,24 @@ def test_private_torch_apis_stand_in_torch_compat(file: Path) -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
             private = node.attr.startswith("_") and not node.attr.startswith("__")
             assert not private, f"{file}:{node.lineno}: torch.{node.attr} belongs in torch_compat.py"
+
+
+def imported(file: Path, modules: Collection[str]) -> set[str]:
+    """Our modules that a file imports, for types too; `from package import module` is the module."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {place if place in modules else str(node.module) for place in inside.values()}
+    return found & set(modules)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): file for file in FILES}
+    graph = {name: imported(file, modules) - {name} for name, file in modules.items()}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)  # CycleError names one
 
 
 def test_every_layer_exists() -> None:
