@@ -176,27 +176,51 @@ def _runs(nodes: Sequence[fx.Node], stage_of: Mapping[fx.Node, int], count: int)
 
 
 def _backward_stages(backward: Sequence[fx.Node], forward: Mapping[fx.Node, int], held: Storages, count: int) -> dict[fx.Node, int]:
-    """Stage of every backward node: the latest whose forward values it reads, but no later one than its inputs'.
+    """Stage of every backward node: the latest whose forward values it waits for, but no later one than its inputs'.
 
-    So a node that reads a block's values waits for that block's turn, and one that reads none runs as soon as it can.
+    One that reads only what is kept in any case runs in the turn of the block that made it, one that reads nothing after the node before
+    it, as autograd has it; both no later than they are needed. Gradients that ran ahead would stand beside values that their blocks have
+    not yet read for the last time, and ones that waited would keep all later blocks waiting.
     """
     readers: dict[Storage, set[int]] = {}
     for node, stage in forward.items():
         for s in reads_of(node, held):
             readers.setdefault(s, set()).add(stage)
+    read = {node: _read_stages(node, forward, readers, held) for node in backward}
     found: dict[fx.Node, int] = {}
     for node in backward:
-        ready = min((found[arg] for arg in node.all_input_nodes if arg in found), default=count - 1)
-        known = [arg for arg in node.all_input_nodes if arg in forward and not held.fixed.issuperset(held.of[arg])]
-        wanted = [max([forward[arg], *(_only_later(readers.get(s, set()), forward[arg]) for s in held.of[arg])]) for arg in known]
-        found[node] = min(ready, max(wanted, default=ready))
+        found[node] = min([found[arg] for arg in node.all_input_nodes if arg in found] + read[node][0], default=count - 1)
+    needed: dict[fx.Node, int] = {}
+    for node in reversed(backward):
+        needed[node] = max((found[user] if read[user][0] else needed[user] for user in node.users if user in needed), default=0)
+    turn = count - 1
+    for node in backward:
+        waited, shared = read[node]
+        if not waited:
+            ready = min((found[arg] for arg in node.all_input_nodes if arg in found), default=count - 1)
+            found[node] = min(ready, max(needed[node], *shared or [turn]))
+        turn = found[node]
     return found
 
 
-def _only_later(readers: set[int], stage: int) -> int:
-    """The one later stage that reads what `stage` made; `stage` itself when there is none or more than one."""
-    later = {reader for reader in readers if reader > stage}
-    return next(iter(later)) if len(later) == 1 else stage
+def _read_stages(
+    node: fx.Node, forward: Mapping[fx.Node, int], readers: Mapping[Storage, set[int]], held: Storages
+) -> tuple[list[int], list[int]]:
+    """([the latest stage whose values a backward node reads], [the latest that made one that is kept in any case]); [] where there is none.
+
+    A value's stage is the one later stage that reads it, too, else the one that makes it. What several later stages read is kept.
+    """
+    own, shared = [], []
+    for arg in node.all_input_nodes:
+        for s in held.of[arg] if arg in forward else ():
+            later = {reader for reader in readers.get(s, ()) if reader > forward[arg]}
+            if s in held.fixed:
+                continue
+            if len(later) > 1:
+                shared.append(forward[arg])
+            else:
+                own.append(max({forward[arg], *later}))
+    return sorted(own)[-1:], sorted(shared)[-1:]
 
 
 class _Cutter:

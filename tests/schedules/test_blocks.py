@@ -66,6 +66,31 @@ def test_what_a_blocks_backward_reads_is_its_own_or_kept_in_any_case(name: str) 
         assert read <= set(block.values.values()) | cut.shared, block.name
 
 
+class Gated(nn.Module):
+    """Layers that all read one table, made before the first, and compute in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, hidden = torch.sigmoid(x), x
+        for layer in self.layers:
+            hidden = torch.sin(hidden + layer(hidden.bfloat16()).float() * gate)
+        return hidden.mean()
+
+
+def test_the_backward_runs_as_autograd_has_it() -> None:
+    """Gradients that read no value do not run ahead of their block, and nobody waits for what is kept in any case."""
+    cut = cut_step(capture_training(Gated().train(), (torch.randn(3, 5, 4),), {}), measure=False)
+    order = [node for block in reversed(cut.blocks) for node in block.backward]
+    graph = {node: at for at, node in enumerate(cut.step.graph.nodes)}
+    assert order == sorted(order, key=graph.__getitem__)
+    assert all(len(block.backward) > 5 for block in cut.blocks if block.name.startswith("layers"))
+    gate = {s for node in cut.step.graph.nodes if node.target is torch.ops.aten.sigmoid.default for s in cut.held.made[node]}
+    assert {s for s in cut.shared if cut.held.nbytes[s] > 4} == gate
+
+
 def test_equal_layers_are_of_one_kind_and_unequal_ones_are_not() -> None:
     model, batch = gpt2(layers=4)
     blocks = cut_step(capture_training(model, (), batch), measure=False).blocks
