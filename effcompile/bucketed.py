@@ -29,6 +29,8 @@ from effcompile.loader.loaded import as_inputs
 from effcompile.modes import carry_out
 from effcompile.ops.optimizers import StatesForm
 from effcompile.planner.buckets import bucket_lengths
+from effcompile.proof.training.in_parts import Undrawn
+from effcompile.proof.training.verify import restored
 
 #: (examples, tokens).
 Shape = tuple[int, int]
@@ -37,8 +39,12 @@ Shapes = Sequence[Shape] | str
 BUCKETS = "buckets"
 #: Value of what is added to an input, by its name; 0 for others.
 _ADDED: Mapping[str, int] = {"labels": -100, "decoder_labels": -100}
+#: Of a step: its loss alone, gradients, and buffers that it changed.
+_Learned = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]
 #: What padding may change of loss and gradients, relative to their norm: another order of sums.
-_SAME = 1e-5
+_ROUNDING = 1e-5
+#: Tokens that most models take: a causal loss has none of its own at one.
+_FEW = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,39 +275,50 @@ def of_shape(args: Args, kwargs: Kwargs, shape: Shape) -> tuple[Args, Kwargs]:
 
 
 def exact_padding(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> BucketPadding:
-    """Which padding leaves loss and gradients as they were, found by running the model, without dropout, on the example inputs."""
-    given = shape_of(args, kwargs)
-    before = _learned(model, args, kwargs, request)
-    exact = []
-    for bucket in ((given[0] + 1, given[1]), (given[0], given[1] + 8)):
-        after = _learned(model, *padded(args, kwargs, given, bucket), request)
-        exact.append(after is not None and before is not None and _apart(before, after) <= _SAME)
-    return BucketPadding(rows=exact[0], tokens=exact[1])
+    """Which padding leaves loss and gradients as they were, found by running the model on the example inputs with nothing drawn.
+
+    Much is added to little, too: what one token more does to a maximum over many may be nothing.
+    """
+    rows, tokens = shape_of(args, kwargs)
+    whole = _learned(model, args, kwargs, request)
+
+    def exact(larger: Shape, smaller: Shape) -> bool:
+        added = _learned(model, *padded(args, kwargs, (rows, tokens), larger), request)
+        cut_args, cut_kwargs = of_shape(args, kwargs, smaller)
+        little = _learned(model, cut_args, cut_kwargs, request)
+        filled = _learned(model, *padded(cut_args, cut_kwargs, smaller, (rows, tokens)), request)
+        return _same(whole, added) and (little is None or _same(little, filled))
+
+    fewest = min(tokens, _FEW)
+    return BucketPadding(rows=exact((rows + 1, tokens), (1, tokens)), tokens=exact((rows, tokens + 8), (rows, fewest)))
 
 
-def _learned(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> list[Tensor] | None:
-    """Loss and gradients of the model's own forward, dropout off; None where it raises."""
-    modes = {module: module.training for module in model.modules()}
+def _learned(model: nn.Module, args: Args, kwargs: Kwargs, request: Request) -> _Learned | None:
+    """Loss, gradients and changed buffers of the step as it trains but for what is drawn; None where it raises or the loss is no number."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    before = [buffer.clone() for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            outputs = model.eval()(*args, **kwargs)
+        with restored(model), Undrawn():
+            outputs = model(*args, **kwargs)
             own = outputs if isinstance(outputs, Tensor) or request.loss is not None else outputs.loss
-            loss = own if request.loss is None else request.loss(outputs, kwargs or args)
+            loss = own if request.loss is None else request.loss(outputs, (args, kwargs) if args and kwargs else args or kwargs)
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            if not bool(loss.isfinite()):
+                return None
+            buffers = [buffer.clone() for buffer, was in zip(model.buffers(), before, strict=True) if not torch.equal(buffer, was)]
     except Exception:  # the user's model, at a length that it may not take
         return None
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    return [loss.detach(), *[g for g in found if g is not None]]
+    return [loss.detach()], [g for g in found if g is not None], buffers
 
 
-def _apart(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """The largest relative difference of the loss and of the whole gradient."""
-    if len(before) != len(after):
-        return float("inf")
-    loss = float((before[0] - after[0]).abs() / before[0].abs().clamp(min=1e-12))
-    whole = sum(float(g.double().square().sum()) for g in before[1:])
-    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(before[1:], after[1:], strict=True))
-    return max(loss, (apart / max(whole, 1e-300)) ** 0.5)
+def _same(before: _Learned | None, after: _Learned | None) -> bool:
+    """Whether loss, whole gradient and changed buffers are the same but for the order of sums."""
+    if before is None or after is None or [*map(len, before)] != [*map(len, after)]:
+        return False
+    return all(_relative(ours, theirs) <= _ROUNDING for ours, theirs in zip(after, before, strict=True))
+
+
+def _relative(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    whole = sum(float(t.double().square().sum()) for t in theirs)
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(ours, theirs, strict=True))
+    return (apart / max(whole, 1e-300)) ** 0.5

@@ -102,6 +102,51 @@ def test_a_model_that_looks_at_padding_is_not_padded_so() -> None:
         step(**batch(4, 7))
 
 
+class Normed(Encoder):
+    """Normed over the batch, and with dropout as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.table(input_ids).flatten(0, 1)).view(*input_ids.shape, -1)
+        return nn.functional.cross_entropy(self.head(nn.functional.dropout(hidden, 0.2)).flatten(0, 1), labels.flatten())
+
+
+def test_padding_is_judged_as_the_model_trains() -> None:
+    """In evaluation mode a batch norm does not see what was added; in training it does."""
+    model = Normed()
+    step = made(model, shapes=[(4, 8)])
+    assert not step.padding.rows and not step.padding.tokens
+    assert model.training and not model.norm.num_batches_tracked and model.norm.weight.grad is None
+
+
+class Largest(Encoder):
+    """The largest of all tokens in each place, which one more seldom changes where there are many."""
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(input_ids)
+        return nn.functional.cross_entropy(self.head(hidden + hidden.amax(1, keepdim=True)).flatten(0, 1), labels.flatten())
+
+
+def test_padding_is_judged_where_much_is_added_to_little() -> None:
+    given = batch(4, 8)
+    given["input_ids"].clamp_(min=1)[:, -1] = 0  # what is added is there already, but not among the first few
+    padding = made(Largest(), inputs=given, shapes=[(4, 8)]).padding
+    assert padding.rows and not padding.tokens
+
+
+def test_dropout_as_a_function_is_no_reason_against_padding() -> None:
+    class Dropping(Encoder):
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            hidden = nn.functional.dropout(self.table(input_ids), 0.2)
+            return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+
+    padding = made(Dropping(), shapes=[(4, 8)]).padding
+    assert padding.rows and padding.tokens
+
+
 def test_the_best_lengths_of_a_histogram() -> None:
     """Against all selections of that many lengths."""
     draw = random.Random(0)
