@@ -302,9 +302,15 @@ def frontier(
 
 
 def _told(progress: bool | Progress) -> Progress:
-    """Who is told what is being done."""
+    """Who is told what is being done.
+
+    Raises:
+        UsageError: it cannot be told.
+    """
     if isinstance(progress, bool):
         return report.Shown() if progress else QUIET
+    if not all(callable(getattr(progress, name, None)) for name in ("step", "update")):
+        raise UsageError(f"progress = {progress!r}: give True, False, or an object with step(name) and update(name, done, total).")
     return progress
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import ParamSpec, Protocol, TypeVar
 
 from effcompile.core import gpu
 from effcompile.core.building import building
-from effcompile.core.stages import stage
+from effcompile.core.errors import UsageError
+from effcompile.core.stages import first_line, stage
 from effcompile.machine.room import planning
 
 P = ParamSpec("P")
@@ -49,11 +50,28 @@ class _Staged:
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         log.info("%s", name)
-        with self._steps.step(name), stage(name):
+        with ExitStack() as stack:
+            with _theirs():
+                stack.enter_context(self._steps.step(name))
+            stack.enter_context(stage(name))
             yield
 
     def update(self, name: str, done: int, total: int) -> None:
-        self._steps.update(name, done, total)
+        with _theirs():
+            self._steps.update(name, done, total)
+
+
+@contextmanager
+def _theirs() -> Iterator[None]:
+    """What the user's own Progress raises is no fault of a stage.
+
+    Raises:
+        UsageError: it raised something.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UsageError(f"The `progress` that was given raised {first_line(error)}. Nothing was planned.") from error
 
 
 def entry(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
