@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from effcompile.backends.torch.refusing import refusing
+from effcompile.backends.torch.refusing import joined, refusing
 from effcompile.core import torch_compat
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Outputs
@@ -27,6 +27,7 @@ class GradientGuard:
 
     def __init__(self, name: str, parameters: Iterable[torch.Tensor]) -> None:
         self._name, self._parameters = name, tuple(parameters)
+        self._joined: torch.Tensor | None = None
 
     def check(self) -> None:
         """Raises InputsError within a transform of torch.func, which has no rule for a lowered model."""
@@ -40,10 +41,12 @@ class GradientGuard:
         """The outputs; where the model's own would require a gradient, they do too, and refuse to be differentiated."""
         if not torch.is_grad_enabled():
             return outputs
-        if any(tensor.requires_grad for tensor in inputs):
-            said = "an input of this call requires"
-        elif any(parameter.requires_grad for parameter in self._parameters):
-            said = "parameters of the model require"
-        else:
+        given = [tensor for tensor in inputs if tensor.requires_grad]
+        trained = any(parameter.requires_grad for parameter in self._parameters)
+        if not given and not trained:
             return outputs
-        return list(refusing(outputs, _NO_BACKWARD.format(name=self._name, said=said)))
+        if trained and self._joined is None:
+            self._joined = joined([parameter for parameter in self._parameters if parameter.requires_grad])
+        said = "an input of this call requires" if given else "parameters of the model require"
+        of = [*given, self._joined] if trained and self._joined is not None else given
+        return list(refusing(outputs, _NO_BACKWARD.format(name=self._name, said=said), of))

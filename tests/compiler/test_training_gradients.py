@@ -243,3 +243,5 @@ def test_a_penalty_on_the_gradient_is_refused_in_words(net: Any, passes: list[st
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, wanted, strict=True))
     with pytest.raises(InputsError, match=r"differentiated again .* the second derivative would be lost"):
         (executable(x, y) + sum(g.square().sum() for g in gradients)).backward()
+    with pytest.raises(InputsError, match="differentiated again"):
+        torch.autograd.grad(gradients[0].sum(), [list(model.parameters())[-1]], allow_unused=True)

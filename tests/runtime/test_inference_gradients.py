@@ -56,6 +56,15 @@ def test_the_models_own_parameters_are_not_lost_either(made: Any) -> None:
         model.requires_grad_(True)
 
 
+def test_a_gradient_that_may_be_missing_is_refused_too(made: Any) -> None:
+    """torch.autograd.grad runs no backward that leads to nothing it asks for, and gives None there where it may."""
+    model, fast = made
+    x = torch.randn(4, 16, requires_grad=True)
+    for wanted in (x, model.a.weight, model.b.bias):
+        with pytest.raises(InputsError, match="no backward"):
+            torch.autograd.grad(fast(x)["y"].mean(), [wanted], allow_unused=True)
+
+
 def test_without_gradients_nothing_is_in_the_way(made: Any) -> None:
     _, fast = made
     for context in (torch.no_grad, torch.inference_mode):

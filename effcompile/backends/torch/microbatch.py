@@ -129,4 +129,4 @@ class _Accumulated(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         with torch.no_grad():
             gradients = times(sums, float(tangent) if ctx.runner.loss_scale is None else unscaled_factor(tangent))
-        return (None, None, *first_order(tuple(gradients)))
+        return (None, None, *first_order(tuple(gradients), ctx.runner.differentiated_now({})))

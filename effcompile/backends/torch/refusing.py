@@ -14,16 +14,26 @@ from effcompile.core.types import Args, AutogradContext, Value
 _ANCHOR = torch.zeros((), requires_grad=True)
 
 
-def refusing(values: Sequence[object], said: str) -> Args:
-    """The same values, whose backward raises InputsError with what is `said`. What is no floating-point tensor stays as it is."""
+def refusing(values: Sequence[object], said: str, of: Sequence[torch.Tensor] = ()) -> Args:
+    """The same values, whose backward raises InputsError with what is `said`. What is no floating-point tensor stays as it is.
+
+    of: what they were computed of: torch.autograd.grad runs no backward that leads to none of the tensors it is asked for.
+    """
     with torch.enable_grad():
-        made: tuple[Any, ...] = _Refusing.apply(_ANCHOR, values, said)
+        made: tuple[Any, ...] = _Refusing.apply(values, said, *(of or (_ANCHOR,)))
+    return made
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One that stands for many in `of`."""
+    with torch.enable_grad():
+        made: torch.Tensor = _Refusing.apply((torch.zeros(()),), "", *tensors)[0]
     return made
 
 
 class _Refusing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: AutogradContext, anchor: torch.Tensor, values: Sequence[object], said: str) -> Args:
+    def forward(ctx: AutogradContext, values: Sequence[object], said: str, *of: torch.Tensor) -> Args:
         ctx.said = said
         made = tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)  # never a caller's own object
         tensors = [value for value in made if isinstance(value, torch.Tensor)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,6 +192,12 @@ class StepRunner:
         with consuming(self.sink):
             return self._without_autocast(self.backward_graph, inputs)
 
+    def differentiated_now(self, values: Mapping[fx.Node, Value]) -> list[torch.Tensor]:
+        """Parameters and inputs of a call that require a gradient."""
+        parameters = (held(self.model, name) for name in (*self._differentiated, *self.step.consumed))
+        given = (values[node] for node in self._wanted if node in values)
+        return [tensor for tensor in (*parameters, *given) if tensor.requires_grad]
+
     def versions(self, values: Mapping[fx.Node, Value]) -> list[tuple[str, int]]:
         """(placeholder, autograd's count of changes in place) of what the backward reads again."""
         read = ((node.name, values[node]) for node in self._read_again)
@@ -250,14 +256,18 @@ def _cut_off(name: str) -> str:
     )
 
 
-def first_order(gradients: tuple[object, ...]) -> Args:
-    """The gradients; with create_graph=True ones that refuse to be differentiated again, for a penalty on them would be lost."""
+def first_order(gradients: tuple[object, ...], of: Sequence[torch.Tensor]) -> Args:
+    """The gradients; with create_graph=True ones that refuse to be differentiated again, for a penalty on them would be lost.
+
+    of: what the loss was made of that requires a gradient.
+    """
     if not torch.is_grad_enabled():
         return gradients
     return refusing(
         gradients,
         "A gradient of a planned step was differentiated again (create_graph=True, as for a gradient penalty): the plan has one backward, "
         "and the second derivative would be lost. Use the model's own forward there.",
+        of,
     )
 
 
@@ -300,6 +310,7 @@ class _Function(torch.autograd.Function):
                 )
         saved, ctx.saved = ctx.saved, None
         values, ctx.values = ctx.values, None
+        of = ctx.runner.differentiated_now(values)
         with torch.no_grad():
             gradients = ctx.runner.run_backward(saved, values, tangent)
-        return (None, None, *first_order(gradients))
+        return (None, None, *first_order(gradients, of))
