@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,13 @@ from torch.nn.utils import parametrize, prune
 SCALE = 1.0
 SHIFT = torch.zeros(16)
 SWITCHES = {"double": False}
+CONTEXT = ContextVar("CONTEXT", default=1.0)
+THREAD = threading.local()
+THREAD.gain = 1.0
 
 
 def helper(x: torch.Tensor) -> torch.Tensor:
-    return x * SCALE + SHIFT
+    return nn.functional.hardtanh(x, -1e4, 1e4) * SCALE * CONTEXT.get() * THREAD.gain + SHIFT
 
 
 def enclosing(gain: float) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float], None]]:
@@ -275,6 +280,11 @@ def turned(model: Model) -> Undo:
     return lambda: model.inner.held.ring.rotate(1)
 
 
+def in_context(model: Model) -> Undo:
+    token = CONTEXT.set(2.0)
+    return lambda: CONTEXT.reset(token)
+
+
 def default_of_a_function(model: Model) -> Undo:
     by_default.__defaults__ = ({"gain": 2.0},)
     return lambda: setattr(by_default, "__defaults__", (DEFAULTS,))
@@ -346,6 +356,9 @@ REVERSIBLE: dict[str, Mutation] = {
     "an attribute of a function": lambda m: attribute("gain", 2.0)(by_default),  # type: ignore[arg-type]
     "the code of a function": code_of_a_function,
     "a variable of the environment": environment,
+    "a variable of the context": in_context,
+    "a value of the thread": lambda m: attribute("gain", 2.0)(THREAD),  # type: ignore[arg-type]
+    "a function of torch": lambda m: attribute("hardtanh", lambda: lambda x, *_: x * 2)(nn.functional),  # type: ignore[arg-type]
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import mutations
 import pytest
 import torch
 from mutations import HARMLESS, LASTING, REVERSIBLE, WEIGHTS, Model
@@ -150,6 +152,52 @@ def test_dicts_are_matched_by_key_and_zero_has_a_sign() -> None:
         for batch, scale in (({"q": q, "k": k}, -0.0), ({"q": q, "x": k}, 0.0), ({"q": q, "k": k, "x": k}, 0.0), ({"q": q}, 0.0)):
             with pytest.raises(GuardError):
                 executable(batch, scale)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return self.a(q) * k
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_one_tensor_given_twice_as_the_example_is_two_inputs(training: bool) -> None:
+    """As of an attention that is planned for x to x; and of one that the model holds, too."""
+    model = Mixed().train(training)
+    x, y = torch.randn(3, 8), torch.randn(3, 8)
+    for q, k in ((x, x), (x, model.a.bias), (model.a.bias.data, x)):
+        if training:
+            planned = effcompile.optimize(model, inputs=(q, k), mode="training", loss=lambda out, _: out.sum(), passes=["checkpoint"])
+            torch.testing.assert_close(planned(q, k), model(q, k).sum())
+            other = [y.detach()[0] if t.dim() == 1 else y.detach() for t in (q, k)]
+            torch.testing.assert_close(planned(*other), model(*other).sum())
+            continue
+        planned = effcompile.optimize(model, inputs=(q, k), backend="torch-eager", **QUICK)
+        other = [y[0] if t.dim() == 1 else y for t in (q, k)]
+        with torch.no_grad():
+            torch.testing.assert_close(planned(q, k), model(q, k))
+            torch.testing.assert_close(planned(*other), model(*other))
+
+
+def test_another_thread_has_values_of_its_own() -> None:
+    planned = made("torch-eager")
+    refused: list[str] = []
+
+    def call() -> None:
+        mutations.THREAD.gain = 3.0
+        try:
+            planned.executable(IDS)
+        except GuardError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert refused and "THREAD.gain was 1.0 and is 3.0" in refused[0]
+    assert planned.agrees_or_is_refused()
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *LASTING])

@@ -5,13 +5,19 @@ from __future__ import annotations
 import array
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodDescriptorType, ModuleType, WrapperDescriptorType
+from typing import Any
 
 import numpy
 
 #: Plain memory that may be written to.
 Memory = numpy.ndarray | bytearray | array.array  # type: ignore[type-arg]
+#: What a getter reads, a mapping, a sequence or a cell, and how: the values that stand there now.
+Source = Any
+Getter = Callable[[Source], Collection[object]]
 #: Of larger memory evenly spread elements are compared, as many as so many bytes have.
 _WHOLE = 16 << 10
 
@@ -63,3 +69,30 @@ def file_of(kind: type) -> str:
 def is_function(value: object) -> bool:
     """Whether a value is called without holding anything that its caller would set."""
     return isinstance(value, FunctionType | BuiltinFunctionType | MethodDescriptorType | WrapperDescriptorType | type | ModuleType)
+
+
+def getter(keys: tuple[str, ...]) -> Getter:
+    """The values at these keys, as a tuple also where there are fewer than two."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return (lambda held: (held[keys[0]],)) if keys else (lambda _: ())
+
+
+def mapped(table: Mapping[Any, object]) -> Collection[object]:
+    """The values of a mapping."""
+    return table.values()
+
+
+def in_cell(cell: Any) -> tuple[object]:
+    """The value of a variable of an enclosing function."""
+    return (cell.cell_contents,)
+
+
+def in_context(variable: ContextVar[object]) -> tuple[object]:
+    """The value of a variable in the context of the call."""
+    return (variable.get(None),)
+
+
+def in_thread(keys: Sequence[str]) -> Getter:
+    """The values under these names that the calling thread has in a threading.local."""
+    return lambda local: tuple(vars(local).get(key) for key in keys)

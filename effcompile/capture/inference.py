@@ -65,7 +65,7 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
         InputsError: the model itself raises, or returns NaN or nothing but empty tensors, with these inputs.
         CaptureError: torch.export cannot trace it; names the line, the construct and the fix.
     """
-    args, kwargs = pytree.tree_map(_contiguous, (tuple(args), dict(kwargs or {})))
+    args, kwargs = pytree.tree_map(_copied, (tuple(args), dict(kwargs or {})))
     call = CallChecks(model.forward, type(model).__name__, args, kwargs)
     read = ConfigReads()
     with evaluating(model), torch.no_grad(), recording(model, read):
@@ -86,9 +86,15 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
     return replace(program, call=call, state=ModelGuards(model, training=False, mended=free, configurations=read))
 
 
-def _contiguous(leaf: object) -> object:
-    """torch.export loses the dynamic axes of a strided input, such as a slice of a batch of tokens."""
-    return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
+def _copied(leaf: object) -> object:
+    """A contiguous copy of a tensor.
+
+    One tensor given twice (attention of x to x), or one that the model holds, too, would become one input of the graph; and torch.export
+    loses the dynamic axes of a strided input, such as a slice of a batch of tokens.
+    """
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return leaf
+    return leaf.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _run_eager(model: nn.Module, args: Args, kwargs: Kwargs) -> Outputs:

@@ -51,25 +51,6 @@ def mended(model: nn.Module, kwargs: Kwargs, args: Args = ()) -> Iterator[tuple[
         yield said + _apply(stack, _loss_type(model, kwargs)) + _apply(stack, _batched_experts(model, (args, kwargs)))
 
 
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Tensors that a traced forward keeps in its modules are no values: attributes and lists have afterwards what they had before.
-
-    torch.export removes such attributes.
-    """
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    lists = [(value, list(value)) for _, held in before for value in held.values() if isinstance(value, list)]
-    try:
-        yield
-    finally:
-        for now, held in before:
-            for key in [key for key, value in now.items() if torch_compat.is_fake(value)]:
-                del now[key]
-            now.update({key: value for key, value in held.items() if key not in now})
-        for value, items in lists:
-            value[:] = items
-
-
 def _apply(stack: contextlib.ExitStack, mend: Mend) -> tuple[Reason, ...]:
     said, undos = mend
     for undo in undos:

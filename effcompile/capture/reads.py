@@ -25,6 +25,8 @@ from effcompile.capture.holders import attributes_of, defaults_of, file_of, is_f
 
 #: Code that names these may read attributes whose names are made at run time.
 _BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
+#: Code that names these may keep something in a container, or under a name made at run time.
+_CHANGING = frozenset({"append", "appendleft", "extend", "insert", "update", "setdefault", "add", "setattr", "__setattr__"})
 #: Of an object whose class has one of these, all attributes are watched.
 FINDERS = ("__getattr__", "__getattribute__")
 #: What loads a name: of an attribute, a global, a variable of an enclosing function.
@@ -72,6 +74,7 @@ class Reads:
         functions: those of the user's own code, whose defaults and attributes are values, too.
         environment: strings in code that reads the environment.
         used: names that are read for more than to count them up. stored: attributes that the user's own code sets.
+        keeps: whether it may keep something: it sets attributes or items, or names what changes a container.
         configurations: what of the model's configurations was read.
     """
 
@@ -84,6 +87,7 @@ class Reads:
     environment: set[str] = field(default_factory=set)
     used: set[str] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
+    keeps: bool = False
     configurations: ConfigReads = field(default_factory=ConfigReads)
 
 
@@ -206,11 +210,13 @@ class _Walk:
         if not is_installed(code.co_filename) and not code.co_filename.startswith(_OURS):
             self.reads.functions.append(function)
             self.reads.stored |= found.stored
+            self.reads.keeps |= found.keeps
             for _, value in defaults_of(function):
                 self.reach(value)
             if found.attributes & {"environ", "getenv"}:
                 values = map(function.__globals__.get, found.variables)
                 self.reads.environment |= found.attributes | {value for value in values if isinstance(value, str)}
+        self._functions_of_torch(map(function.__globals__.get, found.variables), found.attributes)
         if not code.co_filename.startswith(_TORCH):
             self.reads.by_name |= found.by_name and code.co_name not in FINDERS
             self._variables(function, found.variables, found.attributes)
@@ -220,6 +226,20 @@ class _Walk:
                 if not is_installed(code.co_filename):
                     self.reach(value)
                     self.reads.cells[function.__qualname__, name] = cell
+
+    def _functions_of_torch(self, spaces: Iterable[object], attributes: frozenset[str]) -> None:
+        """Functions of torch's own Python modules that code names: another may be put there (`F.scaled_dot_product_attention = ...`)."""
+        todo, seen = [*spaces], set[int]()
+        while todo:
+            space = todo.pop()
+            if id(space) in seen or not isinstance(space, ModuleType) or not (getattr(space, "__file__", None) or "").startswith(_TORCH):
+                continue
+            seen.add(id(space))
+            held = vars(space)
+            there = attributes & held.keys()
+            todo += [held[name] for name in there]
+            _, known = self.reads.variables.setdefault(space.__name__, (held, set()))
+            known |= {name for name in there if isinstance(held[name], BuiltinFunctionType | FunctionType)}
 
     def _variables(self, function: FunctionType, names: Iterable[str], attributes: frozenset[str]) -> None:
         space = function.__globals__
@@ -275,6 +295,7 @@ class _Named:
     variables: frozenset[str]
     used: frozenset[str]
     stored: frozenset[str]
+    keeps: bool
     by_name: bool
 
 
@@ -284,18 +305,21 @@ def _names_in(code: CodeType) -> _Named:
     variables: set[str] = set()
     used: set[str] = set()
     stored: set[str] = set()
-    by_name = False
+    by_name = keeps = False
     for part in _codes(code):
         operations = list(dis.get_instructions(part))
+        keeps |= any(op.opname in ("STORE_ATTR", "STORE_SUBSCR") for op in operations)
         variables |= {str(op.argval) for op in operations if op.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         used |= {str(op.argval) for at, op in enumerate(operations) if op.opname in _LOADS and not _is_count(operations, at)}
         stored |= {str(op.argval) for op in operations if op.opname == "STORE_ATTR"}
         attributes |= set(part.co_names) | set(_strings(part.co_consts))
         by_name |= any(op.argval == "getattr" and not _is_constant(operations[at + 1 :]) for at, op in enumerate(operations))
     by_name |= bool(attributes & _BY_NAME)
+    keeps |= bool(attributes & _CHANGING)
     return _Named(
-        attributes=frozenset(attributes), variables=frozenset(variables), used=frozenset(used), stored=frozenset(stored), by_name=by_name
-    )
+        attributes=frozenset(attributes), variables=frozenset(variables), used=frozenset(used), stored=frozenset(stored), keeps=keeps,
+        by_name=by_name,
+    )  # fmt: skip
 
 
 def _is_count(operations: list[dis.Instruction], at: int) -> bool:

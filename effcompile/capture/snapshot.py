@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import enum
 import functools
+import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import singledispatchmethod
 from itertools import chain
 from operator import attrgetter, call, is_, itemgetter
-from types import MappingProxyType, MethodType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from effcompile.capture import holders
 from effcompile.capture import reads as code
-from effcompile.capture.holders import Memory, contents, defaults_of, file_of, in_environment, is_function, parts_of, slots_of
 from effcompile.capture.tensors import Watched, state_of
 from effcompile.core import torch_compat
 from effcompile.ir.guards import Kind, described, same
@@ -34,9 +36,6 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 _FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
 _DEEPEST = 12  # objects within objects that are looked into
 _training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
-
-Source = Any  # a mapping, a sequence or a cell: what a getter reads
-Getter = Callable[[Source], Collection[object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +89,13 @@ class Snapshot:
     ) -> None:  # fmt: skip
         self.facts: dict[str, Fact] = {}
         self._reads, self._train, self._without = reads, training, without
-        self._getters: list[Getter] = []
-        self._sources: list[Source] = []
+        self._getters: list[holders.Getter] = []
+        self._sources: list[holders.Source] = []
         self._values: list[object] = []
         self._sized: list[Any] = []
         self._empty: list[Any] = []
         self._tensors: dict[int, torch.Tensor] = {}
-        self._memory: list[Memory] = []
+        self._memory: list[holders.Memory] = []
         self._modules: list[nn.Module] = []
         self._frozen: list[torch.Tensor] = []
         self._evaluating: list[dict[str, Any]] = []
@@ -114,7 +113,7 @@ class Snapshot:
         self._functions()
         self._variables()
         self._settings()
-        self._contents_were = list(map(contents, self._memory))
+        self._contents_were = list(map(holders.contents, self._memory))
         self._sizes = list(map(len, self._sized))
         self._types = list(map(type, self._modules))
         self._watched = Watched(list(self._tensors.values()))
@@ -135,7 +134,7 @@ class Snapshot:
                 and not any(map(_requires_grad, self._frozen))
                 and (self._roots[0].training or not any(map(_training, self._evaluating)))
                 and self._watched.unchanged()
-                and list(map(contents, self._memory)) == self._contents_were
+                and list(map(holders.contents, self._memory)) == self._contents_were
             )
         except (KeyError, ValueError, AttributeError, RuntimeError):  # something is gone
             return False
@@ -169,7 +168,7 @@ class Snapshot:
         read = [key for key in held if key not in _OWN and self._reads_attribute(module, key)]
         keys = [key for key in read if f"{known_as}.{key}" not in self._without]
         mode = ["training"] if self._train and module not in self._roots else []
-        self._watch(_getter((*_TABLES, *_FORWARD_HOOKS, *mode, *keys)), held)
+        self._watch(holders.getter((*_TABLES, *_FORWARD_HOOKS, *mode, *keys)), held)
         self._sized.append(held)
         for key in keys:
             self._value(held[key], f"{place}.{key}", "attribute", 0)
@@ -223,17 +222,17 @@ class Snapshot:
         """Any other object: itself, and of what it holds that which code names."""
         self.facts[place] = Fact(kind, value)
         known = code.is_plain_code(type(value)) or code.is_of_torch(type(value)) or (callable(value) and not code.is_own(type(value)))
-        if known or is_function(value) or depth >= _DEEPEST or id(value) in self._seen or place in self._without:
+        if known or holders.is_function(value) or depth >= _DEEPEST or id(value) in self._seen or place in self._without:
             return
         self._seen.add(id(value))
         if hasattr(value, "__dict__"):
             held = vars(value)
             keys = self._named_of(value, held, place)
-            self._watch(_getter(keys), held)
+            self._watch(holders.getter(keys), held)
             self._sized.append(held)
             for key in keys:
                 self._value(held[key], f"{place}.{key}", kind, depth + 1)
-        if keys := self._named_of(value, slots_of(value), place):
+        if keys := self._named_of(value, holders.slots_of(value), place):
             self._watch(lambda holder: tuple(getattr(holder, key) for key in keys), value)
             for key in keys:
                 self._value(getattr(value, key), f"{place}.{key}", kind, depth + 1)
@@ -263,8 +262,8 @@ class Snapshot:
         self._contents(value, [(f"{place}[{key!r}]", item) for key, item in value.items()], place, kind, depth)
 
     @_value.register
-    def _(self, value: Memory, place: str, kind: Kind, depth: int) -> None:
-        self.facts[place] = Fact(kind, value, (contents(value),))
+    def _(self, value: holders.Memory, place: str, kind: Kind, depth: int) -> None:
+        self.facts[place] = Fact(kind, value, (holders.contents(value),))
         self._memory.append(value)
 
     @_value.register
@@ -272,6 +271,20 @@ class Snapshot:
         self.facts[place] = Fact(kind, value)
         for name, part in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
             self._value(part, f"{place}.{name}", kind, depth + 1)
+
+    @_value.register
+    def _(self, value: ContextVar, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # dispatches on it
+        self._watch(holders.in_context, value)
+        self._value(value.get(None), f"{place}.get()", kind, depth + 1)
+
+    @_value.register
+    def _(self, value: threading.local, place: str, kind: Kind, depth: int) -> None:
+        """What the thread that calls has there, which may be another one than planned."""
+        held = vars(value)
+        keys = self._named_of(value, held, place)
+        self._watch(holders.in_thread(keys), value)
+        for key in keys:
+            self._value(held[key], f"{place}.{key}", kind, depth + 1)
 
     @_value.register
     def _(self, value: MethodType, place: str, kind: Kind, depth: int) -> None:
@@ -292,7 +305,7 @@ class Snapshot:
         if len(items) > code.LONGEST or depth >= _DEEPEST or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        self._watch(_mapped if isinstance(value, Mapping) else tuple, value)
+        self._watch(holders.mapped if isinstance(value, Mapping) else tuple, value)
         for where, item in items:
             self._value(item, where, kind, depth + 1)
 
@@ -306,7 +319,7 @@ class Snapshot:
         """Of classes whatever code names: methods, and attributes that an instance may hide."""
         for kind in self._reads.kinds:
             held = vars(kind)
-            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=code.is_installed(file_of(kind)))
+            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=code.is_installed(holders.file_of(kind)))
             if code.is_own(kind):
                 self._sized.append(held)
 
@@ -314,17 +327,17 @@ class Snapshot:
         """Of the user's own functions: the code, what an argument is where it is left out, attributes; and the environment."""
         for function in self._reads.functions:
             name = function.__qualname__
-            self._watch(parts_of, function)
+            self._watch(holders.parts_of, function)
             self.facts[f"{name}.__code__"] = Fact("global", function.__code__)
-            for argument, value in defaults_of(function):
+            for argument, value in holders.defaults_of(function):
                 self._value(value, f"{argument} of {name}", "global", 1)
             keys = tuple(key for key in vars(function) if key in self._reads.names and f"{name}.{key}" not in self._without)
-            self._watch(_getter(keys), vars(function))
+            self._watch(holders.getter(keys), vars(function))
             for key in keys:
                 self._value(vars(function)[key], f"{name}.{key}", "global", 1)
         names = sorted(self._reads.environment)
-        self._watch(in_environment, names)
-        for name, text in zip(names, in_environment(names), strict=True):
+        self._watch(holders.in_environment, names)
+        for name, text in zip(names, holders.in_environment(names), strict=True):
             if text is not None:
                 self.facts[f"os.environ[{name!r}]"] = Fact("global", text)
 
@@ -334,16 +347,16 @@ class Snapshot:
         for (function, name), cell in self._reads.cells.items():
             place = f"{name} in {function}"
             if place not in self._without:
-                self._watch(_cell, cell)
+                self._watch(holders.in_cell, cell)
                 self._value(cell.cell_contents, place, "global", 0)
 
     def _named(self, space: Mapping[str, object], names: Collection[str], prefix: str, kind: Kind, *, installed: bool) -> None:
         """Values of a namespace. In installed packages what is not a value, a tensor or a function is taken as it is."""
-        allowed: Any = _PLAIN | torch.Tensor | type(_getter) if installed else object
+        allowed: Any = _PLAIN | torch.Tensor | FunctionType | BuiltinFunctionType if installed else object
         there = [n for n in space if n in names and f"{prefix}{n}" not in self._without and isinstance(space[n], allowed)]
         there = [n for n in there if not isinstance(space[n], type(enum) | type | nn.Module) or isinstance(space[n], nn.Module)]
         if there:
-            self._watch(_getter(tuple(there)), space)
+            self._watch(holders.getter(tuple(there)), space)
         for name in there:
             self._value(space[name], f"{prefix}{name}", kind, 1)
 
@@ -358,7 +371,7 @@ class Snapshot:
 
     # ------------------------------------------------------------------ lists
 
-    def _watch(self, getter: Getter, source: Source) -> None:
+    def _watch(self, getter: holders.Getter, source: holders.Source) -> None:
         self._getters.append(getter)
         self._sources.append(source)
         self._values.extend(getter(source))
@@ -369,22 +382,7 @@ class Snapshot:
             self._empty.append(table)
             return
         self._sized.append(table)
-        self._watch(_mapped, table)
-
-
-def _getter(keys: tuple[str, ...]) -> Getter:
-    """The values at these keys, as a tuple also where there are fewer than two."""
-    if len(keys) > 1:
-        return itemgetter(*keys)
-    return (lambda held: (held[keys[0]],)) if keys else (lambda _: ())
-
-
-def _mapped(table: Mapping[Any, object]) -> Collection[object]:
-    return table.values()
-
-
-def _cell(cell: Any) -> tuple[object]:
-    return (cell.cell_contents,)
+        self._watch(holders.mapped, table)
 
 
 _SETTINGS = ("torch.get_default_dtype()", "torch.is_autocast_enabled('cpu')", "torch.is_autocast_enabled('cuda')")

@@ -73,6 +73,11 @@ class ModelGuards:
         self._first = frozenset(self._snapshot.facts)
         self._sums, self._mode = Checksums(()), model.training
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether the user's own code may keep something from one call for the next."""
+        return self._reads.keeps
+
     def check(self) -> None:
         """Raise GuardError where the model's own forward would now be another one than the one captured.
 

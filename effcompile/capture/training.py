@@ -22,10 +22,11 @@ from effcompile.capture import mends as known
 from effcompile.capture import training_graph
 from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, place_of
+from effcompile.capture.memory import as_it_was, refuse_memory, written_into
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
 from effcompile.capture.training_outputs import OutputLayout, check_loss
-from effcompile.core import torch_compat, torch_compat_aot
+from effcompile.core import torch_compat, torch_compat_aot, torch_compat_export
 from effcompile.core.errors import CaptureError, EffcompileError, InputsError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line
@@ -125,11 +126,16 @@ def capture_training(
         model=model, args=args, kwargs=kwargs, inputs=inputs, loss=loss, keep_outputs=keep_outputs, edit=edit,
         tensors=tensors, refill=refill, exported=exported or Exported(),
     )  # fmt: skip
+    first = subject.exported.front is None
     with torch.enable_grad(), torch.random.fork_rng(devices=_devices(model)), _mended(subject):
         step = _step(subject, _joint(subject))
     read = subject.exported.configurations
     beside = {} if loss is None else {"loss": loss}
-    return replace(step, state=ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read, beside=beside))
+    state = ModelGuards(model, training=True, mended=known.CACHE_ATTRIBUTES, configurations=read, beside=beside)
+    if first and state.may_keep:
+        with torch.random.fork_rng(devices=_devices(model)):
+            refuse_memory(model, lambda: _loss_alone(subject))
+    return replace(step, state=state)
 
 
 class _StepModule(nn.Module):
@@ -149,7 +155,9 @@ class _StepModule(nn.Module):
         args, kwargs = subject.refill(tensors)
         taken, named = subject.inputs.forward_part(args, kwargs) if subject.loss is not None else (args, kwargs)
         # its forward, for hooks on the outermost module run around a planned step, at the call of the module that has it
-        outputs = getattr(self, training_graph.WRAPPED).forward(*taken, **named)
+        model: nn.Module = getattr(self, training_graph.WRAPPED)
+        with written_into(model):
+            outputs = model.forward(*taken, **named)
         if subject.layout is None:
             subject.layout = OutputLayout.of(outputs, own_loss=subject.loss is not None, keep_outputs=subject.keep_outputs)
         if subject.loss is not None:
@@ -285,10 +293,8 @@ def _run_eager(subject: _Subject) -> None:
     """
     subject.layout = None
     buffers = {buffer: buffer.detach().clone() for buffer in subject.model.buffers()}
-    nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda held: held)
     try:
-        with nothing_saved:  # no backward follows: activations are not kept for one
-            _StepModule(subject)(*(tensor.clone() for tensor in subject.tensors))
+        _loss_alone(subject)
     except EffcompileError:
         raise
     except Exception as error:
@@ -302,14 +308,23 @@ def _run_eager(subject: _Subject) -> None:
                 buffer.copy_(value)
 
 
+def _loss_alone(subject: _Subject) -> Tensor:
+    """The loss of the model itself. No backward follows: activations are not kept for one."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda held: held):
+        loss: Tensor = _StepModule(subject)(*(tensor.clone() for tensor in subject.tensors))[0]
+    return loss.detach()
+
+
 @contextlib.contextmanager
 def _mended(subject: _Subject) -> Iterator[None]:
     """The model as it is traced: no key/value cache, and what HuggingFace or torch cannot be traced without."""
     model = subject.model
     with contextlib.ExitStack() as stack:
-        stack.enter_context(known.attributes_kept(model))
+        stack.enter_context(as_it_was(model))
         if any(isinstance(module, nn.LSTM) for module in model.modules()):  # oneDNN's layer is traced as inference has it
             stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            stack.enter_context(torch_compat_export.recurrent_dropout())
         cache = known._apply(stack, known._without_cache(model))
         subject.mends += cache if "use_cache" in inspect.signature(model.forward).parameters else ()
         if known._has_torch_transformer(model):

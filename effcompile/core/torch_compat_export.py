@@ -141,6 +141,35 @@ def _copied_registry(build: Callable[..., object], args: Args, kwargs: tuple[tup
     return own
 
 
+@contextlib.contextmanager
+def recurrent_dropout() -> Iterator[None]:
+    """Within, a traced nn.LSTM, nn.GRU or nn.RNN drops out between its layers as an eager one does.
+
+    torch's own trace of them leaves that dropout out: `_rnn_helper` compares the number of layers with the wrong side (torch 2.13).
+    So it is asked for one layer after the other, and the dropout is put between.
+    """
+    module = _module("torch._decomp.decompositions", "_rnn_helper")
+    if module is None:
+        yield
+        return
+    whole = vars(module)["_rnn_helper"]
+
+    def layer_by_layer(
+        x: Any, hidden: Any, weights: Any, biases: bool, layers: int, p: float, train: bool, both_ways: bool, batch_first: bool, layer: Any
+    ) -> tuple[Any, list[Any]]:
+        x = x.transpose(0, 1) if batch_first else x
+        directions, last = 2 if both_ways else 1, list[Any]()
+        for i in range(layers):
+            x = torch.dropout(x, p, True) if i and train and p else x
+            these = slice(i * directions, (i + 1) * directions)
+            x, ended = whole(x, hidden[these], weights[these], biases, 1, 0.0, train, both_ways, False, layer)
+            last += ended
+        return x.transpose(0, 1) if batch_first else x, last
+
+    with _replaced(module, "_rnn_helper", layer_by_layer):
+        yield
+
+
 def synonyms(graph: fx.Graph) -> None:
     """Operators that torch writes in two ways, in the one that torch.onnx translates."""
     for node in graph.nodes:

@@ -239,3 +239,33 @@ def test_a_recurrent_layer_is_right_and_its_module_keeps_its_attributes() -> Non
     assert torch.allclose(found, wanted)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(ours.grad, theirs.grad, atol=1e-7)
+
+
+class Layered(nn.Module):
+    """Recurrent layers of each kind with dropout between them, one of them both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(8, 8, num_layers=3, dropout=0.4, bidirectional=True, proj_size=4)
+        self.second = nn.GRU(8, 8, num_layers=2, dropout=0.3, batch_first=True)
+        self.third = nn.RNN(8, 8, num_layers=2, dropout=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(self.second(self.first(x)[0])[0])[0].square().mean()
+
+
+def test_dropout_between_recurrent_layers_is_drawn_as_eager_does() -> None:
+    """torch's trace of nn.LSTM leaves it out, so that it has to be put in."""
+    torch.manual_seed(0)
+    model, x = Layered().train(), torch.randn(4, 3, 8)
+    twin = copy.deepcopy(model)
+    planned = effcompile.optimize(model, inputs=x, mode="training", passes=["checkpoint"])
+    for seed in (1, 2):  # each step draws anew
+        losses = []
+        for step in (planned, twin):
+            torch.manual_seed(seed)
+            losses.append(step(x))
+            losses[-1].backward()
+        assert torch.allclose(*losses)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad, atol=1e-7)

@@ -1,0 +1,141 @@
+"""What a forward keeps from one call for the next: put back after a capture, written into buffers, or refused where it is in no buffer.
+
+A graph has no memory but buffers that are written in place. A forward that puts another tensor in the place of a buffer is traced as if it
+wrote into it; torch.export does that for buffers of the outermost module alone. What is kept elsewhere and read again is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from effcompile.capture import reads as code
+from effcompile.capture.snapshot import is_plain
+from effcompile.core.errors import CaptureError
+
+#: Relative difference of a loss that another order of sums may make.
+_SAME = 1e-6
+#: Of the numbers that both runs draw.
+_SEED = 7
+#: Names in an error at the most.
+_NAMED = 3
+
+
+@contextlib.contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Attributes of the model's modules and of the user's own objects in them, and what lists, dicts and sets hold, are put back after."""
+    before = [(holder, holder.copy()) for _, holder in _holders(model)]
+    try:
+        yield
+    finally:
+        for holder, held in before:
+            if any(True for _ in _differing(holder, held)):
+                holder.clear()
+                (holder.extend if isinstance(holder, list | deque) else holder.update)(held)
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(Place, a mutable thing that holds what a forward may keep), each once."""
+    todo: list[tuple[str, Any]] = [(f"model.{name}".rstrip("."), vars(module)) for name, module in model.named_modules()]
+    seen: set[int] = set()
+    while todo:
+        place, holder = todo.pop()
+        if id(holder) in seen or len(holder) > code.LONGEST:
+            continue
+        seen.add(id(holder))
+        yield place, holder
+        for key, value in _items(holder):
+            if isinstance(value, list | dict | set | deque):
+                todo.append((f"{place}.{key}", value))
+            elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and code.is_own(type(value)):
+                todo.append((f"{place}.{key}", vars(value)))
+
+
+def _items(holder: Any) -> list[tuple[object, object]]:
+    """What is held: by its key, by its place, in a set by itself."""
+    if isinstance(holder, Mapping):
+        return list(holder.items())
+    return [(value, value) for value in holder] if isinstance(holder, set) else list(enumerate(holder))
+
+
+def _differing(holder: Any, held: Any) -> Iterator[tuple[object, object, object]]:
+    """(Key, what was there, what is there) of what is no longer the same object; None where nothing is, or was."""
+    now, before = dict(_items(holder)), dict(_items(held))
+    for key in dict.fromkeys((*before, *now)):
+        if key not in now or key not in before or now[key] is not before[key]:
+            yield key, before.get(key), now.get(key)
+
+
+@contextlib.contextmanager
+def written_into(model: nn.Module) -> Iterator[None]:
+    """A buffer that is replaced within has its new value written into it instead.
+
+    Raises:
+        CaptureError: the new value has another shape or dtype.
+    """
+    before = [] if torch.compiler.is_dynamo_compiling() else [(name, m, dict(m._buffers)) for name, m in model.named_modules()]
+    yield
+    for place, module, buffers in before:
+        for name, was in buffers.items():
+            now = module._buffers.get(name)
+            if now is was or was is None or now is None:
+                continue
+            if (now.shape, now.dtype) != (was.shape, was.dtype):
+                raise CaptureError(
+                    f"The forward replaces the buffer {f'{place}.{name}'.lstrip('.')}, {was.dtype} {tuple(was.shape)}, by a tensor of "
+                    f"{now.dtype} {tuple(now.shape)}. A step has one shape of it: make it as large as it may become, and write into it."
+                )
+            with torch.no_grad():
+                was.copy_(now)
+            module._buffers[name] = was
+
+
+def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Refuse a forward that reads again what an earlier call kept outside of buffers. All is put back as it was.
+
+    It is called twice, with the same inputs, buffers and random numbers; where nothing but plain values changes, once: of these the guards
+    know (state.py).
+
+    Args:
+        model: as it trains.
+        loss: calls it, and returns the loss without a gradient.
+
+    Raises:
+        CaptureError: the second loss is another one.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+    def run() -> Tensor:
+        put_back()
+        torch.manual_seed(_SEED)
+        return loss()
+
+    before = [(place, holder, holder.copy()) for place, holder in _holders(model)]
+    with as_it_was(model):
+        try:
+            first = run()
+            changed = [
+                f"{place}.{key}"
+                for place, holder, held in before
+                for key, was, now in _differing(holder, held)
+                if not (is_plain(was) and is_plain(now))
+            ]
+            again = run() if changed else first
+        finally:
+            put_back()
+    if not torch.allclose(again, first, rtol=_SAME, atol=0.0, equal_nan=True):
+        raise CaptureError(
+            f"The forward of {type(model).__name__} keeps something outside of its buffers ({', '.join(changed[:_NAMED])}) and reads it at "
+            f"the next call: of the same inputs the loss was {float(first):.6g}, and {float(again):.6g} when it was called again. A graph "
+            "has no memory but buffers. Keep it in one (register_buffer), or give it as an input."
+        )
