@@ -220,15 +220,16 @@ class Trial:
                 continue
             assert isinstance(a, Tensor) and a.shape == b.shape and a.dtype == b.dtype, f"{place}: another shape or dtype"
             if b.is_floating_point():
-                least = scale * self.terms(way, b, theirs) ** 0.5 if self.setting.max_error else 0.0
+                least = scale * self.terms(way, b, theirs) ** 0.5
                 assert distance(a, b, least) <= limit, f"{place}: relative error {distance(a, b, least):.2e} > {limit:.0e}"
 
     def terms(self, way: str, output: Tensor, outputs: Sequence[tuple[Any, Any]]) -> int:
         """Of how many values an output is made: a mean or a sum of both signs may be nearly nothing beside the errors of its terms.
 
-        For what was planned for, the limit is of each output by itself; of its own values then.
+        For what was planned for, the limit is of each output by itself, of its own values then; and so it is where nothing but rounding is
+        allowed, which of the mean of values of both signs is as large as of one of them.
         """
-        if way.startswith("example"):
+        if way.startswith("example") or not self.setting.max_error:
             return output.numel()
         return max(other.numel() for _, other in outputs if isinstance(other, Tensor))
 

@@ -218,20 +218,20 @@ class Trial:
 #: New values of a part's buffers stand beside the old ones until the forward has ended, where eager writes over these; and scalars.
 BESIDE = 256
 #: Parts that may need one more value of their size: see `beside`.
-AHEAD = {"in place", "bf16", "views"}
+SUMMED = {"in place", "bf16", "views"}
 
 
 def beside(case: Drawn) -> int:
     """Bytes by which the least budget may be above eager's peak.
 
     The backward of a write through a view copies what the view looks at (aten.slice_scatter), where eager's CopySlices writes into its
-    gradient: one more value of the part's size is there at that instant. So it is where the gradient of a part's input needs none of its
-    values: that runs at once, ahead of the gradients of weights, which wait for their block's turn (schedules/blocks.py). What draws needs
-    nothing more: it is kept where the generator's state is larger.
+    gradient: one more value of the part's size is there at that instant. So it is where a value is read in several ways: autograd adds a
+    further gradient to the first in place, the graph makes a third tensor of the two. What draws needs nothing more: it is kept where the
+    generator's state is larger.
     """
     kinds = [*case.kinds, *([case.kinds[case.again]] if 0 <= case.again < len(case.kinds) else [])]
     value = case.batch * TOKENS * WIDTH * torch.float32.itemsize
-    return BESIDE * len(kinds) + value * bool(AHEAD & set(kinds))
+    return BESIDE * len(kinds) + value * bool(SUMMED & set(kinds))
 
 
 def runs(case: Drawn) -> bool:
