@@ -15,6 +15,7 @@ from effcompile.capture import cleanup
 from effcompile.capture.calls import CallChecks
 from effcompile.capture.config_reads import ConfigReads, recording
 from effcompile.capture.diagnose import capture_error, place_of
+from effcompile.capture.memory import as_it_was
 from effcompile.capture.mends import CACHE_ATTRIBUTES, CACHE_MEND, evaluating, mended, named_arguments
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.verify import second_sizes
@@ -81,7 +82,8 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
             output_names=dynamic_axes.output_names(outputs),
             mends=tuple(mend for mend in mends if mend != CACHE_MEND or cached),
         )
-        program = _first_success(subject, dynamic)
+        with as_it_was(model):
+            program = _first_success(subject, dynamic)
     free = CACHE_ATTRIBUTES if CACHE_MEND in mends else ()
     return replace(program, call=call, state=ModelGuards(model, training=False, mended=free, configurations=read))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effcompile.capture import capture_training
+from effcompile.capture import capture, capture_training
 from effcompile.capture.memory import as_it_was, refuse_memory
 from effcompile.core.errors import CaptureError
 from effcompile.core.torch_compat import is_fake
@@ -51,6 +51,14 @@ def test_what_is_kept_outside_of_buffers_and_read_again_is_refused(how: str) -> 
     held: list[Any] = [model.state, *model.past, *model.held.values(), model.box.state]
     assert len(held) == 4 and not any(is_fake(value) or value.any() for value in held)
     model(x)  # it is the user's own still
+
+
+@pytest.mark.parametrize("how", ["list", "dict", "object"])
+def test_a_capture_for_inference_leaves_nothing_of_its_own(how: str) -> None:
+    model = Keeping(how).eval()
+    capture(model, (torch.randn(3, 4),), dynamic=False)
+    held: list[Any] = [model.state, *model.past, *model.held.values(), model.box.state]
+    assert not any(is_fake(value) for value in held)
 
 
 class Tables(nn.Module):
