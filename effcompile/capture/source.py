@@ -57,8 +57,8 @@ class Source:
         return step if self.noted is None else self.noted(step)
 
     def edited(self, base: Edit, noted: Callable[[Step], Step]) -> Source:
-        """The same with a forward that is always changed by `base` first; it is not exported again."""
-        return replace(self, base=base, noted=noted, made={"": self.once("", Exported)})
+        """The same with a forward that is always changed by `base` first, after what changes it already; it is not exported again."""
+        return replace(self, base=base if self.base is None else _both(self.base, base), noted=noted, made={"": self.once("", Exported)})
 
     def capture_with_front(self) -> tuple[Step, fx.GraphModule | None]:
         """The step, and a copy of the forward that autograd was traced through; None where Dynamo gave it. Captured but once."""
@@ -78,3 +78,11 @@ class Source:
         """Whether some tensor has no values to look at."""
         given = [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
         return any(is_fake(tensor) for tensor in (*self.model.parameters(), *self.model.buffers(), *given))
+
+
+def _both(first: Edit, second: Edit) -> Edit:
+    def edit(front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+        first(front, inputs)
+        second(front, inputs)
+
+    return edit

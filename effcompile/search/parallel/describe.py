@@ -29,6 +29,7 @@ from effcompile.schedules.blocks import Block, Blocks
 from effcompile.search.parallel.layers import LayerRun, runs_of, shortened
 from effcompile.search.parallel.sides import of_parameter, sides
 from effcompile.search.training.prepare import OperatorCosts, cut_step
+from effcompile.sites.attention.dropped import as_on_gpu
 
 #: Options of a layer at the most.
 _POINTS = 24
@@ -45,10 +46,15 @@ def describe(model: nn.Module, args: Args, kwargs: Kwargs, *, target: Target, lo
     runs = runs_of(model)
     short = shortened(model, runs, DTYPES[precision])
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: _like(t, precision), (args, dict(kwargs)))
-    step = Source(model=short, args=args, kwargs=kwargs, loss=loss).capture()
+    base = None if target.device == "cpu" else _as_on_gpu
+    step = Source(model=short, args=args, kwargs=kwargs, loss=loss, base=base).capture()
     figures = OperatorCosts(target=target, here=False)
     cut = cut_step(step, figures)
     return _Reader(model, runs, cut, figures, 4 if precision == "fp32" else 2).read()
+
+
+def _as_on_gpu(front: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+    as_on_gpu(front)
 
 
 def _like(tensor: Tensor, precision: str) -> Tensor:

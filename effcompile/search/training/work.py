@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -36,10 +36,12 @@ from effcompile.search.request import AnyOptimizer, Task
 from effcompile.search.training.figures import keep_figures, known_figures
 from effcompile.search.training.moved import RefutedError
 from effcompile.search.training.prepare import OperatorCosts, Preparation, prepare
+from effcompile.sites.attention.dropped import as_on_gpu
 from effcompile.sparse.costs import per_row_of
 
 __all__ = ["LeafInputs", "Work", "loss_of", "make_work"]
 
+_DROPPED = "{} × attention with dropout: planned as the kernel of {name}, which keeps no scores"
 #: Inputs that require a gradient, by name.
 LeafInputs = Mapping[str, torch.Tensor]
 
@@ -76,11 +78,21 @@ class Work:
             CaptureError, InputsError: it cannot be captured. UsageError: the optimizer is of other parameters.
         """
         source = Source(model=self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, keep_outputs=keep_outputs)
+        if source.without_data and not self.figures.here and self.figures.target.device != "cpu":
+            source = replace(source, base=self._as_on_gpu)
         with self.progress.step("capture the step"):
             step, front = source.capture_with_front()
         given, target = self.optimizer, self.figures.target
         optimizer = None if given is None else GivenOptimizer.of(given, self.parameters, step, target, self.figures.here)
         return Case(step=step, source=source, front=front, optimizer=optimizer)
+
+    def _as_on_gpu(self, front: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> None:
+        """Attention with dropout is the operator that the absent GPU has for it."""
+        if count := as_on_gpu(front):
+            note = Because(
+                "{} × attention with dropout: planned as the kernel of {name}, which keeps no scores", (count, self.figures.target.name)
+            )
+            self.notes.extend([note] * (note not in self.notes))
 
     @property
     def context(self) -> StepContext:
