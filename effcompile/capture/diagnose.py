@@ -31,13 +31,23 @@ class _Known:
     fix: str
 
 
-#: First match wins. Patterns are searched in `ExceptionType: message`.
+#: First match wins. Patterns are searched in `ExceptionType: message`, and then in the line of the user's that raised.
 _KNOWN = (
     _Known(
         r"not a known type|DynamicCache|EncoderDecoderCache",
         "an input or output whose type torch.export does not know",
         "return tensors, tuples, dicts or dataclasses registered with torch.export.register_dataclass; "
         "for a key/value cache pass use_cache=False",
+    ),
+    _Known(
+        r"layer_?drop|skip_the_layer|dropout_probability",
+        "layers that are left out by chance, drawn in Python: every step is another one",
+        "set the configuration's layerdrop (encoder_layerdrop, decoder_layerdrop) to 0, or draw a factor for each layer with torch",
+    ),
+    _Known(
+        r"mask_time|spec_?augment|_compute_mask_indices",
+        "a mask that is drawn outside of torch (SpecAugment)",
+        "set the configuration's mask_time_prob and mask_feature_prob to 0, or give mask_time_indices as an input",
     ),
     _Known(
         r"GuardOnDataDependent|data-dependent expression|data-dependent control flow|DataDependentOutput|_local_scalar_dense",
@@ -70,12 +80,12 @@ _KNOWN = (
 def capture_error(error: BaseException, model: nn.Module) -> CaptureError:
     """The CaptureError for what torch.export raised."""
     head = f"{type(error).__name__}: {error}"
-    known = next((k for k in _KNOWN if re.search(k.pattern, head, re.IGNORECASE)), None)
+    place = place_of(error, model)
+    known = next((k for k in _KNOWN if re.search(k.pattern, f"{head}\n{place.partition(' (')[2]}", re.IGNORECASE)), None)
     construct = known.construct if known else "a construct that torch.export does not take"
     fix = known.fix if known else "run torch.export.draft_export on the model for torch's own full report"
     return CaptureError(
-        f"{type(model).__name__} cannot be captured. {place_of(error, model)}: {construct}.\n"
-        f"  torch says: {first_line(error)}\n  Mend it: {fix}."
+        f"{type(model).__name__} cannot be captured. {place}: {construct}.\n  torch says: {first_line(error)}\n  Mend it: {fix}."
     )
 
 

@@ -27,6 +27,8 @@ TRAINING_PASSES: Mapping[str, str] = {
     "precision": "computes in bf16 or fp16, with the master weights in fp32",
     "attention": "attention without its matrix of scores, forward and backward",
     "loss_head": "computes logits and loss in chunks; adds tied gradients in place",
+    "parts": "sums the gradients of a value's parts, read in a loop, in place",
+    "wide": "computes 16-bit products in fp32, rounded once, where that is faster",
     "pointwise": "runs chains of element-wise operators as one kernel",
     "shard": "data-parallel ranks: replicates parameters, or shards and gathers them",
     "pipeline": "ranks with some of the layers each, which hand micro-batches on",

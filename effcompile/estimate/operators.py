@@ -21,6 +21,8 @@ from effcompile.core.timing import median_seconds
 from effcompile.core.types import Args, Value
 from effcompile.machine import memory
 from effcompile.ops import block_sparse, grouped
+from effcompile.ops.products import OPERANDS
+from effcompile.ops.wide import pays
 
 #: Bytes of operands and results from which on it is asked whether they fit beside the model.
 _LARGE = 256 << 20
@@ -28,6 +30,8 @@ _LARGE = 256 << 20
 _STRIDE = 7919
 #: An operator is timed until its figure moves by no more than this share.
 _SETTLED = 0.02
+#: Multiplications of a slow product that are timed, and its rows at the least.
+_TIMED, _LEAST_ROWS = 1 << 25, 2
 #: Backward kernels that read their random state on the host, and its operands' names.
 _SEEDED = (torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, torch.ops.aten._efficient_attention_backward.default)
 _SEEDS = ("philox_seed", "philox_offset")
@@ -92,6 +96,7 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
     args, kwargs = _operands(node)
     args = _with_spread_rows(node.target, _with_seeds_on_host(node.target, _with_full_bags(node.target, args)))
     args = tuple(grouped.with_offsets(node.target, block_sparse.with_indices(node.target, args)))
+    args, times = _of_fewer_rows(node.target, args)
     on_gpu = any(t.is_cuda for t in _tensors((args, kwargs, node.meta.get("val"))))
 
     def call() -> Value:
@@ -106,7 +111,23 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
         workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)
         del result
         seconds = gpu.seconds(call, budget=seconds_each) if on_gpu else _seconds(call, seconds_each)
-        return Measured(seconds=seconds, workspace=max(0, workspace), results=results)
+        return Measured(seconds=times * seconds, workspace=max(0, workspace), results=results if times == 1 else ())
+
+
+def _of_fewer_rows(target: object, args: Args) -> tuple[Args, float]:
+    """The operands of a product with as many rows as are enough to time it, and how many times those it has.
+
+    Where torch multiplies 16-bit matrices in plain loops (ops/wide.py), whose time is in proportion to the rows and which allocate nothing,
+    one product of a large model takes minutes.
+    """
+    where = OPERANDS.get(target, 0)
+    a, b = args[where : where + 2] if target in OPERANDS else (None, None)
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dim() == 2 and pays(a.dtype, a.device.type)):
+        return args, 1
+    rows = max(_LEAST_ROWS, _TIMED // (a.shape[1] * b.shape[1]))
+    if rows >= len(a):
+        return args, 1
+    return (*args[:where], a[:rows], *args[where + 1 :]), len(a) / rows
 
 
 def _operands(node: fx.Node) -> tuple[Args, dict[str, Value]]:

@@ -18,6 +18,7 @@ from effcompile.core.types import Args
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.target import Target
 from effcompile.ops import collectives, grouped
+from effcompile.ops.parts import add_select_, add_slice_
 
 #: How often gloo moves a byte through memory from one process to another on a CPU: into a socket, out of it, and a sum (measured: some 16).
 _COPIES = 16
@@ -76,8 +77,16 @@ def _loss_head(name: str, args: Args) -> float:
 
 
 def moved_bytes(node: fx.Node) -> float:
-    """Bytes of operands and results, each tensor once."""
+    """Bytes of operands and results, each tensor once; of a part that is added to a whole, those of the part."""
+    if node.target in (add_select_, add_slice_):
+        part: Any = node.args[1]
+        return 3 * _bytes(part.meta["val"])
     values: list[Any] = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
+    return _bytes(values)
+
+
+def _bytes(values: Any) -> float:
+    """Bytes of the tensors in a structure."""
     return float(sum(t.numel() * t.element_size() for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)))
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 from effcompile.ops.products import Product, Scratch, measured
+from effcompile.ops.wide import product_into, scratch_of
 
 __all__ = ["MEAN", "SUM", "chunk_rows", "loss_head_backward", "loss_head_forward", "loss_head_gradients", "workspace_bytes"]
 
@@ -186,10 +187,7 @@ class _Chunk:
         """The logits of these rows, in `wide`."""
         head, size = self.head, rows.stop - rows.start
         x, wide, narrow = head.x[rows], self.wide[:size], self.narrow[:size]
-        if head.bias is None:
-            torch.mm(x, head.weight.t(), out=narrow)
-        else:
-            torch.addmm(head.bias, x, head.weight.t(), out=narrow)
+        product_into(narrow, x, head.weight.t(), bias=head.bias)
         if wide.dtype != narrow.dtype:
             wide.copy_(narrow)
         if head.inner != 1.0:
@@ -232,11 +230,9 @@ class _Gradients:
         if narrow.dtype != gradient.dtype:
             narrow.copy_(gradient)
         if self.x is not None:
-            torch.mm(narrow, chunk.head.weight, out=self.x[rows])
-        if self.weight is not None and rows.start == 0:
-            torch.mm(narrow.t(), chunk.head.x[rows], out=self.weight)
-        elif self.weight is not None:
-            self.weight.addmm_(narrow.t(), chunk.head.x[rows])
+            product_into(self.x[rows], narrow, chunk.head.weight)
+        if self.weight is not None:
+            product_into(self.weight, narrow.t(), chunk.head.x[rows], accumulate=rows.start > 0)
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """(dx, dW, dbias), empty tensors where None."""
@@ -352,7 +348,7 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
     sizes = _Sizes(n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=_wide(x).itemsize, capped=bool(capped))
     needs = given[-1] if kind != "forward" else (False, False, False)
     assert isinstance(needs, Sequence)
-    of_products = max(map(scratch, _products(x, weight, bias is not None, chunks, needs)), default=0)
+    of_products = max(map(scratch_of(scratch), _products(x, weight, bias is not None, chunks, needs)), default=0)
     if kind == "forward":
         return sizes.labels + n * sizes.w + sizes.chunk(backward=False) + of_products
     picked = n * sizes.w if kind == "gradients" else 0

@@ -16,11 +16,12 @@ from effcompile.ops import (
     grouped,
     int8_linear,
     loss_head,
+    wide,
 )
 from effcompile.ops.products import Scratch, measured
 
 #: Whose operators allocate by themselves.
-_OTHERS = (embedding, block_sparse, compress, bitmask, collectives, int8_linear)
+_OTHERS = (embedding, block_sparse, compress, bitmask, collectives, int8_linear, wide)
 
 
 def workspace_bytes(

@@ -29,12 +29,14 @@ from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.levers import Levers, composed
 from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.offload import Offload
+from effcompile.passes.training.parts import Parts
 from effcompile.passes.training.pipeline import Pipeline
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.states import States
 from effcompile.passes.training.tensor import TensorParallel
+from effcompile.passes.training.wide import WideProducts
 from effcompile.schedules.ways import Way
 
 __all__ = [
@@ -80,6 +82,8 @@ _OF_THE_GRAPH: dict[str, type[Any]] = {
     "precision": Precision,
     "attention": FusedAttention,
     "loss_head": LossHeads,
+    "parts": Parts,
+    "wide": WideProducts,
     "pointwise": Pointwise,
 }
 _BESIDE: dict[str, type[Any]] = {"shard": Shard, "pipeline": Pipeline, "states": States}

@@ -99,3 +99,39 @@ def test_draws_are_kept_where_the_generators_state_is_larger(quick_training: Pat
     assert refused.value.nearest["memory"] <= peak
     unlimited = plan(model, batch, mode="training")
     assert unlimited.predicted.peak_bytes is not None and unlimited.predicted.peak_bytes <= peak
+
+
+class Scan(nn.Module):
+    """What mamba's scan is in PyTorch: a loop over the tokens that reads two large values part by part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> transformers.modeling_outputs.CausalLMOutput:
+        a, b = self.a(x).sigmoid(), self.b(x).tanh()
+        state, seen = torch.zeros_like(a[:, 0]), []
+        for t in range(x.shape[1]):
+            state = a[:, t] * state + b[:, t]
+            seen.append(self.c(state))
+        return transformers.modeling_outputs.CausalLMOutput(loss=torch.stack(seen, 1).square().mean())
+
+
+def test_a_loop_over_tokens_needs_no_more_than_eager(quick_training: Path) -> None:
+    """Each part's gradient, padded to the whole, was added in a new tensor: the smallest budget was above eager's peak."""
+    torch.manual_seed(0)
+    model, batch = Scan().train(), {"x": torch.randn(8, 24, 8)}
+    peak = eager_peak(model, batch)
+    least = {}
+    for beside in ("no-parts", "parts"):
+        passes = ["no-microbatch", "no-pointwise", *(["no-parts"] if beside == "no-parts" else [])]
+        with pytest.raises(InfeasibleError) as refused:
+            plan(model, batch, mode="training", memory=1, passes=passes, target="cpu-generic")
+        least[beside] = int(refused.value.nearest["memory"])
+    planned = optimize(model, inputs=batch, mode="training", memory=peak, passes=["no-pointwise"]).plan
+    decided = [d for d in planned.decisions if d.by == "parts"]
+    assert decided and planned.measured is not None and (planned.measured.peak_bytes or 0) <= peak
+    again = optimize(Scan().train(), inputs=batch, plan=planned).plan
+    assert [d for d in again.decisions if d.by == "parts"] == decided and again.measured is not None
+    print(peak, least)
+    assert least["parts"] <= 0.85 * peak < peak < least["no-parts"]

@@ -21,12 +21,14 @@ from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.levers import Levers, Rates
 from effcompile.passes.training.microbatch import Microbatch
 from effcompile.passes.training.offload import Offload
+from effcompile.passes.training.parts import Parts
 from effcompile.passes.training.pipeline import Pipeline
 from effcompile.passes.training.pointwise import Pointwise
 from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.states import States
 from effcompile.passes.training.tensor import TensorParallel
+from effcompile.passes.training.wide import WideProducts
 from effcompile.planner.remat import smallest_budget
 from effcompile.schedules.blocks import Blocks
 
@@ -40,14 +42,14 @@ def proposed(levers: Levers, rates: Rates = RATES, name: str = "gpt2") -> Blocks
 
 def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     plain = TrainingPasses(
-        step=(TensorParallel(), FusedAttention(), LossHeads(), Pointwise(), Shard(), Pipeline(), States()),
+        step=(TensorParallel(), FusedAttention(), LossHeads(), Parts(), WideProducts(), Pointwise(), Shard(), Pipeline(), States()),
         checkpoint=Checkpoint(),
         levers=Levers(),
     )  # fmt: skip
     load = load_training_passes
     assert load(None) == plain
     assert load(["offload", "compress"]) == replace(plain, levers=Levers(values=(Offload(), Compress())))
-    assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:3], Shard(), Pipeline(), States())
+    assert load(["offload.host=1GiB", "no-pointwise"]).step == (*plain.step[:5], Shard(), Pipeline(), States())
     assert load(["checkpoint", "offload"]) == replace(plain, step=(States(offload=False),), levers=Levers(values=(Offload(),)))
     assert load(["bitmask"]) == replace(plain, levers=Levers(values=(Bitmask(),)))
     assert load(["checkpoint", "no-offload"]).levers == load(["compress.share=0.1", "no-compress"]).levers == Levers()
@@ -66,7 +68,7 @@ def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
 def test_a_plans_own_passes_carry_it_out_also_where_they_were_left_out() -> None:
     left = load_training_passes(["no-pointwise", "no-attention"])
     assert left.carrying_out({"pointwise", "precision", "states"}).step == (
-        TensorParallel(), Precision(), LossHeads(), Pointwise(), Shard(), Pipeline(), States(),
+        TensorParallel(), Precision(), LossHeads(), Parts(), WideProducts(), Pointwise(), Shard(), Pipeline(), States(),
     )  # fmt: skip
 
 

@@ -52,13 +52,13 @@ def _sums(step: Step) -> set[fx.Node]:
     found, waiting = set[fx.Node](), list(step.gradients.values())
     while waiting:
         node = viewed(waiting.pop())
-        if node not in found and _is_sum(node):
+        if node not in found and is_sum(node):
             found.add(node)
             waiting += node.all_input_nodes
     return found
 
 
-def _is_sum(node: fx.Node) -> bool:
+def is_sum(node: fx.Node) -> bool:
     """a + b of two tensors of one shape and dtype, neither scaled nor the same."""
     if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs.get("alpha", 1) != 1:
         return False
@@ -74,7 +74,7 @@ def _accumulate(graph: fx.Graph, add: fx.Node) -> None:
     """Replace `add` by a write into one of its terms, if one is free."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     terms = sorted(add.all_input_nodes, key=lambda n: order[_maker(n)])
-    free = [term for term in terms if _is_free(term, add)]
+    free = [term for term in terms if is_free(term, add)]
     for target in free:
         other = terms[1] if target is terms[0] else terms[0]
         if other.target is aten.embedding_dense_backward.default and len(other.users) == 1 and not other.args[4]:
@@ -130,7 +130,7 @@ def _product(node: fx.Node, add: fx.Node) -> tuple[tuple[fx.Node, bool], tuple[f
         turned, reader, node = not turned, node, node.args[0]  # type: ignore[assignment]
 
 
-def _is_free(term: fx.Node, add: fx.Node) -> bool:
+def is_free(term: fx.Node, add: fx.Node) -> bool:
     """True when `term` is all of a tensor of its own that only `add` still reads: it may be overwritten there."""
     node, reader = term, add
     while True:

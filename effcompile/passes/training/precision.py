@@ -21,10 +21,11 @@ from effcompile.capture.source import Source
 from effcompile.core.errors import EffcompileError, FormatError, UnknownNameError, UsageError
 from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.torch_compat_aot import is_random
-from effcompile.estimate.halves import draws_as_fp32, product_ratio
+from effcompile.estimate.halves import draws_as_fp32
 from effcompile.ir.plan import Declined
 from effcompile.ir.step import Step
 from effcompile.machine.target import Target
+from effcompile.ops.wide import product_ratio
 from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption
 from effcompile.sites.attention.normalise import OUR_ATTENTIONS
 
