@@ -25,6 +25,7 @@ from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.estimate import sensitivity
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.ir.program import Program
+from effcompile.machine.memory import give_back
 from effcompile.passes import OPTIONAL, Pass, load_passes
 from effcompile.proof.verify import references, stress_references, stressed, worst
 from effcompile.runtime.executable import Executable
@@ -198,6 +199,7 @@ def _priced_again(built: Plan, plan: Plan) -> Plan:
 def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Candidate]) -> Outcome:
     """Time the original and all outcomes in turn, take the best, and complete its plan with what was measured."""
     program, model = shop.program, shop.model
+    give_back()  # what lowering and verifying left, before the original and all outcomes are called in turn
     with shop.progress.step("measure"):
         seconds = measure.compare(program, model, outcomes)
         if shop.goal.minimize == "time":

@@ -24,6 +24,7 @@ from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check
 from effcompile.ir.program import Program
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
+from effcompile.proof.spool import put_aside
 
 Run = Callable[..., Any]
 
@@ -40,7 +41,7 @@ class Reference:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
+    outputs: Sequence[torch.Tensor]
     plain: tuple[Any, ...]
     rounding: Callable[[], float] = lambda: 0.0
     most: float
@@ -80,7 +81,7 @@ def _references(program: Program, model: nn.Module, goal: Goal, cases: Sequence[
                 outputs = model(*args, **kwargs)
             except Exception:  # an input of our making that the model refuses proves nothing
                 continue
-            inputs, read = tuple(program.flat_inputs(args, kwargs)), tuple(_read(_tensors(outputs), goal))
+            inputs, read = tuple(program.flat_inputs(args, kwargs)), put_aside(_read(_tensors(outputs), goal))
             rounding = partial(_rounding, exact, name, read, _mask(program, inputs))
             plain = tuple(_plain(outputs))
             found.append(

@@ -15,9 +15,9 @@ from effcompile.core.findings import Unmeasured
 from effcompile.core.goal import Goal
 from effcompile.machine import memory
 from effcompile.machine.room import NoRoomError, Room, planning
+from effcompile.proof.spool import Spool
 from effcompile.proof.training import verify
 from effcompile.proof.training.lean import lean
-from effcompile.proof.training.spool import Spool
 
 PLENTY = Room(device="cpu", allowed=float("inf"))
 

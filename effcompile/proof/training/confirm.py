@@ -23,12 +23,12 @@ from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.machine.room import NoRoomError, Room, device_of
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.optimizer_ways import StatesOption
+from effcompile.proof.spool import Spool
 from effcompile.proof.training import updates, verify
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64, rounded_otherwise
 from effcompile.proof.training.in_parts import eager_in_parts, inseparable, without_dropout
-from effcompile.proof.training.lean import lean
-from effcompile.proof.training.spool import Spool
+from effcompile.proof.training.lean import lean, products_in_fp32
 from effcompile.runtime.training import TrainingExecutable, planned
 from effcompile.search.training.moved import RefutedError, host_use, too_coarse
 from effcompile.search.training.prepare import Prepared
@@ -37,6 +37,7 @@ from effcompile.search.training.work import Work
 #: What the original step takes of the system, in times of what is predicted: its optimizer's temporaries, and gaps in the heap (measured).
 _UNPLANNED = 1.25
 _DEVICE = "on the GPU: {bytes} allocated at the highest instant, {bytes} reserved by torch's allocator, {bytes} of {bytes} in use by all"
+_IN_FP32 = "compared with the model's own step run leanly, its 16-bit products in fp32 and rounded once: here they are slow"
 #: Seconds that timing the step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
 #: Loss scales that are too small to be of use: an fp16 step that overflows still is given up.
@@ -69,6 +70,8 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     try:
         wanted = original.run(work.eager_loss)
         checks = _checked(original, plan, runner, found, wanted)
+        if refusal is not None and products_in_fp32(work.model):
+            notes.append(Because(_IN_FP32))
     except NoRoomError as error:
         text = "not compared with the unplanned step: {name}; run leanly it {name}"
         text += "; that the micro-batches add up to it is read off the graph" if division is not None else ""
@@ -78,10 +81,10 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     theirs = None
     if refusal is None:  # the original first: planning may choose the given optimizer's fused kernels
         with work.progress.step("run the original step with its update"):
-            theirs = _updated(work, None, work.eager_loss, None)
+            theirs = _updated(work, None, work.eager_loss, None, wanted)
         room.tidy()
     with work.progress.step("run the planned step with its update"):
-        ours = _updated(work, runner, step, states)
+        ours = _updated(work, runner, step, states, found)
     room.tidy()
     with work.progress.step("time the steps"):
         seconds, eager_seconds = _timed(work, runner, step, found, ours, together=refusal is None)
@@ -226,14 +229,20 @@ def _compare_updates(work: Work, states: StatesOption | None, wanted: verify.Res
     return []
 
 
-def _updated(work: Work, runner: StepRunner | None, step: Callable[[], torch.Tensor], states: StatesOption | None) -> updates.Steps | None:
-    """Whole steps with the planned optimizer (`states`), or with the given one; None without one, or where it has states already."""
+def _updated(
+    work: Work, runner: StepRunner | None, step: Callable[[], torch.Tensor], states: StatesOption | None, ran: verify.Result | None
+) -> updates.Steps | None:
+    """Updates by the planned optimizer (`states`), or by the given one; None without one, or where it has states already.
+
+    ran: the same step before, whose gradients the first update may have; those of a scaled loss are not asked for twice.
+    """
     given = work.optimizer
     if given is None or given.state:
         return None
     optimizer = given if states is None or runner is None else _made(work, runner, states)
     try:
-        return updates.run(step, work.model, optimizer, runner, work.leaves)
+        scaled = runner is not None and runner.loss_scale is not None
+        return updates.run(step, work.model, optimizer, runner, work.leaves, None if ran is None or scaled else ran.gradients)
     finally:
         given.state.clear()
 

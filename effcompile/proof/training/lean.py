@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.machine.room import Room
-from effcompile.proof.training.spool import Spool
-from effcompile.proof.training.verify import differentiated
+from effcompile.ops.wide import pays
+from effcompile.proof.spool import Spool
+from effcompile.proof.training.verify import NARROW, differentiated
 from effcompile.search.training.work import LeafInputs
 
+#: Operators that multiply matrices, whose arguments are tensors all.
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 #: Bytes put aside or read back between two returns of freed pages.
 _TIDY_AFTER = 64 << 20
 
@@ -35,7 +39,24 @@ def lean(model: nn.Module, inputs: LeafInputs, gradients: Spool, room: Room) -> 
         for name, tensor in differentiated(model, inputs):
             if tensor.requires_grad:
                 stack.callback(tensor.register_post_accumulate_grad_hook(_leaving(name, gradients)).remove)
+        if products_in_fp32(model):
+            stack.enter_context(_Wide())
         yield
+
+
+def products_in_fp32(model: nn.Module) -> bool:
+    """Whether a lean run of a model has its 16-bit products in float32: where they are slower than that by far."""
+    return any(pays(parameter.dtype, parameter.device.type) for parameter in model.parameters())
+
+
+class _Wide(TorchDispatchMode):
+    """Within, products of 16-bit matrices are those of the matrices in float32, rounded once: no sum is of rounded sums."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtype = args[-1].dtype if func in _PRODUCTS and not kwargs else None
+        if dtype not in NARROW or any(arg.device.type != "cpu" for arg in args):
+            return func(*args, **(kwargs or {}))
+        return func(*(arg.float() for arg in args)).to(dtype)
 
 
 def _leaving(name: str, gradients: Spool) -> Callable[[Tensor], None]:

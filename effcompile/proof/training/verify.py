@@ -19,7 +19,7 @@ from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Check
 from effcompile.machine.room import device_of
-from effcompile.proof.training.spool import Spool
+from effcompile.proof.spool import Spool
 from effcompile.search.training.work import LeafInputs
 
 _NO_LEAVES: LeafInputs = MappingProxyType({})

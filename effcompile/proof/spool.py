@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,40 @@ from torch import Tensor
 from effcompile.machine.room import NoRoomError
 
 _MOST_AT_ONCE = 1 << 30  # what one system call writes at the most
+_LARGE = 4 << 20  # bytes of tensors from which on they are worth a file
+
+
+def put_aside(values: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same tensors, read from a file whenever one is asked for; small ones, and those that lie on a device, as they are."""
+    if sum(value.nbytes for value in values if value.device.type == "cpu") < _LARGE:
+        return tuple(values)
+    spool = Spool()
+    for number, value in enumerate(values):
+        spool.put(str(number), value)
+    return _Aside(spool)
+
+
+@dataclass(frozen=True, slots=True)
+class _Aside(Sequence[Tensor]):
+    """Tensors of a spool, by their numbers."""
+
+    spool: Spool
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, at: int | slice) -> Tensor | Sequence[Tensor]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        value = self.spool[str(at % len(self))]
+        assert value is not None
+        return value
+
+    def __len__(self) -> int:
+        return len(self.spool)
 
 
 @dataclass(frozen=True, slots=True)
