@@ -71,12 +71,18 @@ def measured_seconds(form: StatesForm, optimizer: Optimizer, group: Group, large
         piece.grad = torch.full_like(piece, 1e-3)
     best = float("inf")
     with torch.compiler.set_stance("force_eager"):
-        inner.step()
+        _update(inner, form)
         for _ in range(2):
             start = perf_counter()
-            inner.step()
+            _update(inner, form)
             best = min(best, perf_counter() - start)
     return best * elements / size
+
+
+def _update(inner: Optimizer, form: StatesForm, device: str = "") -> None:
+    """As a planned optimizer makes it, on a type of device or on the tensors' own."""
+    if form.name != EIGHT_BIT or not step8(inner, device):
+        inner.step()
 
 
 #: Elements whose update is timed on a GPU, where that of `_TIMED` is a matter of launches; and bytes of all that its update touches, each.
@@ -94,12 +100,8 @@ def _measured_on_gpu(form: StatesForm, optimizer: Optimizer, group: Group, large
     for piece in makers:
         piece.grad = torch.full_like(piece, 1e-3)
 
-    def step() -> None:
-        if form.name != EIGHT_BIT or not step8(inner):
-            inner.step()
-
     with torch.compiler.set_stance("force_eager"):
-        return gpu.seconds(step) * elements / max(1, sum(t.numel() for t in given))
+        return gpu.seconds(lambda: _update(inner, form)) * elements / max(1, sum(t.numel() for t in given))
 
 
 def _timed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -146,10 +148,10 @@ def _traced(form: StatesForm, optimizer: Optimizer, group: Group, tensors: Seque
     """(bytes of states, working bytes of a step, bytes made by the first step of one piece) of these tensors."""
     try:
         inner = _unfused(form, optimizer, group, tensors)
-        states, working, first = _run(inner, device)
+        states, working, first = _run(inner, form, device)
     except (RuntimeError, NotImplementedError):  # it reads numbers from its tensors (Adafactor, ASGD)
         inner = _unfused(form, optimizer, group, [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors])
-        states, working, first = _run(inner, device)
+        states, working, first = _run(inner, form, device)
     untraced = _tables(inner) + (_counters(inner) if device == "cpu" else _counters_on_gpu(inner) if form.fused else 0)
     states, first = states + untraced, first + untraced
     scalars = _SCALARS if device == "cpu" else 0
@@ -181,11 +183,11 @@ def _counters_on_gpu(inner: Optimizer) -> int:
     return sum(gpu.BLOCK for values in inner.state.values() if isinstance(values.get("step"), torch.Tensor))
 
 
-def _run(inner: Optimizer, device: str) -> tuple[int, int, int]:
+def _run(inner: Optimizer, form: StatesForm, device: str) -> tuple[int, int, int]:
     """(states, working bytes, peak of the first step) of one step that makes the states and one that has them."""
     with Allocations(on_gpu=device == "cuda") as seen, torch.compiler.set_stance("force_eager"):
-        inner.step()
+        _update(inner, form, "cpu" if device == "cpu" else "")
         first, states = seen.peak, seen.live
         seen.peak = states
-        inner.step()
+        _update(inner, form, "cpu" if device == "cpu" else "")
     return states, max(first, seen.peak) - states, first

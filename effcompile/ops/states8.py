@@ -10,14 +10,16 @@ ascending. All is computed in fp32; p is rounded once, to the nearest.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import LoweringError, UsageError
 from effcompile.ops.devices import one_device
+from effcompile.ops.states8_native import CompiledAdam8
 
 __all__ = ["BLOCK", "adam8", "lion8", "step8"]
 
@@ -67,6 +69,42 @@ adam8 = torch.library.custom_op("effcompile::adam8", adam8_by_torch, mutates_arg
 lion8 = torch.library.custom_op("effcompile::lion8", lion8_by_torch, mutates_args=("p", "first", "first_scale"))
 
 
+@adam8.register_kernel("cpu")
+def adam8_on_cpu(*args: Any) -> None:
+    """The update by the compiled kernel where there is one, which is compared with torch's once; else by torch."""
+    kernel = compiled_adam8()
+    if kernel is None or not kernel.takes(*args[:2]):
+        return adam8_by_torch(*args)
+    p, grad, first, first_scale, second, second_scale, signed, unsigned = args[:8]
+    check(p, grad, (first, second), (first_scale, second_scale), (signed, unsigned))
+    return kernel(*args)
+
+
+@cache
+def compiled_adam8() -> CompiledAdam8 | None:
+    """The compiled kernel; None where it cannot be compiled, or is wrong."""
+    try:
+        kernel = CompiledAdam8()
+    except LoweringError:
+        return None
+    return kernel if all(_agrees(kernel, dtype) for dtype in (torch.float32, torch.bfloat16)) else None
+
+
+def _agrees(kernel: CompiledAdam8, dtype: torch.dtype) -> bool:
+    """Whether two steps of it leave what torch's do, up to rounding: a code at a tie may be the next one."""
+    table = torch.linspace(-1, 1, BLOCK).sign() * torch.linspace(-1, 1, BLOCK).square()
+    numbers = (1e-2, 0.9, 0.99, 0.1, 1e-8)
+    found = []
+    for update in (kernel, adam8_by_torch):
+        p, grad = ((torch.arange(3 * BLOCK) * pace).sin().to(dtype) for pace in (0.7, 1.3))
+        codes, scales = [torch.full((3 * BLOCK,), 128, dtype=torch.uint8) for _ in range(2)], [torch.zeros(3) for _ in range(2)]
+        for step in (1, 2):
+            update(p, grad, codes[0], scales[0], codes[1], scales[1], table, table.abs().sort().values, *numbers, step, True)
+        found.append((p.float(), *(code.float() for code in codes), *scales))
+    limits = (1e-2 if dtype == torch.bfloat16 else 1e-4, 1.0, 1.0, 1e-4, 1e-4)
+    return all(bool(((a - b).abs() <= limit).all()) for a, b, limit in zip(*found, limits, strict=True))
+
+
 @adam8.register_fake
 def _(*args: object) -> None:
     return None
@@ -93,15 +131,16 @@ def check(p: Tensor, grad: Tensor, codes: tuple[Tensor, ...], scales: tuple[Tens
         raise UsageError("An update on states of 8 bits takes a contiguous parameter, codes and scales, as it writes into them.")
 
 
-def step8(optimizer: Optimizer) -> bool:
+def step8(optimizer: Optimizer, device: str = "") -> bool:
     """The step of torchao's 8-bit Adam or AdamW on the operator, with torchao's own states. False, and nothing done, where that cannot be.
 
-    That is: on a device without a kernel (`FUSED`), with amsgrad or stochastic rounding, or for tensors that torchao leaves in 32 bits.
+    That is: on a device without a kernel (`FUSED`; a CPU has one where it can be compiled), with amsgrad or stochastic rounding, or for
+    tensors that torchao leaves in 32 bits. `device`: the type of another device than the tensors', which stand for some there.
     """
     made: Any = optimizer
     plain = getattr(made, "block_size", None) == BLOCK and not made.bf16_stochastic_round
     steps = [(group, p) for group in made.param_groups for p in group["params"] if p.grad is not None]
-    if not plain or not all(not group["amsgrad"] and _takes(p) for group, p in steps):
+    if not plain or not all(not group["amsgrad"] and _takes(p, device or p.device.type) for group, p in steps):
         return False
     with torch.no_grad():
         for group, p in steps:
@@ -109,9 +148,11 @@ def step8(optimizer: Optimizer) -> bool:
     return True
 
 
-def _takes(p: Tensor) -> bool:
-    dense = p.is_contiguous() and p.grad is not None and not p.grad.is_sparse
-    return p.device.type in FUSED and dense and p.numel() >= LEAST and p.numel() % BLOCK == 0
+def _takes(p: Tensor, device: str) -> bool:
+    grad = p.grad
+    if not p.is_contiguous() or grad is None or grad.is_sparse or p.numel() < LEAST or p.numel() % BLOCK:
+        return False
+    return device in FUSED or (device == "cpu" and (kernel := compiled_adam8()) is not None and kernel.takes(p, grad))
 
 
 def _step(optimizer: Any, group: Any, p: Tensor) -> None:

@@ -94,7 +94,8 @@ def _add_in_place(graph: fx.Graph, add: fx.Node) -> None:
         if _is_padded(padded) and is_free(whole, add):
             part, _, *where = padded.args
             with graph.inserting_before(add):
-                add.replace_all_uses_with(call(graph, add, _INTO[padded.target], whole, part, *where))
+                into = _INTO[padded.target]  # type: ignore[index]
+                add.replace_all_uses_with(call(graph, add, into, whole, part, *where))
             graph.erase_node(add)
             graph.erase_node(padded)
             return
