@@ -23,9 +23,11 @@ import effcompile
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 1000},
     "small": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408, "vocab_size": 8000},
+    # a quarter of the layers and of the vocabulary: the same bytes by kind, in a quarter of the time
+    "quarter": {"hidden_size": 896, "num_hidden_layers": 6, "intermediate_size": 4864, "vocab_size": 37984},
     "qwen2.5-0.5b": {"hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864, "vocab_size": 151936},
 }
-_HEADS = {"tiny": (4, 2), "small": (8, 2), "qwen2.5-0.5b": (14, 2)}
+_HEADS = {"tiny": (4, 2), "small": (8, 2), "quarter": (14, 2), "qwen2.5-0.5b": (14, 2)}
 TINY = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128, "intermediate_size": 128,
     "max_position_embeddings": 512,

@@ -6,6 +6,7 @@ keep a state of one size. The only file that knows how transformers holds a cach
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,13 +87,20 @@ def _leaves(part: str, at: int, layer: Any) -> list[CacheLeaf]:
     ]
 
 
+@functools.cache
+def _place(name: str) -> tuple[str, int, str]:
+    """Where a leaf is: the part of the cache, the layer, and its tensor there."""
+    part, at, held = name.split(".")
+    return part, int(at), held
+
+
 def leaves_of(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor]:
     """The tensors of a cache in the layout's order."""
     parts = dict(caches_of(cache))
     found = []
     for leaf in layout:
-        part, at, name = leaf.name.split(".")
-        found.append(getattr(parts[part].layers[int(at)], name))
+        part, at, name = _place(leaf.name)
+        found.append(getattr(parts[part].layers[at], name))
     return found
 
 
@@ -101,7 +109,7 @@ def resumed(layout: CacheLayout, seen: Seen, *, encoded: bool) -> HFCache:
     parts: dict[str, dict[int, Any]] = {"layers": {}, "cross": {}}
     pairs = zip(layout, seen.leaves, strict=True)
     for (keys, first), (_, second) in zip(pairs, pairs, strict=True):
-        part = keys.name.split(".")[0]
+        part = _place(keys.name)[0]
         parts[part][keys.layer] = _resumed_layer(keys, seen.past, first, second)
     own = cache_utils.Cache(layers=_in_order(parts["layers"]))
     if not encoded:
@@ -160,9 +168,9 @@ def check_cache(cache: HFCache, layout: CacheLayout) -> None:
     """
     parts = dict(caches_of(cache))
     for leaf in layout:
-        part, at, _ = leaf.name.split(".")
+        part, at, _ = _place(leaf.name)
         layers = parts[part].layers if part in parts else None
-        found = None if layers is None else layers[int(at)] if int(at) < len(layers) else cache_utils.DynamicLayer()
+        found = None if layers is None else layers[at] if at < len(layers) else cache_utils.DynamicLayer()
         wanted = cache_utils.DynamicSlidingWindowLayer if leaf.growth is Growth.WINDOW else cache_utils.DynamicLayer
         if type(found) is not wanted:
             raise GuardError(
@@ -187,9 +195,9 @@ def held(cache: HFCache, layout: CacheLayout) -> list[torch.Tensor | None]:
     """The tensors of a cache in the layout's order; None where nothing is held yet."""
     parts, found = dict(caches_of(cache)), []
     for leaf in layout:
-        part, at, name = leaf.name.split(".")
+        part, at, name = _place(leaf.name)
         layers = parts[part].layers
-        layer = layers[int(at)] if int(at) < len(layers) else None
+        layer = layers[at] if at < len(layers) else None
         found.append(getattr(layer, name) if layer is not None and layer.is_initialized else None)
     return found
 
@@ -198,15 +206,15 @@ def fill(cache: HFCache, layout: CacheLayout, tensors: Sequence[torch.Tensor], n
     """Put leaves (those that are written, or those at `places`) into a cache, which has seen so many more tokens."""
     parts = dict(caches_of(cache))
     for place, tensor in zip(layout.written if places is None else places, tensors, strict=True):
-        part, at, name = layout.leaves[place].name.split(".")
+        part, at, name = _place(layout.leaves[place].name)
         layers = parts[part].layers
-        while len(layers) <= int(at):
+        while len(layers) <= at:
             layers.append(cache_utils.DynamicLayer())
-        layer = layers[int(at)]
+        layer = layers[at]
         if not layer.is_initialized:
             layer.dtype, layer.device, layer.is_initialized = tensor.dtype, tensor.device, True
         setattr(layer, name, tensor)
         if isinstance(layer, _WINDOW) and name == "values":
             layer.cumulative_length += new
         if part == "cross":
-            cache.is_updated[int(at)] = True
+            cache.is_updated[at] = True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from effcompile.ir.formats import WeightFormat
+from effcompile.ops import group_codes
 
 #: Range of a tensor: (least, greatest).
 Range = tuple[float, float]
@@ -76,6 +77,8 @@ def uint8(x: torch.Tensor, within: Range | None = None) -> torch.Tensor:
 
 def weight(w_nk: torch.Tensor, held: WeightFormat, peak: float | None = None) -> torch.Tensor:
     """A linear's weight as the format stores it. `peak`: see `per_tensor`."""
+    if held.activation == "int8 groups":
+        return group_codes.rounded(w_nk, held.bits)
     if held.scale == "group":
         return grouped(w_nk, held.bits, held.group)
     if held.scale == "tensor":
@@ -91,7 +94,7 @@ def activation(x: torch.Tensor, held: WeightFormat, within: Range | None) -> tor
         return bf16(x)
     if held.activation == "int8 rows":
         return per_channel(x.reshape(-1, x.shape[-1])).view(x.shape)
-    if held.activation == "int8 blocks":
+    if held.activation in ("int8 blocks", "int8 groups"):
         return block_int8(x, held.group)
     return x if held.activation == "as given" else uint8(x, within)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: A window's buffer is longer than the window by this part of it.
 _SLACK = 8
@@ -35,6 +35,7 @@ class CacheLeaf:
         window: rows that are kept at the most; 0 where all are.
         item_bytes: of one element.
         row_bytes: that stand beside the elements of a row: scales.
+        held: dtype that rows are held in, where it is not the graph's own.
     """
 
     name: str
@@ -44,6 +45,12 @@ class CacheLeaf:
     window: int = 0
     item_bytes: int = 4
     row_bytes: int = 0
+    held: str = ""
+
+    def narrowed(self) -> CacheLeaf:
+        """In bf16, where it is held in 32 bits and written token by token."""
+        narrow = self.growth in (Growth.FULL, Growth.WINDOW) and self.item_bytes == 4
+        return replace(self, item_bytes=2, held="bfloat16") if narrow else self
 
     def rows(self, context: int, source: int = 0) -> int:
         """Rows that are kept where so many tokens were seen; 1 of a state."""
@@ -84,6 +91,19 @@ class CacheLayout:
     def written(self) -> tuple[int, ...]:
         """Places of the leaves that a step returns; the others stay as they are."""
         return tuple(at for at, leaf in enumerate(self.leaves) if leaf.growth is not Growth.SOURCE)
+
+    def narrowed(self) -> CacheLayout:
+        """With its rows in bf16."""
+        return CacheLayout(leaves=tuple(leaf.narrowed() for leaf in self.leaves))
+
+    def widened(self) -> CacheLayout:
+        """As the graph has it."""
+        return CacheLayout(leaves=tuple(replace(leaf, item_bytes=4, held="") if leaf.held else leaf for leaf in self.leaves))
+
+    @property
+    def narrow(self) -> bool:
+        """Whether rows are held in another dtype than the graph's."""
+        return any(leaf.held for leaf in self.leaves)
 
     def nbytes(self, context: int, batch: int, source: int = 0) -> int:
         """Bytes of the buffers that hold the cache of so many tokens."""

@@ -15,7 +15,7 @@ from effcompile.core.errors import UsageError
 from effcompile.core.mask import MaskForm
 
 Scale = Literal["none", "tensor", "channel", "group"]
-Activation = Literal["as given", "bf16", "dynamic int8", "static int8", "int8 rows", "int8 blocks"]
+Activation = Literal["as given", "bf16", "dynamic int8", "static int8", "int8 rows", "int8 blocks", "int8 groups"]
 
 #: The sizes that a group of weights with one scale may have, and the one that needs no mention.
 GROUPS = (16, 32, 64, 128, 256)
@@ -33,7 +33,7 @@ class WeightFormat:
         group: weights in such a group; 0 for none.
         scale_bytes: of one scale, with its zero point where it has one.
         symmetric: whether codes are centred on 0.
-        activation: what activations are rounded to before the product, at the coarsest: a backend may keep them finer.
+        activation: what activations are rounded to before the product; of "int8 blocks" at the coarsest: a backend may keep them finer.
         block: side of the blocks that are kept or left out; 0 for a dense weight.
         density: share of the blocks that is kept, in steps of 0.0001.
 
@@ -95,6 +95,9 @@ W8 = WeightFormat(family="w8", bits=8, scale="group", group=USUAL_GROUP, scale_b
 #: torch's weight-only product: a bf16 scale per output channel, x and the result in bf16.
 W8_CHANNEL = WeightFormat(family="w8_channel", bits=8, scale="channel", scale_bytes=2, activation="bf16")
 W4 = WeightFormat(family="w4", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=4, activation="int8 blocks")
+#: Ours: s8 activations with a scale for each group, too, taken at run time; sums of a group are whole numbers. Scales of weights are bf16.
+INT8_GROUPS = WeightFormat(family="int8_groups", bits=8, scale="group", group=USUAL_GROUP, scale_bytes=2, activation="int8 groups")
+INT4_GROUPS = WeightFormat(family="int4_groups", bits=4, scale="group", group=USUAL_GROUP, scale_bytes=2, activation="int8 groups")
 TWO_OF_FOUR = WeightFormat(family="2:4", block=1, density=0.5)
 #: A table with one scale and zero point, and one with a scale per row.
 TABLE_INT8 = WeightFormat(family="int8", bits=8, scale="tensor", scale_bytes=5, symmetric=False)
@@ -106,7 +109,7 @@ def _table(formats: Iterable[WeightFormat]) -> dict[str, WeightFormat]:
 
 
 #: Every format of a dense linear, by its family; the baseline first.
-LINEAR_FORMATS = _table((FP32, BF16, INT8_DYNAMIC, INT8_CHANNEL, INT8_TOKEN, INT8_STATIC, W8, W8_CHANNEL, W4))
+LINEAR_FORMATS = _table((FP32, BF16, INT8_DYNAMIC, INT8_CHANNEL, INT8_TOKEN, INT8_STATIC, W8, W8_CHANNEL, W4, INT8_GROUPS, INT4_GROUPS))
 #: Every format of an embedding's table; the baseline first.
 TABLE_FORMATS = _table((FP32, TABLE_INT8, TABLE_INT8_ROWS))
 

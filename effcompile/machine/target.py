@@ -32,7 +32,7 @@ class KernelSpec:
 
 def _linear(held: WeightFormat) -> KernelSpec:
     """Integer products where both sides are integers; 16 bits where weights are floating and have them; else fp32."""
-    whole = held.activation in ("dynamic int8", "static int8", "int8 rows")
+    whole = held.activation in ("dynamic int8", "static int8", "int8 rows", "int8 groups")
     dtype = "int8" if whole else "bf16" if held.bits == 16 else "fp32"
     activation_bytes = 2.0 if dtype == "bf16" else 4.0
 
@@ -136,7 +136,7 @@ KERNELS: dict[str, KernelSpec] = {
     "norm/rms": _pointwise("rows cols", 5, 2),
     "add_norm/split": _pointwise("rows cols", 9, 5),  # residual add, then LayerNorm
     "add_norm/fused": _pointwise("rows cols", 9, 4),  # the backend's SkipLayerNorm
-    "rows/rms_norm": _pointwise("rows cols", 5, 2),  # ours, for GPUs: see effcompile.ops.rows
+    "rows/rms_norm": _pointwise("rows cols", 5, 2),  # ours: see effcompile.ops.rows
     "rows/add_rms_norm": _pointwise("rows cols", 6, 4),  # the same with the residual sum, which it returns too
     "rows/swiglu": _pointwise("rows cols", 6, 3),
     "rows/rotary": _pointwise("rows cols", 4, 2),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-__all__ = ["AFTER", "linear_by_torch", "pack", "unpack"]
+__all__ = ["AFTER", "followed", "linear_by_torch", "pack", "row_codes", "unpack"]
 
 #: What may follow the bias, as `int8_linear.cpp` numbers it.
 AFTER = ("none", "gelu", "gelu_tanh", "silu")
@@ -51,6 +51,9 @@ def linear_by_torch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
     codes, row_scales = row_codes(flat)
     sums = codes.double() @ unpack(weight, n, k).double().T
     y = sums.float() * (scales * row_scales)
-    y = y if bias is None else y + bias
-    followed = {"none": lambda t: t, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "silu": F.silu}[after](y)
-    return followed.view(*x.shape[:-1], n)
+    return followed(y if bias is None else y + bias, after).view(*x.shape[:-1], n)
+
+
+def followed(y: Tensor, after: str) -> Tensor:
+    """What one of AFTER makes of a product."""
+    return {"none": lambda t: t, "gelu": F.gelu, "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"), "silu": F.silu}[after](y)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,17 +30,32 @@ TILES = {"avx512_vnni": (16, 14, 2), "avx_vnni": (8, 5, 2), "avx512": (16, 8, 2)
 #: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
 _CHUNK = 1 << 18
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS = (_POINTER, _INT, _INT, _INT, *(_POINTER,) * 3, _INT, _INT, *(_POINTER,) * 4, _INT, _INT)
+POINTER, ARGUMENT = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = (POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(POINTER,) * 4, ARGUMENT, ARGUMENT)
 
 
 @functools.cache
 def kernels() -> ByteKernels | str:
     """The best kernels that this machine runs, or why there are none."""
+    return best_of(ByteKernels, integer_isas())
+
+
+class Checked(Protocol):
+    """What is compiled for one instruction set, and compared with torch before it is used."""
+
+    def objection(self) -> str | None:
+        """None, or what is wrong with it."""
+
+
+K = TypeVar("K", bound=Checked)
+
+
+def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
+    """The first that can be made and is right, of an instruction set and why better ones are not used; or why there is none."""
     failed: list[str] = []
-    for isa in integer_isas():
+    for isa in isas:
         try:
-            made = ByteKernels(isa, "; ".join(failed))
+            made = make(isa, "; ".join(failed))
         except LoweringError as error:
             failed.append(str(error))
             continue
@@ -81,8 +98,8 @@ class ByteKernels:
         """Raises LoweringError when they cannot be compiled."""
         self.isa, self.instead = isa, instead
         width, rows, vecs = TILES[isa]
-        self._call = library(_SOURCE, {"WIDTH": width, "ROWS": rows, "VECS": vecs}, isa).int8_linear
-        self._call.argtypes, self._call.restype = _ARGUMENTS, None
+        self.call = library(_SOURCE, {"WIDTH": width, "ROWS": rows, "VECS": vecs}, isa).int8_linear
+        self.call.argtypes, self.call.restype = _ARGUMENTS, None
 
     def linear(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, after: str) -> Tensor:
         """See `int8_linear.int8_linear`, which has checked the arguments."""
@@ -93,7 +110,7 @@ class ByteKernels:
         room = _Workspace(flat.shape[0], k)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
-        self._call(
+        self.call(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
             None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(), codes, row_scales, sums,
             max(1, _CHUNK // room.padded), torch.get_num_threads(),

@@ -22,7 +22,19 @@ from effcompile.sites.parts import embeddings, linears, stored_format
 
 N, K = 96, 256
 LINEARS = {
-    "torch-eager": ("bf16", "int8_dynamic", "int8_channel", "int8_token", "int8_static", "w8_channel", "w4", "w4g64", "w4g128"),
+    "torch-eager": (
+        "bf16",
+        "int8_dynamic",
+        "int8_channel",
+        "int8_token",
+        "int8_static",
+        "w8_channel",
+        "w4",
+        "w4g64",
+        "w4g128",
+        "int8_groups",
+        "int4_groups",
+    ),
     "onnxruntime": ("int8_dynamic", "int8_channel", "int8_static", "w8", "w8g64", "w4", "w4g16", "w4g128"),
 }
 TABLES = {"torch-eager": "int8_rows", "onnxruntime": "int8"}

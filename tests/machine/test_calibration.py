@@ -107,9 +107,10 @@ def test_a_measurement_that_raises_is_absent_and_says_why():
         return math.nan if call.kernel == "linear/bf16" else roofline(call)
 
     found = calibrate({"torch": broken}, quick=True).backends["torch"]
-    assert found.missing == {"linear/int8_dynamic", "linear/int8_channel", "linear/int8_token", "linear/int8_static", "linear/bf16"}
+    of_bytes = {f"linear/int8_{each}" for each in ("dynamic", "channel", "token", "static", "groups")}
+    assert found.missing == {*of_bytes, "linear/bf16"}
     assert {"no such instruction" in reason for reason in found.failures.values()} == {True}
-    assert len(found.failures) == 4
+    assert len(found.failures) == 5
 
 
 def test_peaks_without_any_linear_are_torchs_own():

@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import effcompile
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchEager, load
-from effcompile.backends.torch.edit import SITE, edit
+from effcompile.backends.torch.edit import edit
+from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.backends.triton import linears as triton_linears
 from effcompile.capture.inference import capture
 from effcompile.core.cost import Provenance

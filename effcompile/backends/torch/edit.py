@@ -6,8 +6,6 @@ saved. `pack.py` folds the packing for eager execution, Inductor's freezing for 
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,21 +14,21 @@ from torch import fx
 
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
+from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import FP32, INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, module_path, shape_of
-from effcompile.ops import two_of_four
+from effcompile.ops import group_codes, two_of_four
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
+from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
-from effcompile.sites.parts import AttentionSite, LinearSite, argument, attentions, embeddings, linears
+from effcompile.sites.parts import LinearSite, argument, embeddings, linears
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
 
-#: The site a node computes, in its meta. What it computes is read off its operator and tensors.
-SITE = "effcompile_site"
 #: What named the function that a linear took in, in its meta.
 FOLLOWED = "effcompile_followed"
 #: Below this many rows MKL's unpacked product is faster than oneDNN's packed one (768×3072, Zen 4: 0.17 against 0.20 ms at 1 row).
@@ -59,7 +57,7 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
         editor.linear(site, program.format_at(site.site))
     _fuse_followers(edited)
     _edit_embeddings(edited, editor)
-    _edit_attentions(edited)
+    edit_attentions(edited)
     edited.graph.eliminate_dead_code()
     edited.graph.lint()
     lean = fx.GraphModule(edited.module, edited.graph, class_name=type(edited.module).__name__)  # only what the graph reads
@@ -142,7 +140,7 @@ class _Editor:
         return node
 
     def inline(self, function: Callable[..., object], *args: object) -> tuple[object, ...]:
-        result = _inline(self.graph, function, *args)
+        result = inlined(self.graph, function, *args)
         return result if isinstance(result, tuple) else (result,)
 
     def quantized(self, x: fx.Node, kind: str) -> tuple[object, ...]:
@@ -181,19 +179,6 @@ def _refusal(site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> str 
 def _half(weight: torch.Tensor) -> torch.dtype:
     """The 16-bit dtype that a weight is multiplied in."""
     return weight.dtype if weight.dtype in two_of_four.DTYPES else torch.bfloat16
-
-
-def _inline(graph: fx.Graph, function: Callable[..., object], *args: object) -> object:
-    """Trace `function` (of aten calls) into a graph at its insertion point; returns what it returns, as nodes."""
-    traced = fx.symbolic_trace(function).graph
-    holders = [node for node in traced.nodes if node.op == "placeholder"]
-    return graph.graph_copy(traced, dict(zip(holders, args, strict=True)))  # type: ignore[arg-type]
-
-
-def _heads_last(heads: torch.Tensor) -> torch.Tensor:
-    """The same values in memory order (B, S, H, D): sdpa returns them so, and the `view` that follows relies on it."""
-    rows = aten.clone.default(aten.transpose.int(heads, 1, 2), memory_format=torch.contiguous_format)
-    return aten.transpose.int(rows, 1, 2)
 
 
 def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
@@ -260,10 +245,19 @@ def _int8(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightF
 def _int8_token(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     """Ours, which quantises x itself; nothing but fp32 goes in."""
     codes, scales = numerics.quantize_rows(weight.float())
+    return _ours(editor, site, int8_linear.default, editor.constant(pack(codes)), editor.constant(scales.flatten()))
+
+
+def _groups(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
+    """The same with a scale for each group of both."""
+    packed = group_codes.pack(*group_codes.quantize(weight, held.bits), held.bits)
+    return _ours(editor, site, group_linear.default, editor.constant(packed), site.n)
+
+
+def _ours(editor: _Editor, site: LinearSite, product: Callable[..., object], *weight: object) -> fx.Node:
     x = site.x if dtype_of(site.x) == torch.float32 else editor.call(None, aten.to.dtype, site.x, torch.float32)
-    constants = editor.constant(pack(codes)), editor.constant(scales.flatten())
     whole = site.bias is None or (shape_of(site.bias), dtype_of(site.bias)) == ((site.n,), torch.float32)
-    y = editor.call(site, int8_linear.default, x, *constants, site.bias if whole else None)
+    y = editor.call(site, product, x, *weight, site.bias if whole else None)
     return y if whole else editor.call(None, aten.add.Tensor, y, site.bias)
 
 
@@ -318,14 +312,20 @@ _EMITTERS: dict[str, Callable[[_Editor, LinearSite, torch.Tensor, WeightFormat],
     "int8_static": _int8,
     "w8_channel": _w8_channel,
     "w4": _w4,
+    "int8_groups": _groups,
+    "int4_groups": _groups,
 }
+
+
+#: Linears that take in what follows them.
+_FOLLOWS = (int8_linear.default, group_linear.default)
 
 
 def _fuse_followers(program: Program) -> None:
     """A GELU or SiLU that alone reads one of our linears in 8 bits, into it: results are in registers there."""
     for node in list(program.graph.nodes):
         source, after = node.args[0] if node.args else None, _after(node)
-        if not after or not isinstance(source, fx.Node) or source.target is not int8_linear.default or len(source.users) > 1:
+        if not after or not isinstance(source, fx.Node) or source.target not in _FOLLOWS or len(source.users) > 1:
             continue
         source.args = (*source.args, after)
         source.meta[FOLLOWED] = module_path(node) or node.name
@@ -358,37 +358,3 @@ def _edit_embeddings(program: Program, editor: _Editor) -> None:
         del rows.meta[SITE]
         site.node.replace_all_uses_with(rows)
         program.graph.erase_node(site.node)
-
-
-def _edit_attentions(program: Program) -> None:
-    """`math`: matmul, softmax and matmul as separate kernels, by torch's own decomposition."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    added: dict[fx.Node, fx.Node] = {}
-    for site in attentions(program):
-        site.node.meta[SITE] = site.site
-        if program.word_at(site.site) != "math" or site.ours:
-            continue
-        args = [argument(site.node, name) for name in names]
-        if site.mask is not None and dtype_of(site.mask) is torch.bool:
-            args[3] = added.get(site.mask) or added.setdefault(site.mask, _as_summand(program, site))
-        options = {"scale": argument(site.node, "scale"), "enable_gqa": argument(site.node, "enable_gqa")}
-        with program.graph.inserting_before(site.node):
-            pair = program.graph.call_function(aten._scaled_dot_product_attention_math.default, (*args, None), options)  # type: ignore[arg-type]
-            heads = program.graph.call_function(operator.getitem, (pair, 0))
-            result = _inline(program.graph, _heads_last, heads)
-        assert isinstance(result, fx.Node)
-        pair.meta, result.meta = {SITE: site.site}, {k: v for k, v in site.node.meta.items() if k != SITE}
-        site.node.replace_all_uses_with(result)
-        program.graph.erase_node(site.node)
-
-
-def _as_summand(program: Program, site: AttentionSite) -> fx.Node:
-    """The boolean mask as what is added to the scores: 0 where it is true, -inf elsewhere, in the dtype of the query.
-
-    `scaled_dot_product_attention` does this before it calls its decomposition; that itself would add a mask as 0 and 1.
-    """
-    dtype = dtype_of(site.node) or torch.float32
-    with program.graph.inserting_before(site.node):
-        result = _inline(program.graph, lambda mask: aten.to.dtype(aten.where.Scalar(mask, 0.0, -math.inf), dtype), site.mask)
-    assert isinstance(result, fx.Node)
-    return result

@@ -1,24 +1,36 @@
-"""A step of generation whose cache grows where it stands: the graph's concatenations become appends (ops/append.py)."""
+"""A step of generation as it runs token by token: its cache grows where it stands, and is read once for all queries of a group.
+
+The graph's concatenations become appends (ops/append.py), its attentions those of ops/cached_attention.py, and what lies between them one
+call each (regions.py).
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import fx
 
+from effcompile.backends.torch.regions import with_regions
+from effcompile.core.errors import LoweringError
 from effcompile.ops.append import append
+from effcompile.ops.cached_attention import cached_attention
+from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
 
 
-def in_place(module: fx.GraphModule, capacities: Mapping[int, int]) -> fx.GraphModule:
+def in_place(module: fx.GraphModule, capacities: Mapping[int, int], narrow: Collection[int] = ()) -> fx.GraphModule:
     """The module with rows of its cache appended in place.
 
     Args:
         module: flat tensors in, flat tensors out; concatenates new rows to an input.
         capacities: place of such an input → rows that a new buffer of it has room for.
+        narrow: places of those that are held in another dtype than the graph's.
+
+    Raises:
+        LoweringError: one of these is read by something that takes no other dtype.
     """
     graph = copy.deepcopy(module.graph)
     holders = graph.find_nodes(op="placeholder")
@@ -30,7 +42,38 @@ def in_place(module: fx.GraphModule, capacities: Mapping[int, int]) -> fx.GraphM
                 longer.meta = dict(node.meta)
                 node.replace_all_uses_with(longer)
                 graph.erase_node(node)
-    return fx.GraphModule(module, graph, class_name=type(module).__name__)
+    _attend(graph)
+    for holder in (holders[at] for at in narrow):
+        _check_readers(holder)
+    return with_regions(fx.GraphModule(module, graph, class_name=type(module).__name__))
+
+
+def _check_readers(holder: fx.Node) -> None:
+    """Raises LoweringError where a cache is read by anything but an append and the attentions behind it."""
+    appended = [user for user in holder.users if user.target is append]
+    others = [user for user in holder.users if user not in appended and user.target is not aten.sym_size.int]
+    others += [user for node in appended for user in node.users if user.op != "output" and not _only_attends(user, node)]
+    if others or not appended:
+        name = others[0].name if others else holder.name
+        raise LoweringError(f"A cache in bf16 is read by attentions alone; {name} takes the model's own dtype. Leave the cache as it is.")
+
+
+def _only_attends(user: fx.Node, rows: fx.Node) -> bool:
+    """Whether rows are keys or values of an attention, and nothing else of it."""
+    return user.target is cached_attention and rows not in (user.args[0], user.args[3])
+
+
+def _attend(graph: fx.Graph) -> None:
+    """Attentions as those over a cache, which have the same results whatever they read."""
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        given = {each.name: argument(node, each.name) for each in node.target._schema.arguments}
+        if not given["is_causal"] and not given["dropout_p"]:
+            with graph.inserting_before(node):
+                names = ("query", "key", "value", "attn_mask", "scale")
+                made = graph.call_function(cached_attention, tuple(given[name] for name in names))  # type: ignore[misc]
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            graph.erase_node(node)
 
 
 def _appends(node: fx.Node, holder: fx.Node) -> bool:

@@ -24,6 +24,8 @@ from effcompile.core.types import Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
+from effcompile.ops.group_linear import group_linear
+from effcompile.ops.group_linear import told as groups_told
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.int8_linear import told as int8_told
 
@@ -185,8 +187,9 @@ def lower_inductor(program: Program) -> TorchLowered:
 
 def _kernels(program: Program) -> dict[str, str]:
     """Which instruction set multiplies bytes, where the program has such linears, and why not a better one."""
-    used = any(node.target is int8_linear.default for node in program.graph.nodes)
-    return {"int8 linears": int8_told()} if used else {}
+    used = {node.target for node in program.graph.nodes}
+    ours = {"int8 linears": (int8_linear, int8_told), "linears in groups": (group_linear, groups_told)}
+    return {name: told() for name, (operator, told) in ours.items() if operator.default in used}
 
 
 class _Shaped:

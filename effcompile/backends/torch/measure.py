@@ -17,7 +17,9 @@ from effcompile.core.timing import median_seconds
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, W8_CHANNEL, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
+from effcompile.ops import group_codes, rows_native
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
+from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.tile_predictors import METHODS
@@ -83,6 +85,8 @@ def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
     x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
     if held == INT8_TOKEN:
         return _int8_token(x, weight, bias)
+    if held.activation == "int8 groups":
+        return _groups(held, x, weight, bias)
     if held.bits > 8:
         return _float(held, x, weight, bias, engine)
     return (_int8 if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) else _weight_only)(held, x, weight, bias, engine)
@@ -132,6 +136,12 @@ def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Bo
     codes, scales = numerics.quantize_rows(weight)
     packed, flat = pack(codes), scales.flatten()
     return None if x.is_cuda else lambda: int8_linear.default(x, packed, flat, bias)
+
+
+def _groups(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
+    """The same."""
+    packed = group_codes.pack(*group_codes.quantize(weight, held.bits), held.bits)
+    return None if x.is_cuda else lambda: group_linear.default(x, packed, len(weight), bias)
 
 
 def _weight_only(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
@@ -297,7 +307,22 @@ def _embedding_int8(dims: Dims, engine: str) -> Body:
     return lambda: run(table, scale, ids)
 
 
-_KERNELS: dict[str, Callable[[Dims, str], Body]] = {
+def _rows(kernel: str, dims: Dims, engine: str) -> Body | None:
+    """What lies between products, by the compiled kernels of a CPU; None elsewhere."""
+    x, other, weight = torch.randn(dims), torch.randn(dims), torch.randn(dims[1])
+    if isinstance(rows_native.kernels(), str) or x.is_cuda:
+        return None
+    heads, turn = x[None, None], other[None]
+    bodies: dict[str, Body] = {
+        "rms_norm": lambda: rows_native.rms_norm_alone(x, weight, 1e-6),
+        "add_rms_norm": lambda: rows_native.rms_norm(x, other, weight, 1e-6),
+        "swiglu": lambda: rows_native.swiglu(x, other),
+        "rotary": lambda: rows_native.rotary(heads, turn, turn),
+    }
+    return None if kernel == "rotary" and dims[1] % 2 else bodies[kernel]
+
+
+_KERNELS: dict[str, Callable[[Dims, str], Body | None]] = {
     "matmul/fp32": _on_random(torch.matmul, lambda d: [(d[0], d[1], d[2]), (d[0], d[2], d[3])]),
     "attention/sdpa": _attention(F.scaled_dot_product_attention),
     "attention/math": _attention(_math),
@@ -310,6 +335,7 @@ _KERNELS: dict[str, Callable[[Dims, str], Body]] = {
     "norm/layer": _on_random(_norm, lambda d: [d, d[1:], d[1:]]),
     "norm/rms": _on_random(_rms, lambda d: [d, d[1:]]),
     "add_norm/split": _on_random(_add_norm, lambda d: [d, d, d[1:], d[1:]]),
+    **{f"rows/{kernel}": functools.partial(_rows, kernel) for kernel in ("rms_norm", "add_rms_norm", "swiglu", "rotary")},
     "gelu/erf": _on_random(F.gelu, lambda d: [d]),
     "gelu/tanh": _on_random(_gelu_tanh, lambda d: [d]),
     "embedding/fp32": _embedding,

@@ -12,7 +12,7 @@ from effcompile.core import torch_compat
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.formats import INT8_TOKEN, LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
 from effcompile.machine.target import KernelCall
-from effcompile.ops import int8_linear
+from effcompile.ops import group_linear, int8_linear
 
 aten = torch.ops.aten
 
@@ -95,6 +95,8 @@ def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
         return None
     if held == INT8_TOKEN:
         return int8_linear.refusal(k)
+    if held.activation == "int8 groups":
+        return group_linear.refusal(held.group)
     if held.group and held.group not in _W4_GROUPS:
         return Unsupported("torch's 4-bit weights come in groups of {name}, not of {}", (", ".join(map(str, _W4_GROUPS)), held.group))
     if held.family == "w4" and (k % held.group or n % W4_COLUMNS):

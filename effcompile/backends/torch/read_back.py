@@ -9,15 +9,18 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from effcompile.backends.torch.edit import FOLLOWED, SITE
+from effcompile.backends.torch.edit import FOLLOWED
+from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.core import torch_compat
 from effcompile.core.mask import Edge, MaskForm
 from effcompile.ir.formats import (
     BF16,
     FP16,
     FP32,
+    INT4_GROUPS,
     INT8_CHANNEL,
     INT8_DYNAMIC,
+    INT8_GROUPS,
     INT8_STATIC,
     INT8_TOKEN,
     NOT_FOUND,
@@ -30,6 +33,8 @@ from effcompile.ir.formats import (
     WeightFormat,
 )  # fmt: skip
 from effcompile.ir.program import Program, module_path
+from effcompile.ops import group_codes
+from effcompile.ops.group_linear import group_linear
 from effcompile.ops.group_quant import quantized_linear as _registers  # noqa: F401 - an operator that is read
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.mask import BAND
@@ -162,6 +167,14 @@ def _int8_token(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     return None if codes is None or scales is None else (INT8_TOKEN, 4 * int(codes.shape[1]), int(scales.shape[0]))
 
 
+def _groups(module: fx.GraphModule, node: fx.Node) -> Signature | None:
+    """K as it is stored, to whole groups."""
+    weight, n = _constant(module, node.args[1]), node.args[2]
+    if weight is None or not isinstance(n, int):
+        return None
+    return {4: INT4_GROUPS, 8: INT8_GROUPS}[group_codes.bits_of(weight)], group_codes.GROUP * int(weight.shape[1]), n
+
+
 def _coded(module: fx.GraphModule, node: fx.Node) -> Signature | None:
     """Our own products with codes: with those of x, or of the weight alone, a byte or half of one each."""
     codes, scales = _constant(module, node.args[1]), _constant(module, node.args[2])
@@ -212,6 +225,7 @@ _READERS: dict[object, Callable[[fx.GraphModule, fx.Node], Signature | None]] = 
     torch.ops.effcompile.two_of_four_linear: _two_of_four,
     torch.ops.effcompile.quantized_linear: _coded,
     int8_linear: _int8_token,
+    group_linear: _groups,
 }
 
 
@@ -270,7 +284,7 @@ def _gelus(module: fx.GraphModule) -> dict[str, Form]:
     taken: Counter[str] = Counter()
     found = {}
     for node in module.graph.nodes:
-        fused = node.target is int8_linear.default and str(argument(node, "after")).startswith("gelu")
+        fused = node.target in (int8_linear.default, group_linear.default) and str(argument(node, "after")).startswith("gelu")
         if fused or node.target is aten.gelu.default:
             name = f"{node.meta[FOLLOWED] if fused else module_path(node) or node.name}:gelu"
             taken[name] += 1

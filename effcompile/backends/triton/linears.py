@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
-from effcompile.backends.torch.edit import SITE
+from effcompile.backends.torch.edit_attentions import SITE
 from effcompile.core.errors import LoweringError
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.ir.formats import BF16, FP32, INT8_CHANNEL, TABLE_INT8, TWO_OF_FOUR, W4, W8, WeightFormat

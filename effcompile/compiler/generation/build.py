@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -14,14 +15,18 @@ from effcompile.capture.generation import GenerationStep, capture_step, encoder_
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import corrected, settle_all
 from effcompile.core import gpu
-from effcompile.core.errors import InfeasibleError, UsageError, VerificationError
+from effcompile.core.cost import Cost
+from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError, VerificationError
+from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.estimate import sensitivity
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.cache import CacheLayout
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Plan
+from effcompile.ir.formats import BF16, Form
+from effcompile.ir.plan import Candidate, Decision, Plan
 from effcompile.passes import Pass, load_passes
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
@@ -36,16 +41,18 @@ from effcompile.search.pricing import formats, measured_options, plans_for
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.request import Asked, Task
-from effcompile.search.search import Regimes, Search, stored_notes
+from effcompile.search.search import IN_PLACE, Regimes, Search, stored_notes
 
 #: Where a step of generation runs.
 BACKENDS = ("torch-eager", "onnxruntime")
 #: What decides about it unless passes are named.
-PASSES = ("quantize",)
+PASSES = ("rows", "quantize")
 #: Tokens of a prompt that are prefilled at once: longer ones in chunks of so many.
 CHUNK = 512
 #: Solves until the measured error and peak are within the limits.
 _ROUNDS = 4
+#: Share of the model's bytes below which a cache is not tried in another form: of weights in 4 bits it is eight times that.
+_LEAST_CACHE = 1 / 400
 _SENSITIVITY_SECONDS = 20.0
 
 
@@ -85,6 +92,11 @@ class Generated:
     lowered: LoweredStep
     parts: dict[str, Lowered]
 
+    @property
+    def name(self) -> str:
+        """Its backend, and how its cache is held where that is not as the model's."""
+        return _named(self.plan.backend, self.lowered.layout)
+
 
 @entry("optimize")
 def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> GenerationExecutable:
@@ -101,15 +113,26 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
     shop = _shop(task, backends)
     with shop.progress.step("reference outputs"):
         told = told_by(model, shop.texts, _source_of(shop.step, model, shop.texts), shop.goal)
-    search = shop.search()
-    plans, candidates = plans_for(search, backends, {}, shop.progress)
-    outcomes, candidates = settle_all(plans, candidates, lambda backend, plan, _: _settled(shop, search, backend, plan, told))
+    made, failed = list[tuple[list[Generated], list[Candidate]]](), list[EffcompileError]()
+    for way, able in _ways(shop, backends):
+        search = way.search()
+        try:
+            plans, candidates = plans_for(search, able, {}, shop.progress)
+            made.append(settle_all(plans, candidates, partial(_settle, way, search, told)))
+        except EffcompileError as error:
+            failed.append(error)
+            made.append(([], [Candidate(backend=backend.name, note=Failed(message=str(error))) for backend in able]))
+        made[-1] = made[-1][0], [replace(c, backend=_named(c.backend, way.step.layout)) for c in made[-1][1]]
+    outcomes = [outcome for found, _ in made for outcome in found]
+    if not outcomes:
+        raise failed[-1]  # a cache in bf16 needs less
     with shop.progress.step("measure"):
-        seconds = measured.compared(model, {o.plan.backend: o.lowered for o in outcomes}, shop.goal)
-    totals = {o.plan.backend: seconds[o.plan.backend].total(shop.goal) for o in outcomes}
-    best = min(outcomes, key=lambda o: totals[o.plan.backend])
-    plan = measured.told(best.plan, seconds, shop.goal, best.lowered, best.parts)
-    considered = tuple(replace(c, measured_seconds=totals.get(c.backend)) for c in candidates)
+        found = measured.compared(model, {o.name: o.lowered for o in outcomes}, shop.goal)
+    totals = {o.name: found.each[o.name].total(shop.goal) for o in outcomes}
+    small = lambda outcome: outcome.plan.measured.peak_bytes or 0  # noqa: E731
+    best = min(outcomes, key=small if shop.goal.minimize == "memory" else lambda o: totals[o.name])
+    plan = measured.told(best.plan, found, best.name, shop.goal, best.lowered, best.parts, shop.step.program)
+    considered = tuple(replace(c, measured_seconds=totals.get(c.backend)) for _, candidates in made for c in candidates)
     notes = (*plan.notes, *shop.machine.keep_timings())
     return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=considered, notes=notes), best.parts)
 
@@ -120,8 +143,49 @@ def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[
     task = Task.of(model, args, kwargs, asked)
     backends = _backends(task.request.backend)
     shop = _shop(task, backends)
-    plans, _ = plans_for(shop.search(), backends, {}, shop.progress)
-    return plans[0][1]
+    plans, failed = list[Plan](), list[EffcompileError]()
+    for way, able in _ways(shop, backends):
+        try:
+            plans.append(_with_cache(plans_for(way.search(), able, {}, shop.progress)[0][0][1], way))
+        except EffcompileError as error:
+            failed.append(error)
+    if not plans:
+        raise failed[-1]
+    small = lambda plan: plan.predicted.peak_bytes or 0  # noqa: E731
+    return min(plans, key=small if shop.goal.minimize == "memory" else lambda plan: plan.certificate.objective)
+
+
+def _named(backend: str, layout: CacheLayout) -> str:
+    return f"{backend}, cache in bf16" if layout.narrow else backend
+
+
+def _ways(shop: Shop, backends: list[Backend]) -> list[tuple[Shop, list[Backend]]]:
+    """Backends with the model's own cache; and where the goal allows an error, the one whose cache grows in place with that in bf16, too.
+
+    Not where a token reads next to nothing of it, unless memory is limited.
+    """
+    context, prompt, new = shop.goal.tokens
+    layout, in_place = shop.step.layout.narrowed(), [backend for backend in backends if backend.name == IN_PLACE]
+    read = shop.step.layout.nbytes(min(context, prompt + new // 2), shop.goal.batch)
+    matters = shop.goal.memory is not None or shop.goal.minimize == "memory" or read > _LEAST_CACHE * shop.step.program.weight_bytes()
+    if not layout.narrow or not matters or shop.goal.exact or shop.model.device.type != "cpu" or not in_place:
+        return [(shop, backends)]
+    step = replace(shop.step, layout=layout)
+    return [(shop, backends), (replace(shop, step=step, regimes=regimes_of(step, shop.goal, CHUNK)), in_place)]
+
+
+def _with_cache(plan: Plan, shop: Shop) -> Plan:
+    """The plan with what is decided about the cache, where it is not held as the model has it."""
+    layout, tokens = shop.step.layout, shop.goal.tokens[0]
+    if not layout.narrow:
+        return plan
+    held, own = (Cost(bytes_kept=each.nbytes(tokens, shop.goal.batch)) for each in (layout, layout.widened()))
+    form = Form(weights=BF16)
+    decision = Decision(
+        site="cache", kind="cache", option=form.name, baseline="fp32", by="cache", cost=held, baseline_cost=own, form=form,
+        applied=form.name,
+    )  # fmt: skip
+    return replace(plan, decisions=(*plan.decisions, decision))
 
 
 def _backends(name: str | None) -> list[Backend]:
@@ -186,7 +250,7 @@ def _source_of(step: GenerationStep, model: HFModel, texts: Sequence[torch.Tenso
     return {"encoder_outputs": encoder_output(hidden)}
 
 
-def _settled(shop: Shop, search: Search, backend: Backend, first: Plan, told: Sequence[Told]) -> Generated:
+def _settle(shop: Shop, search: Search, told: Sequence[Told], backend: Backend, first: Plan, _: Sequence[Generated]) -> Generated:
     """Lower and compare; and solve again with what was learned, while the error or the peak is over its limit.
 
     Raises:
@@ -195,9 +259,9 @@ def _settled(shop: Shop, search: Search, backend: Backend, first: Plan, told: Se
 
     def solved(constraints: Constraints) -> Plan:
         if constraints.round == 1:
-            return first
+            return _with_cache(first, shop)
         with shop.progress.step(f"price and solve for {backend.name}"):
-            return search.plan_for(backend, constraints)
+            return _with_cache(search.plan_for(backend, constraints), shop)
 
     def run(plan: Plan, constraints: Constraints) -> tuple[Generated, Constraints | None]:
         outcome, peak = _lowered(shop, backend, plan, told)
@@ -240,5 +304,5 @@ def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> 
         plan, checks=tuple(found), settings=dict(parts["step"].settings), measured=replace(plan.predicted, seconds=None, peak_bytes=peak)
     )
     applied = parts["step"].applied
-    decisions = tuple(replace(d, applied=applied[d.site].name if d.site in applied else "") for d in plan.decisions)
+    decisions = tuple(replace(d, applied=applied[d.site].name if d.site in applied else d.applied) for d in plan.decisions)
     return Generated(plan=replace(plan, decisions=decisions), lowered=lowered, parts=parts), peak

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from effcompile.backends.base import Lowered
 from effcompile.backends.torch import TorchLowered
@@ -20,12 +21,17 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.core.types import Forward, HFModel, Kwargs, Outputs
+from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan, Totals
+from effcompile.ir.program import Program
 from effcompile.runtime.generation.executable import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
+from effcompile.sites.parts import embeddings, linears
 
 ORIGINAL = "original"
 _ROUNDS = 5
+#: What is read beside the tokens, and its bytes: more than caches hold.
+_READ, _STREAM = "read", 1 << 27
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +46,16 @@ class Seconds:
         return self.prefill + goal.tokens[2] * self.decode
 
 
-def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> dict[str, Seconds]:
-    """Seconds of the model itself and of each lowered step, calls interleaved."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved:
+    """Seconds of the model itself and of each lowered step, by name; bytes a second of a plain read beside their tokens, 0 on a GPU."""
+
+    each: Mapping[str, Seconds]
+    stream: float
+
+
+def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> Interleaved:
+    """All of them in turn, again and again: on a busy machine their ratios hold."""
     _, prompt, _ = goal.tokens
     extra = _extra(model, goal.batch)
     runs: dict[str, Any] = {ORIGINAL: partial(_original, model)}
@@ -52,9 +66,13 @@ def compared(model: HFModel, steps: Mapping[str, LoweredStep], goal: Goal) -> di
         prefills = {name: partial(_prefill, model, run, {key: ids, **extra}) for name, run in runs.items()}
         first = {name: faster_half_median(times) for name, times in interleaved(prefills, 2, repeats=1).items()}
         ready = {name: prefill() for name, prefill in prefills.items()}
-        decodes = {name: partial(_decode, runs[name], {key: ids[:, :1], **extra}, ready[name]) for name in runs}
+        decodes: dict[str, Callable[[], object]] = {
+            name: partial(_decode, runs[name], {key: ids[:, :1], **extra}, ready[name]) for name in runs
+        }
+        buffer = torch.ones(_STREAM // 4 if model.device.type == "cpu" else 0)
+        decodes[_READ] = buffer.sum
         each = {name: faster_half_median(times) for name, times in interleaved(decodes, _ROUNDS, repeats=1).items()}
-    return {name: Seconds(prefill=first[name], decode=each[name]) for name in runs}
+    return Interleaved(each={name: Seconds(prefill=first[name], decode=each[name]) for name in runs}, stream=buffer.nbytes / each[_READ])
 
 
 def _original(model: HFModel, **given: Any) -> Outputs:
@@ -139,15 +157,22 @@ def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, 
     return None if found is None else found + sum(tensor.nbytes for tensor in flat)
 
 
-def told(plan: Plan, seconds: Mapping[str, Seconds], goal: Goal, lowered: LoweredStep, parts: Mapping[str, Lowered]) -> Plan:
-    """The plan with what was measured, in figures and in words."""
-    mine, theirs = seconds[plan.backend], seconds[ORIGINAL]
+def told(
+    plan: Plan, found: Interleaved, name: str, goal: Goal, lowered: LoweredStep, parts: Mapping[str, Lowered], program: Program
+) -> Plan:
+    """The plan with what was measured under this name, in figures and in words. `program`: the step as captured."""
+    mine, theirs = found.each[name], found.each[ORIGINAL]
     context, prompt, new = goal.tokens
     peak = plan.measured.peak_bytes if plan.measured else None
     error = max((check.error for check in plan.checks), default=0.0)
     totals = Totals(seconds=mine.total(goal), weight_bytes=parts["step"].weight_bytes, peak_bytes=peak, error=error)
     cache = lowered.layout.nbytes(context, goal.batch)
-    read = parts["step"].weight_bytes + lowered.layout.nbytes(min(context, prompt + new // 2), goal.batch)
+    weights = parts["step"].weight_bytes
+    held = lambda tokens: lowered.layout.nbytes(tokens, goal.batch)  # noqa: E731
+    read = weights - _looked_up(program, plan) + held(min(context, prompt + new // 2))
+    share = read / mine.decode / found.stream if found.stream else 0.0
+    beside = (Because("that is {share} of a plain read of memory measured beside it: {bytes} a second", (share, int(found.stream))),)
+    at = [max(1, context * quarter // 4) for quarter in (1, 2, 4)]
     notes = (
         TokenRates(
             prefill=goal.batch * prompt / mine.prefill,
@@ -156,7 +181,31 @@ def told(plan: Plan, seconds: Mapping[str, Seconds], goal: Goal, lowered: Lowere
             decode_before=goal.batch / theirs.decode,
         ),
         Because("a token reads {bytes} of weights and cache: {bytes} a second", (int(read), int(read / mine.decode))),
+        *(beside if found.stream else ()),
         Because("cache of {} tokens: {} bytes", (context, cache)),
+        Because(
+            "weights and cache at {} tokens of context {bytes}, at {} {bytes}, at {} {bytes}",
+            tuple(figure for tokens in at for figure in (tokens, weights + held(tokens))),
+        ),
     )
     baseline = replace(plan.baseline, seconds=theirs.total(goal), peak_bytes=None)
     return replace(plan, measured=totals, measured_baseline=baseline, notes=(*plan.notes, *notes))
+
+
+def _looked_up(program: Program, plan: Plan) -> int:
+    """Bytes of tables that a token reads a row of, and no product all."""
+    forms = plan.forms()
+    held = lambda site: (forms[site].weights if site in forms else None) or FP32  # noqa: E731
+    multiplied = {_storage(program, site.weight) for site in linears(program) if held(site.site) == FP32}
+    total = 0
+    for site in embeddings(program):
+        own = held(site.site) != FP32
+        if own or _storage(program, site.weight) not in multiplied:
+            table = program.tensor(site.weight)
+            total += held(site.site).stored_bytes(site.count, site.width) if own or table is None else table.nbytes
+    return total
+
+
+def _storage(program: Program, weight: fx.Node) -> int:
+    value = program.tensor(weight)
+    return -1 if value is None else value.untyped_storage()._cdata

@@ -110,7 +110,8 @@ class LoweredStep:
         ]
 
     def _empty(self, leaf: CacheLeaf, spec: TensorSpec, tokens: torch.Tensor) -> torch.Tensor:
-        like = torch.empty((tokens.shape[0], leaf.shape[0], 0, leaf.shape[1]), dtype=getattr(torch, spec.dtype), device=tokens.device)
+        dtype = getattr(torch, leaf.held or spec.dtype)
+        like = torch.empty((tokens.shape[0], leaf.shape[0], 0, leaf.shape[1]), dtype=dtype, device=tokens.device)
         return buffer(like, self.room.capacity(leaf))
 
     def _kept(self, leaf: CacheLeaf, rows: torch.Tensor, beside: int) -> torch.Tensor:
@@ -142,12 +143,17 @@ def _part(given: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, 
 def assembled(
     boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...], runs: Mapping[str, Run]
 ) -> LoweredStep:
-    """The parts of a step put together; the cache of torch's graphs grows in place."""
+    """The parts of a step put together; the cache of torch's graphs grows in place.
+
+    Raises:
+        LoweringError: rows are to be held in another dtype, and something that reads them takes only their own.
+    """
     run = runs["step"]
     graph = run.run if isinstance(run, TorchLowered) else run
     if isinstance(graph, fx.GraphModule):
         holders = [at for at, spec in enumerate(inputs) if spec.name.startswith("past")]
-        run = in_place(graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written})
+        narrow = [holders[at] for at in layout.written if layout.leaves[at].held]
+        run = in_place(graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written}, narrow)
     return LoweredStep(
         boundary=boundary, layout=layout, room=room, inputs=inputs, run=run, source=runs.get("source"), encoder=runs.get("encoder")
     )

@@ -13,6 +13,8 @@ ABSENT = {
     "linear/bf16",
     "linear/2:4",
     "linear/int8_token",
+    "linear/int8_groups",
+    "linear/int4_groups",
     "linear/w8_channel",
     "embedding/int8_rows",
     *(f"attention/{form}" for form in ("math", "sdpa_int8", "tiled", "tiled_scores", "tiles", "flex")),

@@ -24,7 +24,7 @@ from effcompile.sites.parts import attentions, embeddings, linears
 #: int8_static is looser: tokens that calibration never saw may saturate.
 LIMITS = {
     "fp32": 1e-5, "bf16": 1e-2, "int8_dynamic": 5e-2, "int8_channel": 5e-2, "int8_token": 5e-2, "int8_static": 0.15, "w8_channel": 3e-2,
-    "w4": 0.3, "w4g64": 0.3,
+    "w4": 0.3, "w4g64": 0.3, "int8_groups": 3e-2, "int4_groups": 0.3,
 }  # fmt: skip
 OPTIONS = tuple(LIMITS)
 

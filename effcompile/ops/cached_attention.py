@@ -1,0 +1,108 @@
+"""Attention over a cache, whose queries may share heads of keys and values, and whose rows may be narrower than its queries.
+
+Few queries run in the compiled kernel (`cached_attention.cpp`): keys and values are read once, as they are held. Many, or what it does not
+take, are torch's: `scaled_dot_product_attention`, which repeats heads and wants one dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from effcompile.machine.instructions import integer_isas
+from effcompile.machine.native import library
+from effcompile.ops.int8_native import ARGUMENT, POINTER, best_of
+
+_SOURCE = Path(__file__).with_name("cached_attention.cpp")
+_WIDTHS = {"avx512_vnni": 16, "avx_vnni": 8, "avx512": 16, "avx2": 8}
+_SIX, _THREE = ctypes.c_int64 * 6, ctypes.c_int64 * 3
+#: Queries of one row that the kernel takes at once, and all that share a head of keys; keys whose rows it widens at once.
+FEW, _MOST, _KEYS = 8, 512, 64
+
+
+@functools.cache
+def kernels() -> AttentionKernels | str:
+    """The best kernels that this machine runs, or why there are none."""
+    return best_of(AttentionKernels, integer_isas())
+
+
+class AttentionKernels:
+    """The compiled kernel of one instruction set. `instead`: why better sets are not used; "" where there is none."""
+
+    def __init__(self, isa: str, instead: str = "") -> None:
+        """Raises LoweringError when it cannot be compiled."""
+        self.isa, self.instead, self._lanes = isa, instead, _WIDTHS[isa]
+        self._call = library(_SOURCE, {"WIDTH": self._lanes}, isa).cached_attention
+        self._call.argtypes = (*(POINTER,) * 5, _SIX, *(_THREE,) * 4, ARGUMENT, ARGUMENT, ctypes.c_float, POINTER, ARGUMENT, ARGUMENT)
+        self._call.restype = None
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """See `cached_attention`. The result lies in memory as (B, S, H, D)."""
+        batch, heads, queries, width = query.shape
+        groups, keys = key.shape[1], key.shape[2]
+        shared, threads = heads // groups, torch.get_num_threads()
+        made = query.new_empty((batch, queries, heads, width))
+        apart = shared * queries * (-(-keys // self._lanes) * self._lanes) + _KEYS * width
+        scratch = torch.empty(threads * apart)
+        strides = (0, 0, 0) if mask is None else tuple(mask.stride(i) if mask.shape[i] > 1 else 0 for i in range(3))
+        self._call(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(), made.data_ptr(),
+            _SIX(batch, groups, shared, queries, keys, width), _THREE(*query.stride()[:3]), _THREE(*key.stride()[:3]),
+            _THREE(*value.stride()[:3]), _THREE(*strides), key.dtype is torch.bfloat16, mask is not None and mask.dtype is torch.float32,
+            scale, scratch.data_ptr(), apart, threads,
+        )  # fmt: skip
+        return made.transpose(1, 2)
+
+    def objection(self) -> str | None:
+        """None, or that a result differs from torch's: whole vectors and rests, both dtypes of a cache, masks of bools and of numbers."""
+        wave = lambda step, *shape: (torch.arange(math.prod(shape)) * step).sin().view(shape)  # noqa: E731
+        query, key, value = wave(0.7, 2, 6, 2, 20), wave(0.3, 2, 2, 75, 20), wave(0.9, 2, 2, 75, 20)
+        seen = torch.arange(2 * 2 * 75).view(2, 1, 2, 75) % 7 != 3
+        for dtype, mask in ((dtype, mask) for dtype in (torch.float32, torch.bfloat16) for mask in (None, seen, wave(0.5, 2, 6, 2, 75))):
+            held = key.to(dtype), value.to(dtype)
+            if not torch.allclose(self.attention(query, *held, mask, 0.3), by_torch(query, *held, mask, 0.3), rtol=1e-4, atol=1e-5):
+                return f"the compiled {self.isa} kernel gave a wrong attention"
+        return None
+
+
+def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """softmax(q kᵀ · scale + mask) v, (B, H, S, D), for query (B, H, S, D), key and value (B, G, K, D) with H a multiple of G.
+
+    `mask` (B or 1, H or 1, S, K): a bool that says what is seen, or numbers that are added.
+    """
+    found = kernels()
+    if isinstance(found, str) or not _fits(query, key, value, mask):
+        return by_torch(query, key, value, mask, scale)
+    return found.attention(query, key, value, mask, query.shape[3] ** -0.5 if scale is None else scale)
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the kernel takes them."""
+    queries, heads, groups = query.shape[2], query.shape[1], key.shape[1]
+    few = 0 < queries <= FEW and queries * heads // groups <= _MOST and query.shape[0] * key.shape[2] > 0
+    held = key.dtype is value.dtype and key.dtype in (torch.float32, torch.bfloat16) and key.shape == value.shape
+    dense = query.stride(3) == key.stride(3) == value.stride(3) == 1
+    masked = mask is None or (
+        mask.dim() == 4 and mask.dtype in (torch.bool, torch.float32) and mask.stride(3) == 1 and mask.shape[2:] == (queries, key.shape[2])
+    )
+    return few and held and dense and masked and query.dtype is torch.float32 and not query.is_cuda
+
+
+def by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The same by torch. The queries of a group are rows of one product where there is one of each: keys are read once then."""
+    batch, heads, rows, width = query.shape
+    groups = key.shape[1]
+    key, value = key.to(query.dtype), value.to(query.dtype)
+    if rows != 1 or heads == groups:
+        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=heads != groups)
+    if mask is not None and mask.shape[1] != 1:
+        mask = mask.reshape(mask.shape[0], groups, heads // groups, mask.shape[3])
+    packed = query.reshape(batch, groups, heads // groups, width)
+    attended: Tensor = F.scaled_dot_product_attention(packed, key, value, mask, scale=scale)
+    return attended.reshape(batch, heads, 1, width)

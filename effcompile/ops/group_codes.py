@@ -1,0 +1,97 @@
+"""Weights and activations as codes in groups of 32, in torch: what the compiled linears (`group_linear.cpp`) compute.
+
+    W: 4 bits  scale = the value of largest magnitude / −8, codes −8 … 7       8 bits  scale = max |w| / 127, codes −127 … 127
+    x:         scale = max |x| / 127                       codes = round(x · (127 / max |x|))
+    y = Σ over groups (codes · codes) · (scale of W · scale of x) + bias
+
+Scales of W are rounded to bf16 before its codes are taken, so that rounding them costs next to nothing.
+
+Legend: x (M, K), W (N, K), its codes (N, K) of s8 and scales (N, ⌈K/32⌉); packed (⌈N/16⌉, ⌈K/32⌉, 32 + 64 · bits) of u8, as told in
+`group_linear.cpp`: 16 scales, then the codes, raised by half of their range so that missing rows and columns are 8 or 128.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from effcompile.ops.int8_codes import followed, row_codes
+
+__all__ = ["BITS", "GROUP", "bits_of", "linear_by_torch", "pack", "quantize", "rounded", "unpack"]
+
+GROUP = 32
+BITS = (4, 8)
+_LANES = 16
+#: Bytes of a block's scales.
+_SCALES = 2 * _LANES
+
+
+def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(codes (N, K) of s8, scales (N, ⌈K/32⌉) of bf16) of a weight (N, K). A group with an infinity or NaN has a scale that is none."""
+    n, k = weight.shape
+    groups = F.pad(weight.float(), (0, -k % GROUP)).view(n, -1, GROUP)
+    low, high = groups.amin(2), groups.amax(2)
+    exact = torch.where(high > -low, high, low) / -8 if bits == 4 else torch.maximum(high, -low) / 127
+    scales = exact.to(torch.bfloat16)
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    most = 7 if bits == 4 else 127
+    codes = torch.round(groups / scales.float()[..., None]).nan_to_num(0.0, 0.0, 0.0).clamp(-8 if bits == 4 else -127, most)
+    return codes.to(torch.int8).view(n, -1)[:, :k].contiguous(), scales
+
+
+def rounded(weight: Tensor, bits: int) -> Tensor:
+    """A weight (N, K) as its codes and scales stand for it, in its own dtype."""
+    codes, scales = quantize(weight, bits)
+    return _dequantized(codes, scales).to(weight.dtype)
+
+
+def pack(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Codes and scales in the order in which the kernels read them."""
+    n, k = codes.shape
+    padded = F.pad(codes, (0, -k % GROUP, 0, -n % _LANES)).to(torch.int16) + (1 << bits - 1)
+    panels = padded.view(-1, _LANES, padded.shape[1] // GROUP, GROUP).transpose(1, 2)  # (panels, groups, 16, 32)
+    pieces = panels.unflatten(3, (-1, 4)).transpose(2, 3).to(torch.uint8)  # (…, 8, 16, 4)
+    if bits == 4:
+        pieces = pieces[:, :, :4] | pieces[:, :, 4:] << 4
+    held = F.pad(scales, (0, 0, 0, -n % _LANES)).view(-1, _LANES, scales.shape[1]).transpose(1, 2).contiguous()
+    return torch.cat([held.view(torch.uint8), pieces.flatten(2)], 2)
+
+
+def bits_of(packed: Tensor) -> int:
+    """Of one code; 0 where no weight of this form has blocks of that size."""
+    bits = (packed.shape[2] - _SCALES) // 64 if packed.dim() == 3 else 0
+    return bits if bits in BITS and packed.shape[2] == _SCALES + 64 * bits and packed.dtype == torch.uint8 else 0
+
+
+def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """The codes and scales that were packed."""
+    bits, (panels, groups, _) = bits_of(packed), packed.shape
+    scales = packed[:, :, :_SCALES].contiguous().view(torch.bfloat16).transpose(1, 2).reshape(panels * _LANES, groups)
+    pieces = packed[:, :, _SCALES:]
+    if bits == 4:
+        pieces = torch.cat([pieces & 15, pieces >> 4], 2)
+    tiles = pieces.view(panels, groups, 8, _LANES, 4).permute(0, 3, 1, 2, 4)
+    codes = (tiles.to(torch.int16) - (1 << bits - 1)).to(torch.int8).reshape(panels * _LANES, -1)
+    return codes[:n, :k], scales[:n]
+
+
+def _dequantized(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales.float().repeat_interleave(GROUP, 1)[:, : codes.shape[1]]
+
+
+def linear_by_torch(x: Tensor, weight: Tensor, n: int, bias: Tensor | None, after: str) -> Tensor:
+    """What the kernels compute, slowly: the sums of a group's products are exact."""
+    k = x.shape[-1]
+    flat = x.reshape(-1, k)
+    if not flat.numel():
+        return x.new_zeros((*x.shape[:-1], n))
+    codes, scales = unpack(weight, n, k)
+    groups = F.pad(flat, (0, -k % GROUP)).view(-1, GROUP)
+    x_codes, x_scales = row_codes(groups)
+    wide = F.pad(codes, (0, -k % GROUP)).view(n, -1, GROUP).float()
+    y = flat.new_zeros(len(flat), n)
+    for at in range(scales.shape[1]):  # whole numbers below 2^24, so that fp32 holds the sums exactly
+        sums = x_codes.view(len(flat), -1, GROUP)[:, at] @ wide[:, at].T
+        y += sums * (scales[:, at].float() * x_scales.view(len(flat), -1)[:, at, None])
+    return followed(y if bias is None else y + bias, after).view(*x.shape[:-1], n)

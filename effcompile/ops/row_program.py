@@ -1,0 +1,132 @@
+"""Operators between two attentions as one call (`row_program.cpp`), for calls of few tokens: a list of steps over values in slots.
+
+A step is a norm, a gate, a rotation, a linear with codes, a sum or a product, each by its own kernel. What is computed is what the kernels
+compute one by one, to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from effcompile.core.errors import LoweringError
+from effcompile.machine.native import library
+from effcompile.ops import group_codes, group_native, int8_codes, int8_native, rows_native
+from effcompile.ops.int8_native import ARGUMENT, POINTER
+
+_SOURCE = Path(__file__).with_name("row_program.cpp")
+GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY = range(7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowStep:
+    """One operator. Slots are numbers of values; -1 where there is none.
+
+    Attributes:
+        kind: one of those above.
+        a, b, out, more: slots: its inputs (of a rotation x and cos) and its result; the residual sum that a norm makes, a rotation's sin.
+        k, n: columns that a linear reads and makes; columns of anything else; half of a head's width and heads of a rotation.
+        constants: of a linear the weight, its scales where they stand apart and its bias; a norm's weight.
+        after: what follows a linear. eps: of a norm.
+    """
+
+    kind: int
+    a: int
+    out: int
+    n: int
+    b: int = -1
+    more: int = -1
+    k: int = 0
+    constants: tuple[Tensor | None, ...] = ()
+    after: str = "none"
+    eps: float = 0.0
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        *((name, ARGUMENT) for name in ("kind", "a", "b", "out", "more", "k", "n", "bits", "after")),
+        *((name, POINTER) for name in ("call", "weight", "scales", "bias")),
+        ("eps", ctypes.c_double),
+    )
+
+
+@functools.cache
+def _runner() -> Callable[..., None] | None:
+    """What runs a list of steps; None where no kernels are compiled."""
+    if isinstance(rows_native.kernels(), str) or isinstance(group_native.kernels(), str) or isinstance(int8_native.kernels(), str):
+        return None
+    try:
+        run = library(_SOURCE, {}, "generic").row_program
+    except LoweringError:
+        return None
+    run.argtypes, run.restype = (POINTER, ARGUMENT, POINTER, ARGUMENT, ARGUMENT, POINTER, ARGUMENT, ARGUMENT), None
+    made: Callable[..., None] = run
+    return made
+
+
+def available() -> bool:
+    """Whether such programs run here."""
+    return _runner() is not None
+
+
+class RowProgram:
+    """Steps over values of which the first ones are inputs (..., width), dense and in fp32; see `__call__`."""
+
+    def __init__(self, steps: Sequence[RowStep], inputs: int, widths: Sequence[int], results: Sequence[int]) -> None:
+        """`inputs`: how many slots are inputs, the first ones; `widths`: of each slot; `results`: slots of what a call returns."""
+        self._steps = (_Step * len(steps))(*map(_packed, steps))
+        self._held = [constant for step in steps for constant in step.constants]  # whose addresses the steps have
+        self._inputs, self._widths, self.results = inputs, tuple(widths), tuple(results)
+        inner = [slot for slot in range(inputs, len(widths)) if slot not in set(results)]
+        self._inner, at = list[tuple[int, int]](), 0
+        for slot in inner:
+            self._inner.append((slot, at))
+            at += widths[slot]
+        self._inner_columns = at
+        self._scratch = max((64 * math.ceil(step.k / group_codes.GROUP) for step in steps if step.kind in (GROUPS, BYTES)), default=0)
+        self._slots = POINTER * len(widths)
+        self._turned = next((step.b for step in steps if step.kind == TURN), -1)
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """The results, (batch, rows, width) each, of inputs whose first axes are those of the first; cos and sin may have one batch."""
+        run = _runner()
+        assert run is not None
+        batch, rows = inputs[0].shape[:2]
+        made = [inputs[0].new_empty((batch, rows, self._widths[slot])) for slot in self.results]
+        count = batch * rows
+        room = torch.empty(count * (4 * self._inner_columns + self._scratch) + 64, dtype=torch.uint8)
+        start = room.data_ptr()
+        slots = self._slots(*[each.data_ptr() for each in inputs])
+        for slot, at in self._inner:
+            slots[slot] = start + 4 * count * at
+        for slot, result in zip(self.results, made, strict=True):
+            slots[slot] = result.data_ptr()
+        of_cos = 0
+        if self._turned >= 0:
+            cos = inputs[self._turned]
+            of_cos = 0 if cos.shape[0] == 1 else rows * cos.shape[2]
+        scratch = start + 4 * count * self._inner_columns
+        run(self._steps, len(self._steps), slots, batch, rows, scratch, torch.get_num_threads(), of_cos)
+        return made
+
+
+def _packed(step: RowStep) -> _Step:
+    """With the addresses of its kernel and constants."""
+    rows, groups, codes = rows_native.kernels(), group_native.kernels(), int8_native.kernels()
+    assert not isinstance(rows, str) and not isinstance(groups, str) and not isinstance(codes, str)
+    calls = {GROUPS: groups.call, BYTES: codes.call, NORM: rows.norm, GATE: rows.gate, TURN: rows.turn}
+    call = calls.get(step.kind)
+    addresses = [None if constant is None else constant.data_ptr() for constant in (*step.constants, None, None, None)[:3]]
+    return _Step(
+        kind=step.kind, a=step.a, b=step.b, out=step.out, more=step.more, k=step.k, n=step.n,
+        bits=group_codes.bits_of(step.constants[0]) if step.kind == GROUPS and step.constants[0] is not None else 0,
+        after=int8_codes.AFTER.index(step.after), call=None if call is None else ctypes.cast(call, POINTER).value,
+        weight=addresses[0], scales=addresses[1], bias=addresses[2], eps=step.eps,
+    )  # fmt: skip

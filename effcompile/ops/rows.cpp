@@ -1,0 +1,69 @@
+// What lies between a transformer's products on a CPU, as `rows.py` defines it, in fp32: one pass over memory, and one call, for each.
+//
+// Compiled once per instruction set by machine/native.py, which passes WIDTH, the 32-bit words of a vector register.
+
+#define KIND 0
+#include "integers.h"
+
+namespace {
+
+inline V some_of(const float* p, int64_t count) { return count < W ? (V)words_of(p, count) : load(p); }
+inline void put(float* p, V v, int64_t count) { std::memcpy(p, &v, std::min<int64_t>(count, W) * 4); }
+
+inline float total_of(V v) {
+    float sum = 0;
+    for (int lane = 0; lane < W; lane++) sum += v[lane];
+    return sum;
+}
+
+}  // namespace
+
+// y = s * (mean s^2 + eps)^(-1/2) * weight with s = x + residual, all (rows, d) but weight (d). `residual` and `s` are null together.
+extern "C" void rms_norm(const float* x, const float* residual, const float* weight, double eps, int64_t rows, int64_t d, float* y, float* s,
+                         int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float* from = x + row * d;
+        V squares = {};
+        for (int64_t i = 0; i < d; i += W) {
+            V v = some_of(from + i, d - i);
+            if (residual) {
+                v = v + some_of(residual + row * d + i, d - i);
+                put(s + row * d + i, v, d - i);
+            }
+            squares = squares + v * v;
+        }
+        const float inverse = 1.0f / std::sqrt(total_of(squares) / (float)d + (float)eps);
+        from = residual ? s + row * d : from;
+        for (int64_t i = 0; i < d; i += W) put(y + row * d + i, some_of(from + i, d - i) * inverse * some_of(weight + i, d - i), d - i);
+    }
+}
+
+// y = silu(gate) * up, all (count).
+extern "C" void swiglu(const float* gate, const float* up, int64_t count, float* y, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && count > 4096)
+    for (int64_t i = 0; i < count; i += W) {
+        const V g = some_of(gate + i, count - i);
+        put(y + i, g * sigmoid(g) * some_of(up + i, count - i), count - i);
+    }
+}
+
+// y = x * cos + [-x2, x1] * sin, x and y (batch, heads, rows, 2 * half) with these strides, cos and sin (batch or 1, rows, 2 * half) dense.
+extern "C" void rotary(const float* x, const float* cos, const float* sin, int64_t batch, int64_t heads, int64_t rows, int64_t half,
+                       const int64_t* of_x, const int64_t* of_y, int64_t of_cos, float* y, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && batch * rows > 1)
+    for (int64_t at = 0; at < batch * rows; at++) {
+        const int64_t b = at / rows, r = at % rows;
+        const float *c = cos + b * of_cos + r * 2 * half, *n = sin + b * of_cos + r * 2 * half;
+        for (int64_t h = 0; h < heads; h++) {
+            const float* from = x + b * of_x[0] + h * of_x[1] + r * of_x[2];
+            float* to = y + b * of_y[0] + h * of_y[1] + r * of_y[2];
+            for (int64_t i = 0; i < half; i += W) {
+                const int64_t here = half - i;
+                const V first = some_of(from + i, here), second = some_of(from + half + i, here);
+                put(to + i, first * some_of(c + i, here) - second * some_of(n + i, here), here);
+                put(to + half + i, second * some_of(c + half + i, here) + first * some_of(n + half + i, here), here);
+            }
+        }
+    }
+}

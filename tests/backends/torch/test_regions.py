@@ -1,0 +1,127 @@
+"""What lies between attentions as one call: the same bits as operator by operator, and torch's own where it does not fit."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from effcompile.backends.torch import regions
+from effcompile.backends.torch.in_place import in_place
+from effcompile.ops import group_codes, int8_codes, row_program
+from effcompile.ops.group_linear import group_linear
+from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops.rows import rms_norm, rms_norm_alone, rotary, swiglu
+
+aten = torch.ops.aten
+WIDTH, HEADS, WIDE = 24, 3, 40
+
+pytestmark = pytest.mark.skipif(not row_program.available(), reason="no kernels are compiled here")
+
+
+def _weights(module: nn.Module) -> None:
+    """Those of a block, as buffers."""
+    torch.manual_seed(0)
+    for name, n, k in (("q", WIDTH, WIDTH), ("k", WIDTH, WIDTH), ("gate", WIDE, WIDTH), ("up", WIDE, WIDTH), ("down", WIDTH, WIDE)):
+        bits = 8 if name == "k" else 4
+        module.register_buffer(name, group_codes.pack(*group_codes.quantize(torch.randn(n, k), bits), bits))
+    codes = torch.randint(-127, 128, (WIDTH, WIDTH)).to(torch.int8)
+    module.register_buffer("o", int8_codes.pack(codes))
+    for name in ("scales", "bias", "norm"):
+        module.register_buffer(name, torch.rand(WIDTH) / 50)
+
+
+def block() -> fx.GraphModule:
+    """Rows, cos and sin in: heads turned, then what follows an attention, which is a softmax over the tokens here."""
+    module, graph = nn.Module(), fx.Graph()
+    _weights(module)
+    values: dict[fx.Node, Tensor] = {}
+    shapes = {"x": (2, 3, WIDTH), "cos": (2, 3, WIDTH // HEADS), "sin": (2, 3, WIDTH // HEADS)}
+
+    def put(node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            values[node] = torch.randn(shapes[node.name])
+        else:
+            args = fx.map_arg(node.args, lambda each: getattr(module, each.target) if each.op == "get_attr" else values[each])
+            values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+        node.meta["val"] = values[node]
+        return node
+
+    def call(target: Callable[..., object], *args: object) -> fx.Node:
+        return put(graph.call_function(target, args))  # type: ignore[arg-type]
+
+    x, cos, sin = (put(graph.placeholder(name)) for name in shapes)
+    held = {name: graph.get_attr(name) for name, _ in module.named_buffers()}
+    normed = call(rms_norm_alone._opoverload, x, held["norm"], 1e-5)
+    turned = []
+    for name in ("q", "k"):
+        rows = call(group_linear.default, normed, held[name], WIDTH, held["bias"])
+        heads = call(aten.transpose.int, call(aten.reshape.default, rows, [2, 3, HEADS, WIDTH // HEADS]), 1, 2)
+        turned.append(call(rotary._opoverload, heads, cos, sin, False))
+    mixed = call(aten._softmax.default, call(aten.add.Tensor, *turned), 2, False)
+    seen = call(aten.reshape.default, call(aten.transpose.int, mixed, 1, 2), [2, 3, WIDTH])
+    after = call(int8_linear.default, call(aten.clone.default, seen), held["o"], held["scales"], None)
+    both = call(rms_norm._opoverload, after, x, held["norm"], 1e-5)
+    normed, total = (call(operator.getitem, both, at) for at in (0, 1))
+    gate, up = (call(group_linear.default, normed, held[name], WIDE) for name in ("gate", "up"))
+    down = call(group_linear.default, call(swiglu._opoverload, gate, up), held["down"], WIDTH, None, "gelu")
+    graph.output((call(aten.add.Tensor, total, down), turned[0]))
+    made = fx.GraphModule(module, graph)
+    return made
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def called(module: fx.GraphModule) -> list[regions.Region]:
+    return [node.target for node in module.graph.nodes if isinstance(node.target, regions.Region)]
+
+
+def test_regions_are_the_same_bits(threads: Callable[[int], None]) -> None:
+    plain = block()
+    fused = regions.with_regions(block())
+    assert len(called(fused)) == 2 and not any(node.target in (group_linear.default, int8_linear.default) for node in fused.graph.nodes)
+    inputs = [torch.randn(2, 3, WIDTH), *(torch.randn(2, 3, WIDTH // HEADS) for _ in range(2))]
+    for count in (1, 2):
+        threads(count)
+        for found, wanted in zip(fused(*inputs), plain(*inputs), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            assert found.shape == wanted.shape and found.stride() == wanted.stride()
+
+
+def test_one_call_and_one_by_one_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = regions.with_regions(block())
+    inputs = [torch.randn(2, 3, WIDTH), *(torch.randn(1, 3, WIDTH // HEADS) for _ in range(2))]
+    at_once = fused(*inputs)
+    monkeypatch.setattr(regions, "FEW", 0)
+    assert all(torch.equal(a, b) for a, b in zip(at_once, fused(*inputs), strict=True))
+
+
+def test_a_layout_that_no_program_takes() -> None:
+    fused = regions.with_regions(block())
+    x, cos, sin = torch.randn(3, 2, WIDTH).transpose(0, 1), torch.randn(2, 3, WIDTH // HEADS), torch.randn(2, 3, WIDTH // HEADS)
+    wanted = fused(x.contiguous(), cos, sin)
+    for found, right in zip(fused(x, cos, sin), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    fused = regions.with_regions(block())
+    x, cos, sin = torch.randn(2, 3, WIDTH), torch.randn(2, 3, WIDTH // HEADS), torch.randn(2, 3, WIDTH // HEADS)
+    x[1, 2, 3] = torch.nan
+    found = fused(x, cos, sin)[1]
+    assert found[1, :, 2].isnan().all() and found[0].isfinite().all() and found[1, :, :2].isfinite().all()
+
+
+def test_without_kernels_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_program, "available", lambda: False)
+    plain = block()
+    before = [node.target for node in plain.graph.nodes]
+    assert [node.target for node in in_place(plain, {}).graph.nodes] == before

@@ -1,0 +1,110 @@
+"""Attention of few queries over a cache, against the definition in float64 with keys and values repeated for each query's head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from effcompile.machine import instructions, native
+from effcompile.ops import cached_attention as op
+from effcompile.ops.cached_attention import cached_attention
+
+MASKS = ("no", "shared", "by head", "numbers")
+
+
+@pytest.fixture(params=["here", *instructions.integer_isas(), "by torch"])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every instruction set that this machine has, and none."""
+    if request.param == "by torch":
+        monkeypatch.setattr(op, "kernels", lambda: "asked for")
+    elif request.param != "here":
+        made = op.AttentionKernels(request.param)
+        monkeypatch.setattr(op, "kernels", lambda: made)
+    return str(request.param)
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    k, v = (side.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for side in (k, v))
+    scores = q.double() @ k.transpose(2, 3) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ v
+
+
+def drawn(batch: int, groups: int, shared: int, rows: int, keys: int, width: int, masked: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Queries as a projection lays them, keys and values as a cache's rows lie in its buffer."""
+    made = torch.Generator().manual_seed(keys * width)
+    q = torch.randn(batch, rows, groups * shared, width, generator=made).transpose(1, 2)
+    buffers = torch.randn(2, batch, groups, keys + 9, width, generator=made).to(dtype)
+    mask = torch.rand(batch, groups * shared if masked == "by head" else 1, rows, keys, generator=made) > 0.4
+    mask[..., 0] = True
+    numbers = torch.randn(batch, 1, rows, keys, generator=made)
+    return q, buffers[0][:, :, 2 : 2 + keys], buffers[1][:, :, 2 : 2 + keys], {"no": None, "numbers": numbers}.get(masked, mask)  # type: ignore[return-value]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 2), groups=st.integers(1, 3), shared=st.integers(1, 4), rows=st.integers(1, 9), keys=st.integers(1, 300),
+    width=st.integers(1, 70), masked=st.sampled_from(MASKS), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.integers(1, 2),
+)  # fmt: skip
+def test_any_shape(
+    batch: int, groups: int, shared: int, rows: int, keys: int, width: int, masked: str, dtype: torch.dtype, threads: int
+) -> None:
+    q, k, v, mask = drawn(batch, groups, shared, rows, keys, width, masked, dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = cached_attention(q, k, v, mask, 0.3)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found.double(), by_hand(q, k, v, mask, 0.3), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_instruction_set(isa: str, dtype: torch.dtype, masked: str) -> None:
+    for shape in ((2, 2, 3, 1, 75, 20), (1, 4, 1, 3, 130, 64), (2, 1, 5, 1, 7, 3)):
+        q, k, v, mask = drawn(*shape, masked, dtype)
+        torch.testing.assert_close(
+            cached_attention(q, k, v, mask, None).double(), by_hand(q, k, v, mask, shape[5] ** -0.5), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_what_is_hidden_is_not_read(isa: str) -> None:
+    """Not even a value that is not finite; one that is seen makes its row so, and no other."""
+    q, k, v, mask = drawn(2, 1, 2, 1, 40, 16, "shared", torch.float32)
+    wanted = cached_attention(q, k, v, mask, 0.3)
+    assert mask is not None
+    k, v = k.clone(), v.clone()
+    k[0, 0][~mask[0, 0, 0]] = 1e30
+    torch.testing.assert_close(cached_attention(q, k, v, mask, 0.3), wanted)
+    k[1, 0, 0, 3] = torch.nan
+    found = cached_attention(q, k, v, mask, 0.3)
+    assert found[1].isnan().all() and torch.equal(found[0].isnan(), torch.zeros_like(found[0], dtype=torch.bool))
+
+
+def test_a_row_that_sees_nothing_is_torchs() -> None:
+    q, k, v, mask = drawn(2, 2, 2, 3, 20, 8, "shared", torch.float32)
+    assert mask is not None
+    mask[1, 0, 1] = False
+    torch.testing.assert_close(cached_attention(q, k, v, mask, 0.3), op.by_torch(q, k, v, mask, 0.3), equal_nan=True)
+
+
+@pytest.mark.skipif("avx2" not in instructions.integer_isas(), reason="this processor has no AVX2")
+def test_wrong_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = op.AttentionKernels("avx2")
+    right = op.AttentionKernels.attention
+    assert made.objection() is None
+    monkeypatch.setattr(op.AttentionKernels, "attention", lambda *arguments: right(*arguments) * 1.01)
+    assert "wrong attention" in str(made.objection())
+
+
+@pytest.mark.parametrize("name", sorted(op._WIDTHS))
+def test_every_instruction_set_compiles(name: str) -> None:
+    if isinstance(op.kernels(), str):
+        pytest.skip("there is no compiler, or this processor is no x86")
+    assert native.compiled(op._SOURCE, {"WIDTH": op._WIDTHS[name]}, name).exists()
