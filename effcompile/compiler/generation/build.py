@@ -103,7 +103,8 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
     """Plan, lower, compare and measure a Hugging Face model for generation. Arguments as in Request; inputs serve as calibration text.
 
     Raises:
-        UsageError: no Hugging Face model, or a context that it has no positions for. CaptureError: it cannot be captured.
+        UsageError: no Hugging Face model, a context that it has no positions for, or no backend that takes it.
+        CaptureError: it cannot be captured.
         InfeasibleError: no plan meets the goal. VerificationError: no backend's result is within it.
     """
     task = Task.of(model, args, kwargs, asked)
