@@ -26,7 +26,7 @@ from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
 from effcompile.modes import carry_out, make_frontier, make_plan
-from effcompile.search.parallel.asked import Devices, ManyDevices
+from effcompile.search.many_devices import Devices, ManyDevices
 
 if TYPE_CHECKING:  # its module needs transformers
     from effcompile.runtime.generation.executable import GenerationExecutable

@@ -101,7 +101,7 @@ class Wanted:
 
     def among(self, many: Many) -> Wanted:
         """The same on many devices, where that is asked."""
-        from effcompile.search.parallel.asked import ManyDevices
+        from effcompile.search.many_devices import ManyDevices
 
         if many.count is None:
             return self

@@ -19,7 +19,7 @@ from effcompile.machine.target import Target
 from effcompile.planner.batch import wanted_sizes
 from effcompile.planner.learning_rate import LearningRate
 from effcompile.search.machine import AUTO
-from effcompile.search.parallel.asked import ManyDevices
+from effcompile.search.many_devices import ManyDevices
 from effcompile.search.progress import QUIET, Progress
 
 #: What a call does that the plan does not hold for, as the model or the arguments are not as they were.

@@ -14,7 +14,7 @@ from effcompile.ir.strategy import StrategyFields
 from effcompile.machine.machines import load_target
 from effcompile.report import html_report
 from effcompile.report.devices import strategy_text
-from effcompile.search.parallel.asked import ManyDevices
+from effcompile.search.many_devices import ManyDevices
 from effcompile.search.parallel.plan import StrategySearch
 from effcompile.search.request import Request
 

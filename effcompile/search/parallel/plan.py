@@ -27,7 +27,7 @@ from effcompile.planner.parallel.model import Model
 from effcompile.planner.parallel.search import MOST_SOLVES, Found, search
 from effcompile.planner.parallel.strategy import check_model
 from effcompile.planner.parallel.tell import tell
-from effcompile.search.parallel.asked import ManyDevices
+from effcompile.search.many_devices import ManyDevices
 from effcompile.search.parallel.describe import describe
 from effcompile.search.progress import QUIET, Progress, entry
 from effcompile.search.request import Request
