@@ -7,6 +7,7 @@ import inspect
 import types
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from effcompile.core.errors import UsageError
@@ -18,7 +19,7 @@ def as_module(model: object) -> nn.Module:
     """The model itself, or a module around a function, with the modules that the function uses as its children.
 
     Raises:
-        UsageError: neither an nn.Module nor a function.
+        UsageError: neither an nn.Module nor a function, or a module that cannot be read.
     """
     if isinstance(model, Deferred):
         return model.model
@@ -26,6 +27,11 @@ def as_module(model: object) -> nn.Module:
         kind = type(model).__name__
         raise UsageError(
             f"The model is wrapped in {kind}, whose hooks a plan would not see. Write {kind}(effcompile.optimize(model, ...))."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "The model is TorchScript (torch.jit.script or torch.jit.trace), whose code torch.export does not read. "
+            "Give the nn.Module that it was made of."
         )
     if isinstance(model, nn.Module):
         return model

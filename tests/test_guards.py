@@ -182,6 +182,32 @@ def test_one_tensor_given_twice_as_the_example_is_two_inputs(training: bool) -> 
             torch.testing.assert_close(planned(*other), model(*other))
 
 
+class Minding(nn.Module):
+    """Asks whether gradients are enabled, and may return something else then."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.a, self.factor = nn.Linear(8, 8), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * (self.factor if torch.is_grad_enabled() else 1.0)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_model_that_is_another_one_where_gradients_are_enabled(factor: float) -> None:
+    model, x = Minding(factor).eval(), torch.randn(3, 8)
+    planned = effcompile.optimize(model, inputs=(x,), backend="torch-eager", **QUICK)
+    with torch.no_grad():
+        torch.testing.assert_close(planned(x), model(x))
+    if factor == 1.0:
+        torch.testing.assert_close(planned(x), model(x))
+        return
+    with pytest.raises(GuardError, match=r"torch.is_grad_enabled\(\) was False and is True"):
+        planned(x)
+    with torch.no_grad():
+        torch.testing.assert_close(planned(x), model(x))
+
+
 def test_another_thread_has_values_of_its_own() -> None:
     planned = made("torch-eager")
     refused: list[str] = []

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
+
+from effcompile.core.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -31,6 +34,21 @@ def drop_asserts(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target in _ASSERTS:
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def refuse_layouts(graph: fx.Graph) -> None:
+    """Refuse a graph with tensors that have no storage of their own to count.
+
+    Raises:
+        CaptureError: one is sparse, or in oneDNN's layout.
+    """
+    for node in graph.nodes:
+        for leaf in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+                raise CaptureError(
+                    f"{node.target} is a tensor of layout {leaf.layout}, and a plan holds dense ones. Keep it dense (.to_dense()), or its "
+                    "indices and values in buffers of their own."
+                )
 
 
 def drop_copies(graph: fx.Graph) -> None:

@@ -29,6 +29,8 @@ from effcompile.ir.export import allowed, grow, refresh_shapes, resized, shapes_
 from effcompile.ir.program import Program
 
 Dynamic = bool | Mapping[str, Any] | None
+#: Relative difference of an output that another order of sums may make.
+_SAME = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,23 @@ def capture(model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, *, 
         with as_it_was(model):
             program = _first_success(subject, dynamic)
     free = CACHE_ATTRIBUTES if CACHE_MEND in mends else ()
-    return replace(program, call=call, state=ModelGuards(model, training=False, mended=free, configurations=read))
+    state = ModelGuards(model, training=False, mended=free, configurations=read)
+    if state.names_gradients and _minds_gradients(model, args, kwargs, original):
+        state = ModelGuards(model, training=False, mended=free, configurations=read, minds_gradients=True)
+    return replace(program, call=call, state=state)
+
+
+def _minds_gradients(model: nn.Module, args: Args, kwargs: Kwargs, original: Outputs) -> bool:
+    """Whether the model returns something else where gradients are enabled, which they were not at capture."""
+    with evaluating(model), torch.enable_grad():
+        found = _tensors(_run_eager(model, args, kwargs))
+    return not all(_alike(a, b) for a, b in zip(found, _tensors(original), strict=True))
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    return torch.allclose(a, b, rtol=_SAME, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
 
 
 def _copied(leaf: object) -> object:
@@ -231,6 +249,7 @@ def _clean(module: fx.GraphModule, subject: _Subject) -> None:
     cleanup.drop_asserts(module.graph)
     cleanup.share_tied_weights(module)
     refresh_shapes(module, subject.args, subject.kwargs)
+    cleanup.refuse_layouts(module.graph)
     cleanup.drop_copies(module.graph)
     cleanup.name_modules(module.graph)
     module.graph.lint()

@@ -88,9 +88,10 @@ def named_arguments(model: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[No
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode; each module gets its own flag back."""
+    """Eval mode; each module gets its own flag back. What torch.export made has no modes: it is what it is."""
     flags = [(module, module.training) for module in model.modules()]
-    model.eval()
+    with contextlib.suppress(NotImplementedError):
+        model.eval()
     try:
         yield
     finally:

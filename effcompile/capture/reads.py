@@ -75,6 +75,7 @@ class Reads:
         environment: strings in code that reads the environment.
         used: names that are read for more than to count them up. stored: attributes that the user's own code sets.
         keeps: whether it may keep something: it sets attributes or items, or names what changes a container.
+        minds_gradients: whether the forward was seen to be another one where gradients are enabled.
         configurations: what of the model's configurations was read.
     """
 
@@ -88,6 +89,7 @@ class Reads:
     used: set[str] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
     keeps: bool = False
+    minds_gradients: bool = False
     configurations: ConfigReads = field(default_factory=ConfigReads)
 
 

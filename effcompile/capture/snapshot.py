@@ -364,6 +364,9 @@ class Snapshot:
         """torch's own switches that change what operators are run, and hooks on all modules."""
         for table in torch_compat.global_module_hooks():
             self._hook_table(table, "torch.nn.modules.module hooks")
+        if self._reads.minds_gradients:
+            self._watch(lambda _: (torch.is_grad_enabled(),), None)
+            self.facts["torch.is_grad_enabled()"] = Fact("setting", torch.is_grad_enabled())
         read = _settings if self._train else _settings_and_autocast
         self._watch(read, None)
         for name, value in zip(_SETTINGS, read(None), strict=False):

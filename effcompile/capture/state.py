@@ -54,11 +54,12 @@ class ModelGuards:
         mended: names of attributes that the graph does not depend on, as capture mended what they say.
         configurations: what of its configurations capture saw it read.
         beside: what is called beside the model, by name: its loss.
+        minds_gradients: whether its forward is another one where gradients are enabled; it was captured where they are not.
     """
 
     def __init__(
         self, model: nn.Module, *others: nn.Module, training: bool, mended: Collection[str] = (),
-        configurations: ConfigReads | None = None, beside: Mapping[str, object] = MappingProxyType({}),
+        configurations: ConfigReads | None = None, beside: Mapping[str, object] = MappingProxyType({}), minds_gradients: bool = False,
     ) -> None:  # fmt: skip
         self._training, self._without = training, frozenset[str]()
         self._roots = dict(zip(("model", "executable"), (model, *others), strict=False))
@@ -66,10 +67,11 @@ class ModelGuards:
         self._name = type(model).__name__
         self._beside = beside
         self._reads = code.reads_of(model, *beside.values(), configurations=configurations)
-        self._snapshot = self._taken()
+        self._reads.minds_gradients = minds_gradients
+        self._snapshot = self._taken_at_capture()
         if free := frozenset(place for place in self._snapshot.facts if place.rpartition(".")[2] in mended):
             self._without = free
-            self._snapshot = self._taken()
+            self._snapshot = self._taken_at_capture()
         self._first = frozenset(self._snapshot.facts)
         self._sums, self._mode = Checksums(()), model.training
 
@@ -77,6 +79,11 @@ class ModelGuards:
     def may_keep(self) -> bool:
         """Whether the user's own code may keep something from one call for the next."""
         return self._reads.keeps
+
+    @property
+    def names_gradients(self) -> bool:
+        """Whether the user's own code asks if gradients are enabled."""
+        return any("is_grad_enabled" in function.__code__.co_names for function in self._reads.functions)
 
     def check(self) -> None:
         """Raise GuardError where the model's own forward would now be another one than the one captured.
@@ -108,13 +115,13 @@ class ModelGuards:
 
     def settle(self) -> tuple[Reason, ...]:
         """See `ir.guards.StateGuards`."""
-        fresh = self._taken()
+        fresh = self._taken_at_capture()
         changes = list(self._changes(fresh))
         if changes:
             self._refuse_state([change for change in changes if self._is_state(change)])
             places = {change.place for change in changes}
             self._without |= places | {place.removeprefix("len(").rstrip(")") for place in places} | {p.rpartition("[")[0] for p in places}
-            fresh = self._taken()
+            fresh = self._taken_at_capture()
         self._snapshot = fresh
         kept = {place for place, fact in fresh.facts.items() if fact.is_kept and place.rpartition(".")[2] in self._reads.stored}
         names = sorted({change.place for change in changes} | kept)
@@ -128,9 +135,12 @@ class ModelGuards:
         """See `ir.guards.StateGuards`. What has changed before is not forgotten."""
         if tuple(self._roots.values()) == models:
             return self
-        other = ModelGuards(*models, training=self._training, configurations=self._reads.configurations, beside=self._beside)
+        other = ModelGuards(
+            *models, training=self._training, configurations=self._reads.configurations, beside=self._beside,
+            minds_gradients=self._reads.minds_gradients,
+        )  # fmt: skip
         other._without = self._without
-        other._snapshot = other._taken()
+        other._snapshot = other._taken_at_capture()
         try:
             self.check()
         except GuardError as error:
@@ -158,6 +168,11 @@ class ModelGuards:
 
     def _taken(self) -> Snapshot:
         return Snapshot(self._roots, self._reads, training=self._training, without=self._without, beside=self._beside)
+
+    def _taken_at_capture(self) -> Snapshot:
+        """As it stands, but with gradients as capture had them."""
+        with torch.set_grad_enabled(self._training):
+            return self._taken()
 
     def _changes(self, fresh: Snapshot) -> Iterator[Change]:
         before, now = self._snapshot.facts, fresh.facts

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from effcompile.capture.cleanup import refuse_layouts
 from effcompile.capture.draws import draw_in_memory_order, separate_draws
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import CaptureError
@@ -131,7 +132,7 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
     """Trace autograd through a lifted module, and tidy the graph.
 
     Raises:
-        CaptureError: the forward writes into an input, a parameter, or a tensor that is no buffer.
+        CaptureError: the forward writes into an input, a parameter, or a tensor that is no buffer; a tensor is not dense.
     """
     module, inputs, results = torch_compat_aot.joint_graph(lifted.module, lifted.tensors)
     updated = _updated(results, lifted, model)
@@ -154,6 +155,7 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
     entering = {node: lifted.entering[i] for i, node in nodes.items()} | _lift_constants(module)
     entering |= {node: Enters(Entering.TANGENT, node.name) for node in tangents}
     _refuse_sparse_gradients(module.graph, model)
+    refuse_layouts(module.graph)
     draw_in_memory_order(module.graph)
     _tidy(module.graph)
     gone = {node for node, entry in entering.items() if entry.role is not Entering.INPUT and not node.users}

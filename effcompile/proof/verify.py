@@ -132,7 +132,8 @@ def worst(checks: Sequence[Check]) -> float:
 def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
     failed = partial(Check, name=case.name, error=math.inf, limit=goal.tolerance)
     try:
-        outputs = run(*case.args, **case.kwargs)
+        with torch.no_grad():  # as the reference
+            outputs = run(*case.args, **case.kwargs)
     except EffcompileError as failure:
         return failed(note=Failed(message=str(failure)))
     found = _read(_tensors(outputs), goal)

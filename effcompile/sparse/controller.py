@@ -105,6 +105,7 @@ class DynamicSparsity:
         self._bird = tickets.EarlyBird()
         self._remembered: dict[str, Any] | None = None
         self._measured: tuple[StepFlops, Efficiency | None] | None = None
+        self._collect(self._due == self._step + 1)
 
     # ------------------------------------------------------------ training
 

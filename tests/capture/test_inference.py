@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from effcompile.as_module import as_module
 from effcompile.capture import capture, variants, verify_capture
-from effcompile.core.errors import CaptureError, InputsError
+from effcompile.core.errors import CaptureError, InputsError, UsageError
 from effcompile.ir.export import reexport, refresh_shapes, resized, sizes_of
 from effcompile.ir.program import module_path, shape_of
 
@@ -259,3 +260,27 @@ def test_a_strided_input_keeps_its_dynamic_axes() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
     program = capture(model, (torch.randint(0, 10, (3, 9))[:, :-1],), {})
     assert program.inputs[0].shape == ("batch", "seq")
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.eye(8).to_sparse())
+        self.held: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.held, x.T).T
+
+
+def test_a_sparse_tensor_is_refused_in_words() -> None:
+    with pytest.raises(CaptureError, match=r"held is a tensor of layout torch.sparse_coo, and a plan holds dense ones"):
+        capture(Sparse().eval(), (torch.randn(3, 8),))
+
+
+def test_what_torch_export_made_is_taken_and_torchscript_refused_in_words() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(3, 8)
+    exported = torch.export.export(model, (x,)).module()
+    program = capture(exported, (x,), dynamic=False)
+    torch.testing.assert_close(program.module(x), model(x))
+    with pytest.raises(UsageError, match="TorchScript"):
+        as_module(torch.jit.trace(model, x))

@@ -119,6 +119,16 @@ def test_growth_by_gradient_without_a_backward() -> None:
         sparsity.step()
 
 
+def test_growth_by_gradient_at_the_very_first_step() -> None:
+    model = tiny()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sparsity = effcompile.DynamicSparsity(model, optimizer, block=4, updates=6, steps=12, growth="gradient")
+    model(torch.randint(0, 16, (2, 5))).sum().backward()
+    optimizer.step()
+    sparsity.step()
+    assert sparsity.state_dict()["updates_done"] == 1
+
+
 def test_growth_by_gradient_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
