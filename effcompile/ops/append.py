@@ -44,7 +44,7 @@ def append(past: torch.Tensor, new: torch.Tensor, capacity: int) -> torch.Tensor
     total, first = room(past)
     if first + rows + more <= total:
         longer = _longer(past, int(past.storage_offset()), rows + more)
-    elif rows + more <= total and past.dtype == new.dtype:  # a window that came to the end of its buffer: back to its beginning
+    elif rows + more <= total:  # a window that came to the end of its buffer: back to its beginning
         kept = past.clone()
         longer = _longer(past, 0, rows + more)
         longer[:, :, :rows] = kept

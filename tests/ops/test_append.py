@@ -45,12 +45,14 @@ def test_a_cache_that_was_cut_is_written_on() -> None:
     assert torch.equal(append(past[:, :, :4], new, 8), torch.cat([whole[:, :, :4], new], 2))
 
 
-def test_a_window_goes_back_to_the_beginning_of_its_buffer() -> None:
-    seen, past = rows(0), buffer(rows(0), 6)
+@pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
+def test_a_window_goes_back_to_the_beginning_of_its_buffer(held: torch.dtype) -> None:
+    """One that is held in fewer bits than its rows come in, too."""
+    seen, past = rows(0).to(held), buffer(rows(0).to(held), 6)
     start = past.untyped_storage().data_ptr()
     for _ in range(20):
         new = rows(1)
-        seen = torch.cat([seen, new], 2)
+        seen = torch.cat([seen, new.to(held)], 2)
         past = last(append(past, new, 6), 4, 6)
         assert torch.equal(past, seen[:, :, -4:])
         assert past.untyped_storage().data_ptr() == start
