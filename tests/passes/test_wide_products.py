@@ -13,7 +13,7 @@ from effcompile.core.goal import Goal
 from effcompile.estimate import operators
 from effcompile.machine.room import Room
 from effcompile.passes.training import wide
-from effcompile.passes.training.base import Case
+from effcompile.passes.training.base import Case, Chosen, StepChoice, StepOption
 from effcompile.passes.training.wide import KIND, WIDE, WideProducts
 from effcompile.proof.spool import Spool
 from effcompile.proof.training import lean as lean_module
@@ -61,6 +61,11 @@ def test_all_products_are_wide_where_narrow_ones_are_slow(ratio: float, dtype: t
     assert targets.count(ops.wide_mm.default) + targets.count(ops.wide_addmm.default) == 5
     assert_equal(run(made, model, batch), eager(model, batch, loss=loss_of), 1e-2)
     assert not list(WideProducts(enabled=False).propose(Case(step=step), context(here=True)))
+    narrow = StepOption(name="bf16 autocast")
+    taken = Chosen(
+        choice=StepChoice(site="step", kind="precision", baseline="fp32", options=(narrow,)), option=narrow, by="precision", exact=False
+    )
+    assert not list(WideProducts().propose(Case(step=step, taken=(taken,)), context(here=True)))
 
 
 def test_a_slow_product_is_timed_on_some_of_its_rows(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:

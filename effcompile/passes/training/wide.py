@@ -15,6 +15,7 @@ from effcompile.ir.plan import Decision
 from effcompile.ir.step import Step
 from effcompile.ops.wide import pays, product_ratio
 from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption
+from effcompile.passes.training.precision import Precision
 from effcompile.passes.training.step_edit import call, copied
 
 aten, ours = torch.ops.aten, torch.ops.effcompile
@@ -34,7 +35,12 @@ class WideProducts:
     exact: ClassVar[bool] = True  # the same sums, rounded once, in another order
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
-        """The step with all its 16-bit products so, on this machine; no other form competes."""
+        """The step with all its 16-bit products so, on this machine; no other form competes.
+
+        A step that `precision` has put under autocast keeps autocast's own numbers, which its error was measured of.
+        """
+        if any(chosen.by == Precision.name and chosen.changes for chosen in case.taken):
+            return
         found = {dtype for dtype in _dtypes(case.step) if self.enabled and context.here and pays(dtype, _device(case.step))}
         if found:
             told = max(round(product_ratio(dtype, _device(case.step)), 1) for dtype in found)
