@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from effcompile.capture import reads as code
 from effcompile.capture.snapshot import is_plain
+from effcompile.core import torch_compat
 from effcompile.core.errors import CaptureError
 
 #: Relative difference of a loss that another order of sums may make.
@@ -108,6 +109,8 @@ def refuse_memory(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     Raises:
         CaptureError: the second loss is another one.
     """
+    if any(tensor.is_meta or torch_compat.is_fake(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        return  # planned for a machine that is not here: there are no values to compare
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     def put_back() -> None:

@@ -115,6 +115,12 @@ def test_a_buffer_of_a_submodule_that_is_replaced_is_written(read: bool) -> None
     assert model.average.mean is before and not before.any()
 
 
+def test_a_model_without_values_is_not_run() -> None:
+    with torch.device("meta"):
+        model, x = Around(read=True).train(), torch.randn(3, 4)
+    assert capture_training(model, (x,)).updated == ("average.mean",)
+
+
 class Growing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
