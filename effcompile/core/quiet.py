@@ -26,3 +26,16 @@ def quiet_libraries(*names: str) -> Iterator[None]:
         logging.root.removeFilter(of_another_thread_or_an_error)
         for logger, level in loggers.items():
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def as_it_logs() -> Iterator[None]:
+    """Within, what an import does to the root logger (`logging.basicConfig` as a module's side effect) is undone: it is the user's."""
+    root = logging.root
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in [added for added in root.handlers if added not in handlers]:
+            root.removeHandler(handler)
+        root.setLevel(level)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from effcompile.core.quiet import quiet_libraries
+from effcompile.core.quiet import as_it_logs, quiet_libraries
 
 
 def test_only_this_thread_and_the_named_libraries_are_quiet(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,3 +35,19 @@ def test_nothing_stays_after_an_error() -> None:
         raise KeyError
     assert logging.root.filters == before
     assert logging.getLogger("noisy").level == logging.NOTSET
+
+
+def test_an_import_that_configures_logging_leaves_the_users_root_as_it_was() -> None:
+    root = logging.root
+    before, level = list(root.handlers), root.level
+    for handler in before:
+        root.removeHandler(handler)
+    try:
+        with as_it_logs():
+            logging.basicConfig(format="%(asctime)s %(name)s [%(levelname)s] - %(message)s", level=logging.INFO)
+            assert root.handlers
+        assert root.handlers == [] and root.level == level
+    finally:
+        for handler in before:
+            root.addHandler(handler)
+        root.setLevel(level)

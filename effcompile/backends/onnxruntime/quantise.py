@@ -11,7 +11,7 @@ import onnx
 from onnx import numpy_helper
 
 from effcompile.core.errors import LoweringError
-from effcompile.core.quiet import quiet_libraries
+from effcompile.core.quiet import as_it_logs, quiet_libraries
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, NOT_FOUND, TABLE_INT8, W4, W8, Form, WeightFormat
 
 Ranges = Mapping[str, tuple[float, float]]  # node name → (lowest, highest) of its input on the calibration inputs
@@ -180,7 +180,8 @@ def _keep_bias_apart(model: onnx.ModelProto, nodes: list[str]) -> onnx.ModelProt
 
 
 def _weight_only(model: onnx.ModelProto, nodes: list[str], held: WeightFormat) -> onnx.ModelProto:
-    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
+    with as_it_logs():  # the module configures logging
+        from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, MatMulNBitsQuantizer
 
     config = DefaultWeightOnlyQuantConfig(
         block_size=held.group, is_symmetric=held.symmetric, accuracy_level=_ACCURACY_LEVEL, bits=held.bits
