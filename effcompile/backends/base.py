@@ -24,7 +24,7 @@ class Lowered(Protocol):
 
     #: site → form as *found in the artifact* after lowering, never copied from the plan: the compiler compares the two.
     applied: Mapping[str, Form]
-    #: settings tuned by measurement, for the plan ("threads": 2, ...).
+    #: how it is run ("threads": 2, ...), for the plan.
     settings: Mapping[str, Any]
     #: bytes of weights in the artifact, as stored.
     weight_bytes: int
@@ -36,6 +36,13 @@ class Lowered(Protocol):
 
         Raises:
             OSError: the folder cannot be written. LoweringError: the model cannot be saved.
+        """
+        ...
+
+    def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Time what can be set and changes speed only, and keep what is fastest; whether anything is set anew.
+
+        Asked once of a result that is within the goal: one that is thrown away is not worth the seconds.
         """
         ...
 

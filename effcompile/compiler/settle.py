@@ -219,8 +219,13 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
     with shop.progress.step(f"lower to {backend.name}"):
         tagged = apply_passes(shop.program, shop.passes, plan, next(iter(shop.cases), None))
         lowered = backend.lower(tagged, plan, shop.calibration)
+    run = Executable(shop.model, tagged, lowered, plan)
     with shop.progress.step(f"verify {backend.name}"):
-        checks = verify(Executable(shop.model, tagged, lowered, plan), tagged, shop.cases, shop.goal)
+        checks = verify(run, tagged, shop.cases, shop.goal)
+    if all(check.passed for check in checks):
+        with shop.progress.step(f"tune {backend.name}"):
+            changed = lowered.tune(tagged.flat_inputs())
+        checks = verify(run, tagged, shop.cases, shop.goal) if changed else checks  # of what the user holds
     plan = _counted(plan, shop.program, lowered)
     plan = replace(plan, checks=tuple(checks), settings=dict(lowered.settings))
     return Outcome(plan=plan, program=tagged, lowered=lowered, checks=tuple(checks))

@@ -91,11 +91,12 @@ def _may_lead_elsewhere(operator: object) -> bool:
 
 @contextlib.contextmanager
 def swift_onnx() -> Iterator[None]:
-    """Within, torch.onnx.export does not trace a graph again to take apart what it can translate as it is, which is half of an export.
+    """Within, torch.onnx.export and onnxscript's optimiser leave out what changes nothing, two thirds of an export of BERT-base.
 
-    The table of translations, two seconds, is built once a process.
+    A graph is not traced again to take apart what can be translated as it is; nodes whose types stay as they are do not run again on fake
+    tensors; a rewrite rule is matched where the operator is the one that it looks for. The table of translations is built once a process.
     """
-    with kept_onnx_registry():
+    with kept_onnx_registry(), _only_promoted_nodes_rerun(), _rules_of_the_operator():
         module = _module("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry")
         if module is None:
             yield
@@ -107,6 +108,48 @@ def swift_onnx() -> Iterator[None]:
 
         with _replaced(module, "decompose_with_registry", unless_needless):
             yield
+
+
+@contextlib.contextmanager
+def _only_promoted_nodes_rerun() -> Iterator[None]:
+    """Within, the pass that writes type promotions out runs a node only where it, or what it reads, was changed by one."""
+    module = _module("torch.onnx._internal.fx.passes.type_promotion", "_TypePromotionInterpreter", "get_type_promotion_rule")
+    interpreter: Any = vars(module)["_TypePromotionInterpreter"] if module is not None else None
+    if not {"run_node", "_set_current_node", "_maybe_promote_node"} <= set(dir(interpreter)):
+        yield
+        return
+    rule_of = vars(module)["get_type_promotion_rule"]
+
+    def run_node(self: Any, node: fx.Node) -> object:
+        target, read, named = node.target, node.args, node.kwargs
+        with self._set_current_node(node):
+            if rule := rule_of(node, self.type_promotion_table):
+                self._maybe_promote_node(node, rule)
+        untouched = node.op == "call_function" and node.target is target and node.args is read and node.kwargs is named
+        if untouched and "val" in node.meta and all(self.env[source] is source.meta.get("val") for source in node.all_input_nodes):
+            return node.meta["val"]
+        return fx.Interpreter.run_node(self, node)
+
+    with _replaced(interpreter, "run_node", run_node):
+        yield
+
+
+@contextlib.contextmanager
+def _rules_of_the_operator() -> Iterator[None]:
+    """Within, onnxscript's matcher looks first at the operator: it goes through the whole graph, for some rules, before it does."""
+    module = _module("onnxscript.rewriter._matcher", "SimplePatternMatcher", "_basics")
+    matcher: Any = vars(module)["SimplePatternMatcher"] if module is not None else None
+    if "match" not in vars(matcher or object) or not hasattr(vars(module)["_basics"], "MatchResult"):
+        yield
+        return
+    match, none = matcher.match, vars(module)["_basics"].MatchResult().fail("Another operator.")
+
+    def match_if_the_operator(self: Any, model: object, graph: object, node: Any, **how: Any) -> object:
+        wanted = self.pattern.output_nodes[0].op_identifier() if self.pattern.output_nodes else None
+        return none if wanted is not None and wanted[:2] != (node.domain, node.op_type) else match(self, model, graph, node, **how)
+
+    with _replaced(matcher, "match", match_if_the_operator):
+        yield
 
 
 def _translated(exported: torch.export.ExportedProgram, registry: Any) -> bool:

@@ -47,10 +47,15 @@ class Noisy:
 class Result:
     settings: ClassVar[dict] = {"made": "here"}
     weight_bytes = 10
+    tuned, after_tuning = False, 1.0
 
     def __init__(self, program, error, applied, liar):
         self.program, self.error = program, error
         self.applied = dict.fromkeys([s.site for s in linears(program)], form("fp32")) if liar else applied
+
+    def tune(self, inputs):
+        self.tuned, self.error = True, self.error * self.after_tuning
+        return self.after_tuning != 1.0
 
     def __call__(self, *inputs):
         with torch.no_grad():
@@ -104,6 +109,16 @@ def test_a_right_prediction_is_taken_at_once():
     assert count_int8(outcome.plan) == 8  # √8 · 0.01 < 0.03
     assert outcome.plan.certificate.rounds == 1
     assert outcome.plan.settings == {"made": "here"}
+
+
+def test_only_what_is_kept_is_tuned_and_then_verified_as_it_is_held(monkeypatch):
+    made = []
+    monkeypatch.setattr(Result, "__init__", lambda self, *a, init=Result.__init__: (init(self, *a), made.append(self))[0])
+    monkeypatch.setattr(Result, "after_tuning", 0.5)
+    search, shop = bench(max_error=0.03, predicted_each=0.005)
+    outcome = settled(search, shop, Noisy(0.015))
+    assert len(made) > 1 and [result.tuned for result in made] == [False] * (len(made) - 1) + [True]
+    assert max(check.error for check in outcome.checks) == pytest.approx(0.5 * 0.015 * count_int8(outcome.plan) ** 0.5, rel=0.05)
 
 
 def test_a_wrong_prediction_is_corrected_solved_again_and_told():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Iterator
 
+import onnx_ir
+import onnxscript.optimizer
 import pytest
 import torch
 from torch import nn
@@ -73,3 +77,43 @@ def test_views_are_taken_apart_the_short_way() -> None:
 @pytest.mark.parametrize("operator", [torch.ops.aten.batch_norm.default, torch.ops.aten.feature_dropout.default])
 def test_what_may_lead_to_others_goes_torchs_way(operator: torch._ops.OpOverload) -> None:
     assert swift._may_lead_elsewhere(operator)
+
+
+class Promotions(nn.Module):
+    """Operators on several types, on numbers of another type, and what reads their results; a clip for the rewriter to fuse."""
+
+    def forward(self, x: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = (like > 0).to(torch.int32)
+        mixed = x * whole + 1
+        y = torch.where(mixed > 0, mixed, 0.0) / (whole + 2)
+        return y.softmax(-1) @ x.mT, nn.functional.relu(y).clamp(0.1, 0.5), x.half() * 3 + whole, nn.functional.layer_norm(y + 0, (8,))
+
+
+@pytest.mark.parametrize("made", [Promotions, Views, Composite])
+def test_an_onnx_model_is_torchs_and_onnxscripts_own(made: type[nn.Module]) -> None:
+    x, like = torch.randn(3, 4, 8), torch.randn(3, 4, 8)
+
+    def exported() -> bytes:
+        torch.manual_seed(0)
+        with warnings.catch_warnings(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            program = torch.export.export(made().eval(), (x, like), strict=False)
+            model = torch.onnx.export(program, (), dynamo=True, optimize=False, verbose=False)
+            assert model is not None
+            onnxscript.optimizer.optimize_ir(model.model)
+        return onnx_ir.to_proto(model.model).SerializeToString()
+
+    theirs = exported()
+    with swift.swift_onnx():
+        ours = exported()
+    assert ours == theirs
+
+
+def test_what_is_left_out_is_known_by_the_names_that_are_replaced() -> None:
+    """Else the test above compares torch's way with itself."""
+    promotion = vars(swift._module("torch.onnx._internal.fx.passes.type_promotion"))["_TypePromotionInterpreter"]
+    matcher = vars(swift._module("onnxscript.rewriter._matcher"))["SimplePatternMatcher"]
+    before = promotion.run_node, matcher.match
+    with swift.swift_onnx():
+        assert promotion.run_node is not before[0] and matcher.match is not before[1]
+    assert (promotion.run_node, matcher.match) == before

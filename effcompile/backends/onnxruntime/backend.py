@@ -71,14 +71,10 @@ class OnnxRuntime:
         except BaseException:
             remove(folder)
             raise
-        names = [spec.name for spec in program.inputs]
-        feeds = session.numpy_feeds(names, program.flat_inputs())
-        chosen, seconds = session.tune(built.path, feeds)
-        tried = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
-        settings = {**session.settings_dict(chosen), "opset": built.opset, "tried": tried}
+        told: dict[str, object] = {"opset": built.opset}
         if (library := library_for(built.path)) is not None:
-            settings["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
-        return OnnxModel(built.path, names, built.applied, settings, built.weight_bytes, chosen)
+            told["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
+        return OnnxModel(built.path, [spec.name for spec in program.inputs], built.applied, told, built.weight_bytes)
 
     def open(self, directory: Path, plan: Plan) -> Run:
         call = load(directory / "model.onnx", plan.settings)
@@ -90,18 +86,36 @@ class OnnxRuntime:
 
 
 class OnnxModel:
-    """A lowered model in a temporary folder of its own (removed with the object), and a session on it."""
+    """A lowered model in a temporary folder of its own (removed with the object), and a session on it.
 
-    def __init__(
-        self, path: Path, names: list[str], applied: Mapping[str, Form], settings: Mapping[str, object], weight_bytes: int, chosen: Settings
-    ) -> None:
-        self.applied, self.settings, self.weight_bytes = dict(applied), dict(settings), weight_bytes
-        self._path, self._names, self._chosen = path, names, chosen
-        self._session = session.open_session(path, chosen)
-        give_back()  # the file, read as a whole, beside what the session made of it
+    Args:
+        told: what the plan's settings say beside those of the session.
+    """
+
+    def __init__(self, path: Path, names: list[str], applied: Mapping[str, Form], told: Mapping[str, object], weight_bytes: int) -> None:
+        self.applied, self.weight_bytes = dict(applied), weight_bytes
+        self._path, self._names, self._told = path, names, dict(told)
+        self._finalizer = weakref.finalize(self, remove, path.parent)
+        self._open(session.default_settings())
         present = {value.name for value in self._session.get_inputs()}
         self._present = [name in present for name in names]  # an input that changes nothing is dropped by export
-        self._finalizer = weakref.finalize(self, remove, path.parent)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return {**session.settings_dict(self._chosen), **self._told}
+
+    def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
+        feeds = self._feeds(inputs)
+        del self._session  # it holds the weights
+        chosen, seconds = session.tune(self._path, feeds)
+        self._told["tried"] = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
+        changed = chosen != self._chosen
+        self._open(chosen)
+        return changed
+
+    def _open(self, chosen: Settings) -> None:
+        self._chosen, self._session = chosen, session.open_session(self._path, chosen)
+        give_back()  # the file, read as a whole, beside what the session made of it
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         return [torch.from_numpy(np.asarray(array)) for array in session.run(self._session, self._feeds(inputs))]

@@ -122,7 +122,8 @@ def _static(model: onnx.ModelProto, nodes: list[str], ranges: Ranges) -> onnx.Mo
     """QDQ on the inputs and weights of MatMuls; outputs stay fp32, so that ORT fuses MatMulIntegerToFloat."""
     from onnxruntime.quantization import QuantType
     from onnxruntime.quantization.calibrate import TensorData
-    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+    from effcompile.backends.onnxruntime.per_channel import WholeWeightQDQQuantizer
 
     inputs = {node.name: node.input[0] for node in model.graph.node if node.name in set(nodes)}
     bounds = {
@@ -130,7 +131,7 @@ def _static(model: onnx.ModelProto, nodes: list[str], ranges: Ranges) -> onnx.Mo
         for name in nodes
         if name in inputs
     }
-    quantizer = QDQQuantizer(
+    quantizer = WholeWeightQDQQuantizer(
         _prepared(model),
         True,  # per channel
         False,

@@ -129,6 +129,9 @@ class OpenVinoLowered:
             raise UsageError(f"OpenVINO cannot write {str(path)!r}: {first_line(error)}. Choose another folder with -o.") from error
         return path, path.with_suffix(".bin")
 
+    def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
+        return False  # its own plugin chooses
+
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Peak resident bytes over one call, in a process of its own (OpenVINO reports no memory); None off Linux.
 

@@ -48,6 +48,9 @@ class TorchLowered:
         with torch.no_grad():
             return list(self.run(*inputs))
 
+    def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
+        return False  # threads are the process's own, kernels were tuned while planning
+
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Weights plus the highest sum of live CPU allocations during one call, from the profiler's memory events."""
         self(*inputs)

@@ -33,8 +33,10 @@ def lower_step(
     """
     program = solid(sized(step, program, batch=1, past=PAST, new=2))  # most calls have one row: backends look at the example's
     calibration = [program.flat_inputs(*as_inputs(text, step.layout, program.kwargs)) for text in texts] or [program.flat_inputs()]
-    made = {"step": backend.lower(program, plan, calibration)}
-    for name, other in (("source", step.source), ("encoder", step.encoder)):
-        if other is not None:
-            made[name] = backend.lower(other, plan, [other.flat_inputs()])
+    graphs = {"step": program, "source": step.source, "encoder": step.encoder}
+    made: dict[str, Lowered] = {}
+    for name, graph in graphs.items():
+        if graph is not None:
+            made[name] = backend.lower(graph, plan, calibration if graph is program else [graph.flat_inputs()])
+            made[name].tune(graph.flat_inputs())
     return assembled(step.boundary, step.layout, room, program.inputs, made), made

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import QuantType
+from onnxruntime.quantization.calibrate import TensorData
 from onnxruntime.quantization.onnx_quantizer import ONNXQuantizer
+from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 from onnxruntime.quantization.quant_utils import QuantizationMode, add_infer_metadata
 
-from effcompile.backends.onnxruntime.per_channel import WholeWeightQuantizer
+from effcompile.backends.onnxruntime.per_channel import WholeWeightQDQQuantizer, WholeWeightQuantizer
 
 
 def product(weight: np.ndarray) -> onnx.ModelProto:
@@ -28,12 +30,27 @@ def product(weight: np.ndarray) -> onnx.ModelProto:
     return model
 
 
-def quantised(kind: type[Any], weight: np.ndarray) -> dict[str, np.ndarray]:
-    options = {"DefaultTensorType": onnx.TensorProto.FLOAT, "MatMulConstBOnly": True}
-    settings = False, QuantizationMode.IntegerOps, False, QuantType.QInt8, QuantType.QUInt8, None, ["p"], [], ["MatMul"], options
-    quantizer = kind(product(weight), True, *settings)
+PLAIN = {"DefaultTensorType": onnx.TensorProto.FLOAT, "MatMulConstBOnly": True}
+STATIC = {
+    "DefaultTensorType": onnx.TensorProto.FLOAT, "WeightSymmetric": True, "ActivationSymmetric": False,
+    "OpTypesToExcludeOutputQuantization": ["MatMul"], "DedicatedQDQPair": False,
+}  # fmt: skip
+
+
+def made_by(kind: type[Any], weight: np.ndarray) -> onnx.ModelProto:
+    """The model that a quantiser makes, dynamic or, of the QDQ kind, static."""
+    types: tuple[Any, ...] = QuantType.QInt8, QuantType.QUInt8
+    if issubclass(kind, QDQQuantizer):
+        ranges = {"x": TensorData(lowest=np.float32(-1), highest=np.float32(2))}
+        quantizer = kind(product(weight), True, False, *types, ranges, ["p"], [], ["MatMul"], STATIC)
+    else:
+        quantizer = kind(product(weight), True, False, QuantizationMode.IntegerOps, False, *types, None, ["p"], [], ["MatMul"], PLAIN)
     quantizer.quantize_model()
-    return {tensor.name: numpy_helper.to_array(tensor) for tensor in quantizer.model.model.graph.initializer}
+    return quantizer.model.model
+
+
+def quantised(kind: type[Any], weight: np.ndarray) -> dict[str, np.ndarray]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in made_by(kind, weight).graph.initializer}
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,18 +64,20 @@ def quantised(kind: type[Any], weight: np.ndarray) -> dict[str, np.ndarray]:
     )
 )
 def test_as_the_library_channel_by_channel(weight: np.ndarray) -> None:
+    assert made_by(QDQQuantizer, weight).SerializeToString() == made_by(WholeWeightQDQQuantizer, weight).SerializeToString()
     theirs, ours = quantised(ONNXQuantizer, weight), quantised(WholeWeightQuantizer, weight)
     assert theirs.keys() == ours.keys() and {"w_quantized", "w_scale", "w_zero_point"} <= ours.keys()
     for name, array in theirs.items():
         assert array.dtype == ours[name].dtype and np.array_equal(array, ours[name]), name
 
 
+@pytest.mark.parametrize("kinds", [(ONNXQuantizer, WholeWeightQuantizer), (QDQQuantizer, WholeWeightQDQQuantizer)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_weight_that_is_no_number_fails_as_the_library_does(bad: float) -> None:
+def test_a_weight_that_is_no_number_fails_as_the_library_does(bad: float, kinds: tuple[type[Any], ...]) -> None:
     weight = np.ones((4, 3), np.float32)
     weight[1, 1] = bad
     outcomes = []
-    for kind in (ONNXQuantizer, WholeWeightQuantizer):
+    for kind in kinds:
         try:
             outcomes.append(repr(quantised(kind, weight)))
         except Exception as error:
@@ -69,4 +88,6 @@ def test_a_weight_that_is_no_number_fails_as_the_library_does(bad: float) -> Non
 def test_a_large_weight_is_not_quantised_channel_by_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else both of what is compared above would be the library's."""
     monkeypatch.setattr(ONNXQuantizer, "quantize_weight_per_channel_impl", None)
-    assert quantised(WholeWeightQuantizer, np.ones((64, 32), np.float32))["w_quantized"].min() == 127
+    monkeypatch.setattr("onnxruntime.quantization.qdq_quantizer.quantize_onnx_initializer", None)
+    for kind in (WholeWeightQuantizer, WholeWeightQDQQuantizer):
+        assert quantised(kind, np.ones((64, 32), np.float32))["w_quantized"].min() == 127
