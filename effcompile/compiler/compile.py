@@ -23,6 +23,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.estimate import sensitivity
+from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
@@ -32,7 +33,7 @@ from effcompile.runtime.executable import Executable
 from effcompile.runtime.inputs import GraphInputs
 from effcompile.search import captured
 from effcompile.search.machine import Machine, resolve
-from effcompile.search.pricing import backends_for, plans_for, search_for, standing_in, stress_of
+from effcompile.search.pricing import backends_for, measured_options, plans_for, replaced_weights, search_for, standing_in, stress_of
 from effcompile.search.progress import entry
 from effcompile.search.request import Asked, Task
 from effcompile.search.search import Search, fingerprint
@@ -144,7 +145,11 @@ def _workshop(task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal
     flat = [program.flat_inputs(args, kwargs) for args, kwargs in seen] or [program.flat_inputs()]
     with progress.step("reference outputs"):
         cases, stress = references(program, model, goal, inputs), stress_references(program, model, goal)
-    return Workshop(model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat, stress=stress, progress=progress)
+    rehearsal = Rehearsal(program, measured_options(passes), replaced_weights(passes, program), flat)
+    return Workshop(
+        model=model, program=program, passes=passes, goal=goal, cases=cases, calibration=flat, rehearsal=rehearsal, stress=stress,
+        progress=progress,
+    )  # fmt: skip
 
 
 def _stressed(shop: Workshop, best: Outcome) -> Outcome:

@@ -40,13 +40,17 @@ class NotBuilt(Reason):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrected(Reason):
-    """In this round the measured error was another than the predicted one: solved again with errors scaled by `factor`."""
+    """In this round the measured error was another than the predicted one: solved again with errors scaled by `factor`.
+
+    `emulated`: it was that of the emulated arithmetic; nothing was lowered.
+    """
 
     kind: Literal["corrected"] = "corrected"
     round: int
     measured: float
     predicted: float
     factor: float
+    emulated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

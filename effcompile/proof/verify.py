@@ -124,6 +124,16 @@ def verify(run: Run, program: Program, cases: Sequence[Reference], goal: Goal) -
     return [_check(run, program, case, goal) for case in cases]
 
 
+def distance(tensors: Sequence[torch.Tensor], program: Program, case: Reference, goal: Goal) -> float:
+    """The largest relative L2 error of the tensors that a run gives in a case, padded positions left out; infinite for another number."""
+    found, mask = _read(tensors, goal), _mask(program, case.inputs)
+    return _distance(found, case.outputs, mask) if len(found) == len(case.outputs) else math.inf
+
+
+def _distance(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], mask: torch.Tensor | None) -> float:
+    return max((relative_error(_seen(a, mask), _seen(b, mask)) for a, b in zip(found, wanted, strict=True)), default=0.0)
+
+
 def worst(checks: Sequence[Check]) -> float:
     """The largest error of all checks."""
     return max((check.error for check in checks), default=0.0)
@@ -145,7 +155,7 @@ def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
         return failed(note=Together.of([Because("output {} is {name} instead of {name}", each) for each in unlike]))
     if (plain := tuple(_plain(outputs))) != case.plain:
         return failed(note=Because("beside the tensors it returns {name} instead of {name}", (str(plain), str(case.plain))))
-    error = max((relative_error(_seen(a, mask), _seen(b, mask)) for a, b in pairs), default=0.0)
+    error = _distance(found, case.outputs, mask)
     limit = case.limit(goal, error)
     hidden = mask is not None and not bool(mask.bool().all())
     notes = [Because("padded positions left out")] if hidden else []

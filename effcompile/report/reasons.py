@@ -340,7 +340,8 @@ def _not_built(reason: f.NotBuilt) -> Phrase:
 @phrase.register
 def _corrected(reason: f.Corrected) -> Phrase:
     return (
-        f"round {reason.round}: measured error ", _error(reason.measured), " against predicted ", _error(reason.predicted),
+        "before lowering: emulated" if reason.emulated else f"round {reason.round}: measured", " error ", _error(reason.measured),
+        " against predicted ", _error(reason.predicted),
         "; errors scaled by ", Figure(reason.factor, _hundredths), " and solved again",
     )  # fmt: skip
 

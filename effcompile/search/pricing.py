@@ -77,6 +77,14 @@ def measured_options(passes: tuple[Pass, ...]) -> dict[str, tuple[Form, ...]]:
     return options
 
 
+def replaced_weights(passes: tuple[Pass, ...], program: Program) -> dict[tuple[str, str], Callable[[], torch.Tensor]]:
+    """(site, option) → the weight that a linear has under an option that changes nothing else."""
+    weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
+    for each in passes:
+        weights |= each.replaced_weights(program)
+    return weights
+
+
 def _sensitivity(
     program: Program, goal: Goal, passes: tuple[Pass, ...], options: Mapping[str, tuple[Form, ...]], progress: Progress
 ) -> tuple[Sensitivity, str]:
@@ -86,9 +94,7 @@ def _sensitivity(
     given = program.calibration
     inputs = [*(given or [(program.args, program.kwargs), *sensitivity.generate_inputs(program, 3)]), *stress_of(program, goal)]
     text = f"the user's: {len(given)} inputs" if given else f"the example and {sensitivity.describe_generated(3).partition(': ')[2]}"
-    weights: dict[tuple[str, str], Callable[[], torch.Tensor]] = {}
-    for each in passes:
-        weights |= each.replaced_weights(program)
+    weights = replaced_weights(passes, program)
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
         measured = sensitivity.measure(program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell)

@@ -156,6 +156,42 @@ def test_a_saved_plan_over_its_limit_is_refused():
         settle(shop, backend, search.plan_for(backend), None)
 
 
+class Foretelling:
+    """Says of a plan what the backend that adds `error_each` will make of it."""
+
+    def __init__(self, program, error_each):
+        self.program, self.error_each = program, error_each
+
+    def of(self, plan):
+        count = sum(d.option == "int8_dynamic" for d in plan.decisions)
+        return Result(self.program, self.error_each * count**0.5, {}, False) if count else None
+
+
+@pytest.mark.parametrize(("predicted", "actual", "fewest", "most"), [(0.005, 0.015, 1, 4), (0.03, 0.01, 6, 8), (0.01, 0.01, 8, 8)])
+def test_what_a_rehearsal_shows_is_corrected_before_anything_is_lowered(predicted, actual, fewest, most):
+    search, shop = bench(max_error=0.03, predicted_each=predicted)
+    backend = Noisy(actual)
+    outcome = settled(search, replace(shop, rehearsal=Foretelling(shop.program, actual)), backend)
+    assert len(backend.lowerings) == 1 and fewest <= count_int8(outcome.plan) <= most
+    assert any("before lowering: emulated error" in str(note) for note in outcome.plan.notes) == (predicted != actual)
+
+
+def test_a_rehearsal_that_is_wrong_decides_nothing():
+    search, shop = bench(max_error=0.03, predicted_each=0.005)
+    outcome = settled(search, replace(shop, rehearsal=Foretelling(shop.program, 0.001)), Noisy(0.015))
+    assert all(check.passed for check in outcome.checks) and 1 <= count_int8(outcome.plan) <= 4
+
+
+def test_a_plan_that_a_rehearsal_makes_too_slow_is_not_lowered():
+    search, shop = bench(max_error=0.03, predicted_each=0.005)
+    backend = Noisy(0.015)
+    first = search.plan_for(backend)
+    shop = replace(shop, rehearsal=Foretelling(shop.program, 0.015))
+    with pytest.raises(VerificationError, match="not built, for another backend's is better"):
+        settle(shop, backend, first, lambda c: search.plan_for(backend, c), worth_building=first.certificate.objective)
+    assert backend.lowerings == []
+
+
 def test_options_that_are_not_in_the_artifact_are_told():
     search, shop = bench(max_error=0.5, predicted_each=0.001)
     outcome = settled(search, shop, Noisy(0.0, liar=True))

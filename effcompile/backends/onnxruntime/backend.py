@@ -17,6 +17,7 @@ from effcompile.backends.base import Run
 from effcompile.backends.onnxruntime import kernels, session
 from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.backends.onnxruntime.session import Settings
+from effcompile.backends.onnxruntime.unsigned import INT8_WEIGHTS, SIGNED, products_saturate
 from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.goal import Goal
@@ -72,6 +73,8 @@ class OnnxRuntime:
             remove(folder)
             raise
         told: dict[str, object] = {"opset": built.opset}
+        if any(form.weights in SIGNED for form in built.applied.values()):
+            told[INT8_WEIGHTS] = "unsigned" if products_saturate() else "signed"
         if (library := library_for(built.path)) is not None:
             told["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
         return OnnxModel(built.path, [spec.name for spec in program.inputs], built.applied, told, built.weight_bytes)
@@ -142,6 +145,11 @@ def load(path: Path, settings: Mapping[str, object]) -> Callable[[Mapping[str, A
     """
     if not path.exists():
         raise UsageError(f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`.")
+    if settings.get(INT8_WEIGHTS) == "signed" and products_saturate():
+        raise LoweringError(
+            f"{str(path)!r} was made for a processor with VNNI; this one cuts sums of its int8 products at 16 bits, which makes them "
+            "wrong by a tenth. Run `effcompile optimize` on this machine."
+        )
     opened = session.open_session(path, session.settings_of(settings))
     wanted = {value.name for value in opened.get_inputs()}
 

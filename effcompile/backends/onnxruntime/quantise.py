@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+from effcompile.backends.onnxruntime.unsigned import as_unsigned, products_saturate
 from effcompile.core.errors import LoweringError
 from effcompile.core.quiet import as_it_logs, quiet_libraries
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, NOT_FOUND, TABLE_INT8, W4, W8, Form, WeightFormat
@@ -44,6 +45,8 @@ def quantise(model: onnx.ModelProto, formats: Mapping[str, WeightFormat], ranges
                 f"onnxruntime.quantization failed at {held.name} ({len(nodes)} nodes): {type(error).__name__}: {error}"
             ) from error
         _suffix_new_tensors(model, before, held.name)
+    if products_saturate():
+        as_unsigned(model)
     _make_node_names_unique(model)
     return model
 

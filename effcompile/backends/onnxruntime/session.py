@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +19,7 @@ from effcompile.backends.onnxruntime.custom_ops import library_for
 from effcompile.core.arrays import Array
 from effcompile.core.errors import FormatError, LoweringError, clipped
 from effcompile.core.stages import first_line
-from effcompile.core.timing import faster_half_median, interleaved
+from effcompile.core.timing import faster_half_median
 from effcompile.machine.memory import give_back
 
 if TYPE_CHECKING:
@@ -126,30 +127,42 @@ def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> li
     return outputs
 
 
-def tune(path: Path, feeds: Mapping[str, Array], *, rounds: int = 6) -> tuple[Settings, dict[str, float]]:
+def tune(path: Path, feeds: Mapping[str, Array]) -> tuple[Settings, dict[str, float]]:
     """The fastest settings by measurement, each candidate between two runs of the defaults, and each one's seconds.
 
     A session holds the weights, so that one is open at a time. Defaults stay unless another candidate is at least 2 % faster: a smaller
     difference is noise.
     """
     default, *others = candidates()
-    before = _seconds(path, feeds, default, rounds)
+    before = _seconds(path, feeds, default)
     seconds, best, ratio = {default.describe(): before}, default, 0.98
     for other in others:
-        found = seconds[other.describe()] = _seconds(path, feeds, other, rounds)
-        after = _seconds(path, feeds, default, rounds)
+        found = seconds[other.describe()] = _seconds(path, feeds, other)
+        after = _seconds(path, feeds, default)
         beside, before = (before + after) / 2, after
         if found < ratio * beside:
             best, ratio = other, found / beside
     return best, seconds
 
 
-def _seconds(path: Path, feeds: Mapping[str, Array], settings: Settings, rounds: int) -> float:
+#: Timed calls of a session when settings are compared, and the seconds after which fewer do.
+_TIMED, _FEWEST, _ENOUGH = 12, 4, 0.6
+
+
+def _seconds(path: Path, feeds: Mapping[str, Array], settings: Settings) -> float:
     """Seconds of a call, of a session that is closed again."""
-    name = settings.describe()
-    samples = interleaved({name: partial(run, open_session(path, settings), feeds)}, rounds)
+    call, samples = partial(run, open_session(path, settings), feeds), list[float]()
+    call()
+    started = perf_counter()
+    while len(samples) < _FEWEST or (len(samples) < _TIMED and perf_counter() < started + _ENOUGH):
+        call()  # untimed: the caches are another's
+        for _ in range(2):
+            start = perf_counter()
+            call()
+            samples.append(perf_counter() - start)
+    del call
     give_back()
-    return faster_half_median(samples[name])
+    return faster_half_median(samples)
 
 
 _MEASURE_PEAK = """

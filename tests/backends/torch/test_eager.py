@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from form_names import form, forms
+from form_names import form, forms, held
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch_formats import lacking, where_there
 
 from effcompile.backends.base import Backend, Lowered
-from effcompile.backends.torch import TorchEager, load
+from effcompile.backends.torch import TorchEager, load, numerics
 from effcompile.capture import capture
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.goal import Goal
@@ -26,7 +27,8 @@ LIMITS = {
     "fp32": 1e-5, "bf16": 1e-2, "int8_dynamic": 5e-2, "int8_channel": 5e-2, "int8_token": 5e-2, "int8_static": 0.15, "w8_channel": 3e-2,
     "w4": 0.3, "w4g64": 0.3, "int8_groups": 3e-2, "int4_groups": 0.3,
 }  # fmt: skip
-OPTIONS = tuple(LIMITS)
+OPTIONS = tuple(where_there(option) for option in LIMITS)
+HERE = tuple(option for option in LIMITS if lacking(option) is None)
 
 
 def ids_of(batch: int, rows: int, seed: int = 0) -> torch.Tensor:
@@ -63,7 +65,7 @@ def test_every_option_runs_at_any_shape_and_is_read_back(model: nn.Module, progr
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option not in ("fp32", "int8_static")])
+@pytest.mark.parametrize("option", [where_there(option) for option in LIMITS if option not in ("fp32", "int8_static")])
 def test_a_model_stays_in_its_dtype(option: str, dtype: torch.dtype) -> None:
     """Rounded products take a bias and make results in fp32, which its other operators do not, nor whoever reads the last one."""
     torch.manual_seed(0)
@@ -117,7 +119,7 @@ def test_rows_of_a_table_come_in_its_dtype(dtype: torch.dtype) -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mixture_is_applied_where_planned(program: Program, data: st.DataObject) -> None:
-    tags = {site.site: data.draw(st.sampled_from(OPTIONS)) for site in linears(program)}
+    tags = {site.site: data.draw(st.sampled_from(HERE)) for site in linears(program)}
     tags |= {site.site: data.draw(st.sampled_from(["fp32", "int8_rows"])) for site in embeddings(program)}
     tags |= {site.site: data.draw(st.sampled_from(["sdpa", "math"])) for site in attentions(program)}
     lowered = lower(program, tags)
@@ -126,13 +128,13 @@ def test_any_mixture_is_applied_where_planned(program: Program, data: st.DataObj
 
 
 def test_int8_weights_are_stored_as_int8(program: Program) -> None:
-    tags = {site.site: "int8_channel" for site in linears(program)} | {site.site: "int8_rows" for site in embeddings(program)}
+    tags = {site.site: "int8_token" for site in linears(program)} | {site.site: "int8_rows" for site in embeddings(program)}
     assert lower(program, tags).weight_bytes < 0.35 * program.weight_bytes()
 
 
 def test_the_original_program_is_untouched(model: nn.Module, program: Program) -> None:
     before = [(node.op, str(node.target)) for node in program.graph.nodes]
-    lower(program, {site.site: "int8_static" for site in linears(program)})
+    lower(program, {site.site: "int8_token" for site in linears(program)})
     assert [(node.op, str(node.target)) for node in program.graph.nodes] == before
     with torch.no_grad():
         assert torch.equal(program.module(program.args[0]), program.module(program.args[0]))
@@ -140,7 +142,7 @@ def test_the_original_program_is_untouched(model: nn.Module, program: Program) -
 
 def test_artifact_comes_back_with_the_same_numbers(program: Program, tmp_path: Path) -> None:
     names = [site.site for site in linears(program)]
-    lowered = lower(program, dict(zip(names, OPTIONS, strict=False)))
+    lowered = lower(program, dict(zip(names, HERE, strict=False)))
     (path,) = lowered.save(tmp_path / "new")
     assert [p.name for p in path.parent.iterdir()] == ["model.pt2"]
     run = load(path)
@@ -156,6 +158,7 @@ def test_peak_counts_weights_and_activations(program: Program) -> None:
     assert lowered.weight_bytes < small < large
 
 
+@pytest.mark.skipif(lacking("int8_static") is not None, reason=str(lacking("int8_static")))
 def test_static_int8_without_calibration_is_an_error(program: Program) -> None:
     tagged = program.tagged({linears(program)[0].site: form("int8_static")}, "test")
     with pytest.raises(LoweringError, match="calibration"):
@@ -174,3 +177,19 @@ def test_load_refuses_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"PK not a zip")
     with pytest.raises(FormatError, match="not an artifact"):
         load(tmp_path / "model.pt2")
+
+
+@pytest.mark.skipif(lacking("int8_channel") is not None, reason=str(lacking("int8_channel")))
+def test_an_artifact_of_another_machine_is_refused_where_it_would_be_wrong(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = lower(program, {linears(program)[0].site: "int8_channel"}).save(tmp_path)
+    monkeypatch.setattr("effcompile.backends.torch.lowered.products_saturate", lambda: True)
+    with pytest.raises(LoweringError, match="Run `effcompile optimize` on this machine"):
+        load(path)
+
+
+def test_int8_products_that_are_cut_at_16_bits_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("effcompile.backends.torch.numerics.products_saturate", lambda: True)
+    reasons = {name: numerics.why_not(held(name), 8, 128, 128) for name in ("int8_dynamic", "int8_channel", "int8_static", "w4")}
+    assert [name for name, reason in reasons.items() if "16 bits" in str(reason)] == ["int8_dynamic", "int8_channel", "int8_static"]

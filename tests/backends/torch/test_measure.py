@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from form_names import KNOWN
+from torch_formats import where_there
 
 from effcompile.backends.torch import TorchEager
 from effcompile.machine.grid import grid
@@ -21,7 +25,12 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k not in ABSENT])
+def _where_there(kernel: str) -> Any:
+    name = kernel.removeprefix("linear/")
+    return where_there(name, id=kernel, value=kernel) if name in KNOWN and name != kernel else kernel
+
+
+@pytest.mark.parametrize("kernel", [_where_there(k) for k in KERNELS if k not in ABSENT])
 def test_times_every_kernel_it_has(kernel: str) -> None:
     seconds = TorchEager().measure(KernelCall(kernel, DIMS[kernel]))
     assert seconds is not None

@@ -1,0 +1,104 @@
+"""A plan rehearsed in emulated arithmetic is as far from the model as the artifact that a backend makes of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from form_names import form, forms
+from torch import nn
+from torch_formats import where_there
+
+from effcompile.backends import load_backend
+from effcompile.capture import capture
+from effcompile.estimate.rehearse import Rehearsal
+from effcompile.ir.formats import LINEAR_FORMATS, Form
+from effcompile.ir.program import Program
+from effcompile.passes import load_passes
+from effcompile.passes.merge import MERGED
+from effcompile.search.pricing import measured_options, replaced_weights
+from effcompile.sites.parts import linears, merges
+
+
+class Block(nn.Module):
+    """Three products of one input, which can be merged, and two behind each other, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+        self.up, self.down, self.norm = nn.Linear(64, 128), nn.Linear(128, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (2, 32)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) + x
+        return self.norm(mixed + self.down(torch.relu(self.up(mixed))))
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    torch.manual_seed(0)
+    return capture(Block().eval(), (torch.randn(2, 16, 64),))
+
+
+def plan_of(options: dict[str, str], *, error_squared: float = 1e-4, given: dict[str, Form] | None = None) -> Any:
+    named = given or {}
+    cost = SimpleNamespace(error_squared=error_squared)
+    decisions = [SimpleNamespace(site=s, option=o, form=named.get(s, form(o)), cost=cost) for s, o in options.items()]
+    return SimpleNamespace(decisions=decisions)
+
+
+def rehearsal_of(program: Program) -> Rehearsal:
+    passes = load_passes(("quantize", "merge"))
+    return Rehearsal(program, measured_options(passes), replaced_weights(passes, program), [program.flat_inputs()])
+
+
+def distance(outputs: list[torch.Tensor], program: Program) -> float:
+    with torch.no_grad():
+        (exact,) = [program.module(*program.args)]
+    return float((outputs[0] - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("backend", "option"),
+    [
+        *(where_there(name, name, value="torch-eager", id=f"torch-eager-{name}") for name in ("int8_channel", "w4", "bf16")),
+        ("onnxruntime", "int8_static"),
+        ("onnxruntime", "w8"),
+    ],
+)
+def test_as_far_off_as_the_artifact(program: Program, backend: str, option: str) -> None:
+    options = {site.site: option for site in linears(program)}
+    emulate = rehearsal_of(program).of(plan_of(options))
+    assert emulate is not None
+    inputs = program.flat_inputs()
+    lowered = load_backend(backend).lower(program.tagged(forms(options), "test"), None, [inputs])  # type: ignore[arg-type]
+    measured, rehearsed = distance(lowered(*inputs), program), distance(emulate(*inputs), program)
+    assert measured > 1e-5 and rehearsed == pytest.approx(measured, rel=0.1)
+
+
+def test_members_of_a_merge_share_a_scale(program: Program) -> None:
+    """The weights of a merge are rounded by the largest of them all: where one is a hundredth of another, that shows."""
+    torch.manual_seed(0)
+    model = Block().eval()
+    with torch.no_grad():
+        model.v.weight *= 0.01
+        model.v.bias *= 0.01
+        model.norm.bias.zero_()
+    small = capture(model, (torch.randn(2, 16, 64),))
+    (group,) = merges(small)
+    options = {member.site: "int8_dynamic" for member in group.members}
+    rehearsal = rehearsal_of(small)
+    apart = rehearsal.of(plan_of({**options, group.site: "separate"}, given={group.site: Form(word="separate")}))
+    together = rehearsal.of(plan_of({**options, group.site: MERGED}, given={group.site: Form(word=MERGED)}))
+    assert apart is not None and together is not None
+    inputs = small.flat_inputs()
+    assert not torch.equal(apart(*inputs)[0], together(*inputs)[0])
+
+
+def test_an_exact_plan_and_one_with_what_nobody_emulates_are_not_rehearsed(program: Program) -> None:
+    sites = [site.site for site in linears(program)]
+    assert rehearsal_of(program).of(plan_of(dict.fromkeys(sites, "fp32"), error_squared=0.0)) is None
+    strange = plan_of({sites[0]: next(name for name in LINEAR_FORMATS if name != "fp32"), "elsewhere": "w4"})
+    assert rehearsal_of(program).of(strange) is None
