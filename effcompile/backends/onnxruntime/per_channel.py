@@ -49,6 +49,8 @@ class WholeWeightQuantizer(ONNXQuantizer):  # type: ignore[misc]  # the library 
 class WholeWeightQDQQuantizer(QDQQuantizer):  # type: ignore[misc]
     """Gives to the bit what its base gives for the weights of static quantisation."""
 
+    tensors_to_quantize: dict[str, Any]
+
     def _calc_initializer_quant_params(self) -> dict[str, QuantizationParams]:
         tensors = self.tensors_to_quantize
         usual = self.weight_qType == onnx.TensorProto.INT8 and not self.reduce_range and self.min_real_range is None
