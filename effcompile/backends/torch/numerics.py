@@ -10,8 +10,8 @@ import torch
 
 from effcompile.core import torch_compat
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.core.torch_compat_narrow import products_saturate
-from effcompile.ir.formats import INT8_TOKEN, LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
+from effcompile.core.torch_compat_narrow import has_bf16_products, products_saturate
+from effcompile.ir.formats import BF16, INT8_TOKEN, LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
 from effcompile.machine.target import KernelCall
 from effcompile.ops import group_linear, int8_linear
 
@@ -106,6 +106,8 @@ def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
         return Unsupported("torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {}", (k,))
     if not torch_compat.has_onednn():
         return Unsupported("this torch was built without oneDNN")
+    if held == BF16 and not has_bf16_products() and not torch.cuda.is_available():
+        return Unsupported("oneDNN has no bf16 products on this processor")
     if "int8" in held.activation and not held.group and not torch_compat.has_onednn_int8():
         return Unsupported("this torch has no oneDNN int8 linear")
     if "int8" in held.activation and not held.group and products_saturate():
