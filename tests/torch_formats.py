@@ -8,17 +8,14 @@ import pytest
 from form_names import held
 
 from effcompile.backends.torch import numerics
-from effcompile.core.torch_compat_narrow import has_bf16_products
-from effcompile.ir.formats import BF16, FP32
+from effcompile.ir.formats import FP32
 
 
 def lacking(name: str) -> str | None:
     """Why torch's CPU kernels have no such linear here; None where they have."""
     if name == FP32.name:
         return None
-    if held(name) == BF16 and not has_bf16_products():
-        return "oneDNN has no bf16 products on this processor"
-    reason = numerics.why_not(held(name), 8, 128, 128)
+    reason = numerics.why_not(held(name), 8, 128, 128) or numerics.not_here(held(name))
     return None if reason is None else str(reason)
 
 

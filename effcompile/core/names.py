@@ -36,9 +36,10 @@ TRAINING_PASSES: Mapping[str, str] = {
     "checkpoint": "chooses what each block keeps from forward to backward, and what it computes again",
     "offload": "holds kept activations on the host",
     "compress": "holds kept activations in fewer bits",
+    "bitmask": "holds dropout's masks as bits from forward to backward",
 }
 #: Those that take part only where they are named, or one of their options is set.
-OPTIONAL = frozenset({"offload", "compress", "fold", "predict", "microbatch", "precision"})
+OPTIONAL = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision"})
 BACKENDS: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime",
     "torch-eager": "PyTorch, operator by operator, weights packed",

@@ -28,6 +28,7 @@ class KernelSpec:
     bytes: Callable[[Dims], float]
     gain: str = ""  # what in `Target.gains` makes its arithmetic faster than the dense one; "": nothing
     format: WeightFormat | None = None
+    on_cpu_only: bool = False  # the kernel is one of ours in C++, and no other device has it
 
 
 def _linear(held: WeightFormat) -> KernelSpec:
@@ -40,7 +41,9 @@ def _linear(held: WeightFormat) -> KernelSpec:
         m, k, n = d[:3]
         return held.grouped_by(d[-1]).stored_bytes(n, k) + (m * k + m * n) * activation_bytes
 
-    return KernelSpec("M K N G" if held.group else "M K N", dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size, format=held)
+    ours = held.activation in ("int8 rows", "int8 groups")
+    dims = "M K N G" if held.group else "M K N"
+    return KernelSpec(dims, dtype, lambda d: 2.0 * d[0] * d[1] * d[2], size, format=held, on_cpu_only=ours)
 
 
 def _lookup(held: WeightFormat) -> KernelSpec:
@@ -284,7 +287,7 @@ class Target:
         """The modelled time from peaks; None when the target has no arithmetic of that dtype or form."""
         spec = call.spec
         peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain) if spec.gain else 1.0
-        if peak is None or gain is None:
+        if peak is None or gain is None or (spec.on_cpu_only and self.device != "cpu"):
             return None
         seconds = max(call.flops / (peak * gain * self.efficiency), call.bytes / (self.memory_bandwidth * self.efficiency))
         return seconds + self.launch_seconds, Provenance.PUBLISHED if spec.gain else Provenance.MODELLED

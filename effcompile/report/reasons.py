@@ -301,7 +301,8 @@ def _stays_dense(reason: m.StaysDense) -> Phrase:
 @phrase.register
 def _only_where(reason: m.OnlyWhere) -> Phrase:
     unmet = ", which the example inputs are not" if reason.unmet else ""
-    return (f"its mask is {mask_words(reason.form)} only where {condition_words(reason.form)}{unmet}",)
+    where = f" only where {condition_words(reason.form)}" if reason.form.guards else ""
+    return (f"its mask is {mask_words(reason.form)}{where}{unmet}",)
 
 
 @phrase.register

@@ -87,3 +87,11 @@ def test_not_text_and_not_there(tmp_path):
 def test_targets_are_listed_without_torch():
     code = "import sys; from effcompile.machine.machines import *; load_target(known_targets()[0]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kernel", ["linear/int8_token", "linear/int8_groups", "linear/int4_groups"])
+def test_kernels_of_ours_for_processors_are_offered_on_no_gpu(kernel: str) -> None:
+    dims = (16, 512, 512, 32) if "groups" in kernel else (16, 512, 512)
+    call = KernelCall(kernel, dims)
+    assert load_target("h100-sxm").price("torch-inductor", call) is None
+    assert load_target("cpu-generic").price("torch-inductor", call) is not None

@@ -17,8 +17,7 @@ from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
-from effcompile.core.torch_compat_narrow import has_bf16_products
-from effcompile.ir.formats import BF16, FP32, INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
+from effcompile.ir.formats import FP32, INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, module_path, shape_of
 from effcompile.ops import group_codes, two_of_four
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
@@ -170,9 +169,7 @@ def _refusal(site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> str 
         misfit = two_of_four.misfit(_half(weight), site.n, site.k)
         return None if misfit is None else str(misfit)
     if weight.device.type == "cpu":
-        if held == BF16 and not has_bf16_products():
-            return "oneDNN has no bf16 products on this processor"
-        reason = None if held.block else numerics.why_not(held, *site.dims)
+        reason = None if held.block else numerics.why_not(held, *site.dims) or numerics.not_here(held)
         return None if reason is None else str(reason)
     if held.bits < 16 or held.block:
         return cores or f"the weight is on {weight.device}, and this form is implemented for CPU"

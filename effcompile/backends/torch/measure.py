@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.edit import PACK_ROWS
 from effcompile.core import gpu, torch_compat
+from effcompile.core.errors import LoweringError
 from effcompile.core.timing import median_seconds
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, W8_CHANNEL, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
@@ -83,6 +84,8 @@ def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
     if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
         return None
     x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+    if not x.is_cuda and (reason := numerics.not_here(held)) is not None:
+        raise LoweringError(str(reason))
     if held == INT8_TOKEN:
         return _int8_token(x, weight, bias)
     if held.activation == "int8 groups":

@@ -11,7 +11,7 @@ import torch
 from effcompile.core import torch_compat
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.torch_compat_narrow import has_bf16_products, products_saturate
-from effcompile.ir.formats import BF16, INT8_TOKEN, LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
+from effcompile.ir.formats import BF16, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, LINEAR_FORMATS, TABLE_INT8, W8, WeightFormat
 from effcompile.machine.target import KernelCall
 from effcompile.ops import group_linear, int8_linear
 
@@ -106,15 +106,20 @@ def why_not(held: WeightFormat, m: int, k: int, n: int) -> Reason | None:
         return Unsupported("torch's 8-bit weight-only kernel crashes where K is no multiple of 16; here K = {}", (k,))
     if not torch_compat.has_onednn():
         return Unsupported("this torch was built without oneDNN")
-    if held == BF16 and not has_bf16_products() and not torch.cuda.is_available():
-        return Unsupported("oneDNN has no bf16 products on this processor")
     if "int8" in held.activation and not held.group and not torch_compat.has_onednn_int8():
         return Unsupported("this torch has no oneDNN int8 linear")
-    if "int8" in held.activation and not held.group and products_saturate():
-        return Unsupported("oneDNN cuts sums of int8 products at 16 bits on this processor, which has no VNNI; int8_token does not")
     operator = {"w8_channel": "_weight_int8pack_mm", "w4": "_weight_int4pack_mm_for_cpu"}.get(held.family)
     there = operator is None or hasattr(aten, operator)
     return None if there else Unsupported("this torch has no linear with weights in {} bits on CPU", (held.bits,))
+
+
+def not_here(held: WeightFormat) -> Reason | None:
+    """None, or why this processor has no such linear, though others have."""
+    if held == BF16 and not has_bf16_products():
+        return Unsupported("oneDNN has no bf16 products on this processor")
+    if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) and products_saturate():
+        return Unsupported("oneDNN cuts sums of int8 products at 16 bits on this processor, which has no VNNI; int8_token does not")
+    return None
 
 
 def lacks(call: KernelCall) -> Reason | None:
