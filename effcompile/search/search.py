@@ -6,11 +6,13 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
 from effcompile import planner
 from effcompile.backends.base import Backend
+from effcompile.backends.torch.numerics import not_here
 from effcompile.core.causes import Limits, MachineTooSmall
 from effcompile.core.cost import Cost, Provenance, total
 from effcompile.core.errors import InfeasibleError
@@ -22,7 +24,7 @@ from effcompile.estimate.timeline import timeline
 from effcompile.ir.formats import FP32, WeightFormat
 from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.ir.program import Program
-from effcompile.machine.target import Target
+from effcompile.machine.target import KernelCall, Target
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all
 from effcompile.search.machine import BASELINE, Machine
 from effcompile.search.refine import Constraints
@@ -98,6 +100,14 @@ class Proposal:
             base={"memory": float(self.rest.weight_bytes + self.rest.bytes_kept)},
             base_objective=objective(self.rest, goal),
         )
+
+
+def _lacks(backend: Backend, target: Target, call: KernelCall) -> Reason | None:
+    """Why a backend has no such kernel; of torch's engines also where this processor has none, which lowers plans for processors."""
+    if (reason := backend.lacks(call)) is not None or target.device != "cpu":
+        return reason
+    linear = call.format if call.kernel.startswith("linear/") and backend.name.startswith("torch-") else None
+    return None if linear is None else not_here(linear)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +186,7 @@ class Search:
         if name not in self._proposals:
             context = Context(
                 goal=self.goal, target=self.machine.target, backend=name, sensitivity=self.sensitivity.errors,
-                formats=self.formats, stored=stored_format(self.program), lacks=backend.lacks,
+                formats=self.formats, stored=stored_format(self.program), lacks=partial(_lacks, backend, self.machine.target),
             )  # fmt: skip
             found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
             made = [choices for choices, _ in found]
