@@ -50,7 +50,7 @@ class Rehearsal:
         def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
             actor = _Actor(self._program.module, chosen, ranges)
             with torch.no_grad():
-                outputs = pytree.tree_leaves(actor.run(*inputs, enable_io_processing=False))
+                outputs = pytree.tree_leaves(actor.run(*self._program.leaves_with(inputs), enable_io_processing=False))
             return [value for value in outputs if isinstance(value, torch.Tensor)]
 
         return run
@@ -74,9 +74,10 @@ class Rehearsal:
         """Range of what enters each of these sites over the calibration inputs."""
         ranges: dict[fx.Node, fake_quant.Range] = {}
         entering = {site.x: site.node for site in static if site.x is not None}
+        watcher = _Watcher(self._program.module, frozenset(entering), ranges)
         for inputs in self._calibration if entering else ():
             with torch.no_grad():
-                _Watcher(self._program.module, frozenset(entering), ranges).run(*inputs, enable_io_processing=False)
+                watcher.run(*self._program.leaves_with(inputs), enable_io_processing=False)
         return {site.node: ranges[site.x] for site in static if site.x in ranges}
 
 

@@ -181,6 +181,11 @@ class Program(Traced):
         ordered = {k: given_kwargs[k] for k in self.kwargs if k in given_kwargs}
         return [leaf for leaf in pytree.tree_leaves((given_args, ordered)) if isinstance(leaf, torch.Tensor)]
 
+    def leaves_with(self, tensors: Sequence[torch.Tensor]) -> list[Value]:
+        """The leaves of the example's arguments with its tensors replaced by these, as the graph's placeholders take them."""
+        given = iter(tensors)
+        return [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs)))]
+
     @property
     def on_gpu(self) -> bool:
         """Whether a weight or an input of it lies on a GPU."""

@@ -256,3 +256,24 @@ def test_a_linear_that_reads_another_one(max_error: float, target: Target) -> No
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval(), torch.randn(6, 16)
     run = effcompile.optimize(model, inputs=x, backend="torch-eager", target=target, max_error=max_error)
     assert float((run(x) - model(x)).norm() / model(x).norm()) <= max_error
+
+
+class Flagged(nn.Module):
+    """Arguments that are no tensors stand among the graph's placeholders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, flag: bool = True, scale: float = 2.0, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self.up(x) * scale
+        return self.down(y.relu()) if flag else y
+
+
+@pytest.mark.parametrize("backend", ["torch-eager", "onnxruntime"])
+def test_a_plan_with_an_error_of_a_model_with_plain_arguments(backend: str, target: Target) -> None:
+    inputs = {"x": torch.randn(4, 64), "flag": True, "scale": 2.0, "mask": None}
+    model = Flagged().eval()
+    run = effcompile.optimize(model, inputs=inputs, max_error=0.05, backend=backend, target=target)
+    assert any(d.option != d.baseline for d in run.plan.decisions)
+    assert float((run(**inputs) - model(**inputs)).norm() / model(**inputs).norm()) <= 0.05

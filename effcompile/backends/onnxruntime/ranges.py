@@ -20,7 +20,7 @@ def input_ranges(program: Program, calibration: Sequence[Sequence[torch.Tensor]]
     recorder = _RangeRecorder(program.module, {site.x.name for site in planned})
     with torch.no_grad():
         for inputs in calibration:
-            recorder.run(*inputs)
+            recorder.run(*program.leaves_with(inputs), enable_io_processing=False)
     return {site.site: recorder.ranges[site.x.name] for site in planned}
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
-from effcompile.core.types import Outputs, Value
+from effcompile.core.types import Outputs
 from effcompile.ir.program import Program
 
 Range = tuple[float, int]  # scale, zero point
@@ -33,15 +32,8 @@ def activation_ranges(
     interpreter = _Observing(program.module, observers)
     with torch.no_grad():
         for inputs in calibration:
-            interpreter.run(*leaves_with(program, inputs), enable_io_processing=False)
+            interpreter.run(*program.leaves_with(inputs), enable_io_processing=False)
     return {node: _qparams(observer) for node, observer in observers.items()}
-
-
-def leaves_with(program: Program, inputs: Sequence[torch.Tensor]) -> list[Value]:
-    """The leaves of the example's arguments with its tensors replaced by `inputs`, as the graph's placeholders take them."""
-    given = iter(inputs)
-    leaves = pytree.tree_leaves((program.args, dict(program.kwargs)))
-    return [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _qparams(observer: Any) -> Range:

@@ -37,7 +37,7 @@ from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.text import as_inputs, calibration_text
 from effcompile.search.machine import Machine, resolve
-from effcompile.search.pricing import formats, measured_options, plans_for
+from effcompile.search.pricing import formats, measured_options, plans_for, replaced_weights
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.request import Asked, Task
@@ -234,9 +234,7 @@ def _sensitivity(step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], tex
         return Sensitivity(errors={}, method="the goal allows no error")
     program = scored(step.program)
     inputs = [as_inputs(text, step.layout, program.kwargs) for text in texts]
-    weights: dict[tuple[str, str], Any] = {}
-    for each in passes:
-        weights |= each.replaced_weights(program)
+    weights = replaced_weights(passes, program)
     return sensitivity.measure(program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS)
 
 
