@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from effcompile.core import torch_compat
+from effcompile.core.errors import LoweringError
 
 #: Columns of the probe: enough for every kernel's inner loop.
 _K = 128
@@ -25,6 +27,14 @@ def products_saturate() -> bool:
     scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
     made = torch.ops.onednn.qlinear_pointwise.default(x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], "")
     return bool((made != 255 * 127 * _K).any())
+
+
+def made_elsewhere(path: Path) -> LoweringError:
+    """What opening an artifact whose products would be cut here raises."""
+    return LoweringError(
+        f"{str(path)!r} was made for a processor with VNNI; this one cuts sums of its int8 products at 16 bits, which makes them "
+        "wrong by a tenth. Run `effcompile optimize` on this machine."
+    )
 
 
 def has_bf16_products() -> bool:

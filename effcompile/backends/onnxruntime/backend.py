@@ -23,6 +23,7 @@ from effcompile.core.errors import LoweringError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.temporary import own_folder, remove
+from effcompile.core.torch_compat_narrow import made_elsewhere
 from effcompile.core.units import format_seconds
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
@@ -146,10 +147,7 @@ def load(path: Path, settings: Mapping[str, object]) -> Callable[[Mapping[str, A
     if not path.exists():
         raise UsageError(f"No artifact {str(path)!r}. Make it with `effcompile optimize ... -o {path.parent}`.")
     if settings.get(INT8_WEIGHTS) == "signed" and products_saturate():
-        raise LoweringError(
-            f"{str(path)!r} was made for a processor with VNNI; this one cuts sums of its int8 products at 16 bits, which makes them "
-            "wrong by a tenth. Run `effcompile optimize` on this machine."
-        )
+        raise made_elsewhere(path)
     opened = session.open_session(path, session.settings_of(settings))
     wanted = {value.name for value in opened.get_inputs()}
 

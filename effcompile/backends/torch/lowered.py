@@ -20,7 +20,7 @@ from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.pack import flatten, pack
 from effcompile.core import torch_compat
 from effcompile.core.errors import FormatError, LoweringError, UsageError
-from effcompile.core.torch_compat_narrow import products_saturate
+from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
 from effcompile.core.types import Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
@@ -137,10 +137,7 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
     int8 = {torch.ops.onednn.qlinear_pointwise} if torch_compat.has_onednn_int8() else set()
     packets = {getattr(node.target, "overloadpacket", None) for node in exported.graph.nodes}
     if int8 & packets and products_saturate():
-        raise LoweringError(
-            f"{str(path)!r} was made for a processor with VNNI; this one cuts sums of its int8 products at 16 bits, which makes them "
-            "wrong by a tenth. Run `effcompile optimize` on this machine."
-        )
+        raise made_elsewhere(path)
     return exported, header["engine"]
 
 
