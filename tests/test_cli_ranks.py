@@ -96,7 +96,7 @@ def test_wrong_ranks_are_told(written: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.slow
 def test_torchrun_trains_and_goes_on_from_a_checkpoint(written: Path, tmp_path: Path) -> None:
     """Two steps, and in another run two more from the checkpoint, are four steps of one process: both ranks have its batch."""
-    found = losses(written, tmp_path, 2) + losses(written, tmp_path, 4)
+    found = losses(written, tmp_path / "kept", 2) + losses(written, tmp_path / "kept", 4)
     loaded = load(str(written.parent / "small.py"))
     optimizer = torch.optim.AdamW(loaded.model.parameters())
     wanted = []
@@ -110,12 +110,31 @@ def test_torchrun_trains_and_goes_on_from_a_checkpoint(written: Path, tmp_path: 
     assert [int(line.split()[1]) for line in found] == [0, 1, 2, 3]
 
 
+#: Of every Python that has it on its path: writes which of gloo's threads are there when it leaves, to a file of its own.
+LEAVING = """
+import atexit, os, pathlib
+
+@atexit.register
+def left():
+    threads = [task.joinpath("comm").read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*")]
+    pathlib.Path(__file__).with_name(f"left {os.getpid()}").write_text(" ".join(name for name in threads if "gloo" in name))
+"""
+
+
 def losses(written: Path, checkpoints: Path, steps: int) -> list[str]:
+    """What torchrun's ranks print. A rank leaves without gloo's threads: one that lets go of a tensor meanwhile would abort it."""
+    watch = checkpoints.with_name(f"watch{steps}")
+    watch.mkdir()
+    (watch / "sitecustomize.py").write_text(LEAVING)
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command += ["--nproc-per-node", "2", str(written / "train.py")]
     environment = {**os.environ, "STEPS": str(steps), "CHECKPOINTS": str(checkpoints), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(watch), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, f"{done.stderr[:8000]}\n...\n{done.stderr[-2000:]}"  # what the ranks said comes first
+    left = [each.read_text() for each in watch.glob("left *")]
+    assert len(left) >= 2
+    assert set(left) == {""}
     return [line for line in done.stdout.splitlines() if line.startswith("step")]
 
 

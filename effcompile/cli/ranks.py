@@ -235,6 +235,7 @@ _SCRIPT = '''"""One rank of a planned training step. It reads nothing but what t
 torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0 --nproc-per-node {devices} --max-restarts 3 train.py
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -289,7 +290,6 @@ def main() -> None:
             print(f"step {{step}} loss {{float(total) / dist.get_world_size():.7f}}", flush=True)
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
         dcp.save(state, checkpoint_id=CHECKPOINTS / str(step + 1))
-    dist.destroy_process_group()
 
 
 def last_step() -> int:
@@ -300,4 +300,6 @@ def last_step() -> int:
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()
+    gc.collect()  # the last that held a group: gloo's threads end with it, and one that lets go of a tensor while Python leaves aborts it
 '''
