@@ -13,7 +13,7 @@ from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.types import Inputs
-from effcompile.estimate import sensitivity
+from effcompile.estimate import kept, sensitivity
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.formats import FP32, Form, WeightFormat
@@ -97,7 +97,7 @@ def _sensitivity(
     weights = replaced_weights(passes, program)
     with progress.step("measure sensitivity"):
         tell = lambda _, share: progress.update("measure sensitivity", int(share * 100), 100)  # noqa: E731
-        measured = sensitivity.measure(program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell)
+        measured = kept.measured(program, inputs, options, weights=weights, budget_seconds=SENSITIVITY_SECONDS, progress=tell)
     return measured, f"{text}; {measured.method}"
 
 

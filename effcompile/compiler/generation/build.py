@@ -21,7 +21,7 @@ from effcompile.core.findings import Failed
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, HFModel, Kwargs
-from effcompile.estimate import sensitivity
+from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.cache import CacheLayout
 from effcompile.ir.footprint import excess
@@ -235,7 +235,7 @@ def _sensitivity(step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], tex
     program = scored(step.program)
     inputs = [as_inputs(text, step.layout, program.kwargs) for text in texts]
     weights = replaced_weights(passes, program)
-    return sensitivity.measure(program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS)
+    return kept.measured(program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS)
 
 
 def _source_of(step: GenerationStep, model: HFModel, texts: Sequence[torch.Tensor]) -> dict[str, Any]:

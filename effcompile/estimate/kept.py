@@ -1,0 +1,127 @@
+"""Sensitivities kept between plans: the same weights, inputs and options are measured once, however many budgets are asked for.
+
+A measurement is known by the hash of everything it follows from: the graph, the bytes of every weight and input, the options, what is
+drawn, torch's version and the code that measures. What a pass replaces weights by is made by that pass: its options are measured each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from torch import fx
+
+from effcompile.core.errors import EffcompileError
+from effcompile.core.files import cache_folder, read_bounded, write_atomically
+from effcompile.core.types import Inputs
+from effcompile.estimate.perturb import Weights
+from effcompile.estimate.sensitivity import Progress, Sensitivity, leaves_of, measure
+from effcompile.ir.formats import Form
+from effcompile.ir.program import Program
+
+#: Files that are kept, and bytes of one: more is none of ours.
+_MOST_FILES, _MOST_BYTES = 64, 32 << 20
+_Error = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Kept(msgspec.Struct, kw_only=True, frozen=True):
+    """A measurement as it is kept: `errors` are (site, option, squared error); the rest as in Sensitivity; `day`: when it was made."""
+
+    errors: list[tuple[str, str, _Error]]
+    method: str
+    draws: int
+    seconds: float
+    day: str
+
+    def sensitivity(self) -> Sensitivity:
+        """What was measured; the method says when."""
+        errors = {(site, option): error for site, option, error in self.errors}
+        method = f"{self.method}; measured on {self.day} on these weights and inputs"
+        return Sensitivity(errors=errors, method=method, draws=self.draws, seconds=self.seconds)
+
+
+def measured(
+    program: Program,
+    inputs: Sequence[Inputs],
+    options: Mapping[str, tuple[Form, ...]],
+    *,
+    weights: Weights | None = None,
+    budget_seconds: float,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """As `sensitivity.measure`, read from the cache where it was measured before, and kept there for the next plan.
+
+    A cache that cannot be read or written costs the time of measuring, nothing else.
+    """
+    key = None if weights else _key(program, inputs, options, budget_seconds)
+    if key is None:
+        return measure(program, inputs, options, weights=weights, budget_seconds=budget_seconds, progress=progress)
+    path = cache_folder() / "sensitivity" / f"{key}.json"
+    if (kept := _read(path)) is not None:
+        return kept.sensitivity()
+    found = measure(program, inputs, options, budget_seconds=budget_seconds, progress=progress)
+    _write(path, found)
+    return found
+
+
+def _key(program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple[Form, ...]], budget: float) -> str | None:
+    """The hash; None where a tensor has no bytes to read (it is on the meta device, or packed by another library)."""
+    digest = hashlib.sha256(f"{torch.__version__}\0{_code()}\0{budget}".encode())
+    for kind, forms in sorted(options.items()):
+        digest.update(f"{kind}:{[repr(form) for form in forms]};".encode())
+    try:
+        for part in (*_graph(program), *(leaf for given in inputs for leaf in leaves_of(program, given))):
+            _add(digest, part)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+    return digest.hexdigest()
+
+
+def _graph(program: Program) -> Iterator[Any]:
+    """Every node with its arguments, and the tensors behind it."""
+    for node in program.graph.nodes:
+        target = node.target if isinstance(node.target, str) else f"{getattr(node.target, '__module__', '')}.{node.target}"
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.name)
+        yield f"{node.op}:{node.name}:{target}:{arguments};"
+        if node.op == "get_attr":
+            yield program.tensor(node)
+
+
+def _add(digest: Any, part: Any) -> None:
+    """A tensor by its dtype, shape and bytes; anything else by how it is written."""
+    if not isinstance(part, torch.Tensor):
+        digest.update(repr(part).encode())
+        return
+    if type(part) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(f"a {type(part).__name__} is not read by its bytes")
+    digest.update(f"{part.dtype}{tuple(part.shape)};".encode())
+    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _code() -> str:
+    """The code that measures: what another release measured is not read."""
+    here = Path(__file__).parent
+    return hashlib.sha256(b"".join((here / f"{name}.py").read_bytes() for name in ("sensitivity", "perturb", "fake_quant"))).hexdigest()
+
+
+def _read(path: Path) -> Kept | None:
+    try:
+        return msgspec.json.decode(read_bounded(path, _MOST_BYTES, "kept sensitivities"), type=Kept)
+    except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _write(path: Path, found: Sensitivity) -> None:
+    """Keep it, and no more files than there may be: the oldest go. An error that is not finite is null in JSON: the file is not read."""
+    errors = [(site, option, error) for (site, option), error in found.errors.items()]
+    kept = Kept(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds, day=date.today().isoformat())
+    with contextlib.suppress(EffcompileError, OSError):
+        write_atomically(path, msgspec.json.encode(kept))
+        for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_FILES]:
+            old.unlink(missing_ok=True)
