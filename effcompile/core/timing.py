@@ -9,6 +9,8 @@ from time import perf_counter
 PATIENCE = 1.0
 #: Samples before which no figure has settled.
 _FEWEST = 8
+#: Samples of a call that takes longer than all of them should.
+_OF_LONG = 3
 
 
 def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: float = 0.15, settled: float = 0.0) -> float:
@@ -20,15 +22,17 @@ def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: flo
 
     Args:
         fn: the callable.
-        min_rounds: samples taken at the least, even beyond the budget (at least 1).
+        min_rounds: samples taken at the least, even beyond the budget (at least 1); three are enough of a call longer than the budget,
+            whose length averages the noise out.
         budget: seconds after which no further sample is started.
         settled: stop before, once twice as many samples give the same figure but for this share.
     """
     fn()
-    repeats = _repeats(fn)
+    repeats, once = _repeats(fn)
+    fewest = max(1, min(min_rounds, _OF_LONG) if 0 < budget <= once else min_rounds)
     samples: list[float] = []
     deadline = perf_counter() + budget * PATIENCE
-    while len(samples) < max(min_rounds, 1) or perf_counter() < deadline:
+    while len(samples) < fewest or perf_counter() < deadline:
         start = perf_counter()
         for _ in range(repeats):
             fn()
@@ -75,9 +79,9 @@ def interleaved(fns: Mapping[str, Callable[[], object]], rounds: int, *, repeats
     return samples
 
 
-def _repeats(fn: Callable[[], object], floor: float = 20e-6) -> int:
-    """How often a callable must run for a sample to last at least `floor` seconds."""
+def _repeats(fn: Callable[[], object], floor: float = 20e-6) -> tuple[int, float]:
+    """(how often a callable must run for a sample to last at least `floor` seconds, seconds of one run)."""
     start = perf_counter()
     fn()
     once = max(perf_counter() - start, 1e-8)
-    return max(1, min(1000, round(floor / once)))
+    return max(1, min(1000, round(floor / once))), once

@@ -16,7 +16,7 @@ from effcompile.core.goal import Goal
 from effcompile.machine import memory
 from effcompile.machine.room import NoRoomError, Room, planning
 from effcompile.proof.spool import Spool
-from effcompile.proof.training import verify
+from effcompile.proof.training import confirm, verify
 from effcompile.proof.training.lean import lean
 
 PLENTY = Room(device="cpu", allowed=float("inf"))
@@ -158,3 +158,16 @@ def test_where_not_even_a_lean_run_fits_the_plan_says_so(monkeypatch: pytest.Mon
     assert any(
         str(note).startswith("not compared with the unplanned step: needs 19 GiB; run leanly it reached") for note in planned.plan.notes
     )
+
+
+@pytest.mark.usefixtures("quick_training")
+@pytest.mark.parametrize("narrow", [True, False])
+def test_an_original_that_takes_too_long_is_run_leanly_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, narrow: bool) -> None:
+    monkeypatch.setattr(confirm, "_PATIENT", 0.0)
+    monkeypatch.setattr(confirm, "products_in_fp32", lambda model: narrow)
+    model, batch = skips()
+    plan = optimize_training(model, (), batch, goal=Goal(mode="training"), passes=["checkpoint"]).plan
+    told = [note.because for note in plan.notes if isinstance(note, Unmeasured)]
+    assert [text.endswith(" by its own 16-bit products") for text in told] == [True] * narrow
+    assert (plan.measured_baseline is None) is narrow
+    assert plan.checks[0].passed

@@ -53,6 +53,11 @@ def test_budget_bounds_the_rounds_but_not_below_the_minimum(clock):
     assert 1.0 <= clock.now - before <= 1.5
 
 
+def test_a_call_longer_than_the_budget_is_timed_three_times(clock):
+    median_seconds(clock.work(1.0), min_rounds=9, budget=0.5)
+    assert clock.now == pytest.approx(5.0)
+
+
 def test_short_calls_are_repeated_within_a_sample(clock):
     calls = []
 

@@ -18,6 +18,7 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import HostUse, Unmeasured
 from effcompile.core.reasons import Because, Reason
+from effcompile.core.units import format_seconds
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Check, Plan, Totals
 from effcompile.machine.room import NoRoomError, Room, device_of
@@ -40,6 +41,8 @@ _DEVICE = "on the GPU: {bytes} allocated at the highest instant, {bytes} reserve
 _IN_FP32 = "compared with the model's own step run leanly, its 16-bit products in fp32 and rounded once: here they are slow"
 #: Seconds that timing the step beside the original may take, once both have run.
 _TIMING_SECONDS = 20.0
+#: Seconds of an original step (predicted) that are waited for where a lean one is faster: it is run three times.
+_PATIENT = 60.0
 #: Loss scales that are too small to be of use: an fp16 step that overflows still is given up.
 _LEAST_SCALE = 2.0**-14
 
@@ -58,7 +61,7 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     room = Room.of(device_of(work.model), base, plan.goal.memory)
     room.tidy()  # what capture, pricing and the search left
     whole = plan.baseline.peak_bytes or 0
-    refusal = room.refusal(int(_UNPLANNED * (whole - base)), whole)
+    refusal = room.refusal(int(_UNPLANNED * (whole - base)), whole) or _too_long(work, plan)
     gradients = Spool(prepared.cut.host.folder)
     runner.sink, runner.guarded = gradients.put, False
     with work.progress.step("run the planned step"), host_use(plan, prepared) as used:
@@ -151,6 +154,14 @@ def _settled(run: Callable[[], verify.Result], runner: StepRunner, case: Case, p
         if (error := too_coarse(case, plan, f"it overflows: {what}")) is not None:
             raise error
     return found
+
+
+def _too_long(work: Work, plan: Plan) -> str | None:
+    """None, or why the original is run leanly though it fits: only there its products are not those that this machine is slow at."""
+    seconds = plan.baseline.seconds or 0.0
+    if seconds <= _PATIENT or not products_in_fp32(work.model):
+        return None
+    return f"takes about {format_seconds(seconds)} by its own 16-bit products"
 
 
 def _alive(work: Work, prepared: Prepared) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from form_names import KNOWN
+import torch
+from form_names import KNOWN, form
 from torch_formats import where_there
 
-from effcompile.backends.torch import TorchEager
+from effcompile.backends.torch import TorchEager, measure
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 from effcompile.ops import rows_native
@@ -53,3 +54,44 @@ def test_what_torch_lacks_on_any_machine_it_says() -> None:
     assert "groups of 32, 64, 128, 256, not of 16" in str(TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 16))))
     assert "w8_channel" in str(TorchEager().lacks(KernelCall("linear/w8", (4, 64, 64, 32))))
     assert TorchEager().lacks(KernelCall("linear/w4", (4, 64, 64, 64))) is None
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engine of each kernel that is timed."""
+    engines: list[str] = []
+
+    def counted(call: KernelCall, engine: str, device: str) -> float:
+        engines.append(engine)
+        return 1.0
+
+    monkeypatch.setattr(measure, "_measured", counted)
+    monkeypatch.setattr(measure, "_timed", {})
+    return engines
+
+
+@pytest.mark.parametrize("kernel", ["linear/int8_token", "attention/math"])
+def test_an_operator_that_is_one_to_both_engines_is_timed_once_for_both(kernel: str, timed: list[str]) -> None:
+    call = KernelCall(kernel, DIMS[kernel])
+    for engine in ("eager", "inductor", "inductor", "stock"):
+        assert measure.measure(call, engine) == 1.0
+    assert timed == ["eager", "inductor", "stock"]  # asked for again it is timed again; what the model calls itself is another thing
+    measure.measure(call, "inductor")
+    assert timed == ["eager", "inductor", "stock", "inductor"]
+
+
+def test_what_inductor_compiles_is_timed_for_each(timed: list[str]) -> None:
+    call = KernelCall("norm/layer", DIMS["norm/layer"])
+    for engine in ("eager", "inductor"):
+        measure.measure(call, engine)
+    assert timed == ["eager", "inductor"]
+
+
+@pytest.mark.parametrize("name", ["int8_token", "int8_groups", where_there("w4"), where_there("w8_channel")])
+def test_copies_have_weights_of_their_own_and_the_same_product(name: str) -> None:
+    first, *others = measure._linears(form(name).weights, (4, 64, 64), "eager", 3)
+    wanted = first()
+    for other in others:
+        assert torch.equal(other(), wanted)
+        pointers = [{w.data_ptr() for w in each.weights} for each in (first, other)]
+        assert not pointers[0] & pointers[1]
