@@ -28,7 +28,7 @@ import torch
 from _common import header, markdown
 from _masked_bytes import texts
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 import effcompile
 from effcompile.core import torch_compat
@@ -47,6 +47,14 @@ def gpt2(layers: int = 4, width: int = 64, dropout: float = 0.0) -> GPT2LMHeadMo
         embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return GPT2LMHeadModel(config).train()
+
+
+def llama() -> nn.Module:
+    """GPT-2's Conv1D is no linear, which sparsity is of."""
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, use_cache=False
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
 
 
 class Data:
@@ -104,7 +112,7 @@ def six() -> Iterator[tuple[str, nn.Module, list[effcompile.Stage], Callable[...
     yield "stacking", gpt2(), [stage(steps=2, depth=2), stage(steps=2, depth=4)], tokens
     yield "layer drop", gpt2(), [stage(steps=6, layers=0.75)], tokens
     yield "MAE 0.25", vit(), [stage(steps=2, image=64, tokens=0.25), stage(steps=2)], lambda s: image(stage(steps=1, image=64))
-    yield "sparse → dense", gpt2(), [stage(steps=2, sparsity=0.75), stage(steps=2)], tokens
+    yield "sparse → dense", llama(), [stage(steps=2, sparsity=0.75), stage(steps=2)], tokens
 
 
 def peaks() -> list[list[str]]:
@@ -269,23 +277,24 @@ def encoder(seed: int) -> dict[str, float]:
 
 
 def large_batch(seed: int) -> dict[str, float]:
-    """Sixteen times the batch for a sixteenth of the steps: AdamW by the square-root law, and LAMB."""
+    """Sixteen times the batch for a sixteenth of the steps: AdamW by the square-root law, LAMB by the same and at four times that."""
     from pytorch_optimizer import Lamb
 
-    small, big = seeded(seed), seeded(seed)
-    other = seeded(seed)
-    steps = STEPS // 4
-    return {
-        "AdamW, batch 8": looped(seed, small, adamw(small.parameters()), steps * 4),
-        "AdamW, batch 128": looped(seed, big, torch.optim.AdamW(big.parameters(), lr=4 * 3e-3, weight_decay=0.01), steps // 4, 16 * BATCH),
-        "LAMB, batch 128": looped(seed, other, Lamb(other.parameters(), lr=4 * 3e-3, weight_decay=0.01), steps // 4, 16 * BATCH),
-    }
+    rate, ways = 4 * 3e-3, {"AdamW": (torch.optim.AdamW, 1), "LAMB": (Lamb, 1), "LAMB at 4 x its rate": (Lamb, 4)}
+    small = seeded(seed)
+    found = {"AdamW, batch 8": looped(seed, small, adamw(small.parameters()), STEPS)}
+    for name, (kind, times) in ways.items():
+        model = seeded(seed)
+        found[f"{name}, batch 128"] = looped(
+            seed, model, kind(model.parameters(), lr=times * rate, weight_decay=0.01), STEPS // 16, 16 * BATCH
+        )
+    return found
 
 
 class PostNorm(nn.Module):
-    """A byte-level transformer with norms behind its branches, eight layers."""
+    """A byte-level transformer with norms behind its branches, twelve layers."""
 
-    def __init__(self, layers: int = 8, width: int = 64) -> None:
+    def __init__(self, layers: int = 12, width: int = 64) -> None:
         super().__init__()
         self.table, self.places, self.head = nn.Embedding(256, width), nn.Embedding(128, width), nn.Linear(width, 256, bias=False)
         self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers))
@@ -309,7 +318,7 @@ def without_warmup(seed: int) -> dict[str, float]:
         model = PostNorm().train()
         if name != "default":
             RECIPES[name](model, "layers")
-        found[name] = looped(seed, model, torch.optim.Adam(model.parameters(), lr=2e-3), STEPS // 2)
+        found[name] = looped(seed, model, torch.optim.Adam(model.parameters(), lr=5e-3), STEPS // 2)
     return found
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from effcompile.ir.strategy import Strategy
     from effcompile.machine.cluster import Cluster
     from effcompile.machine.target import Target
-    from effcompile.runs import Run, Scores, Stage, schedule, scores
+    from effcompile.runs import CriticalBatch, Run, Scores, SparseLayers, Stage, critical_batch, schedule, scores, sparse_layers
     from effcompile.runtime.training import TrainingExecutable
     from effcompile.sparse.controller import DynamicSparsity
 
@@ -49,6 +49,10 @@ _HOME = {
     "Run": "runs",
     "Stage": "runs",
     "Scores": "runs",
+    "CriticalBatch": "runs",
+    "critical_batch": "runs",
+    "SparseLayers": "runs",
+    "sparse_layers": "runs",
     "schedule": "runs",
     "scores": "runs",
     "Executable": "api",
@@ -76,6 +80,7 @@ _HOME = {
 __all__ = [
     "CaptureError",
     "Cluster",
+    "CriticalBatch",
     "DynamicSparsity",
     "EffcompileError",
     "Executable",
@@ -90,6 +95,7 @@ __all__ = [
     "Plan",
     "Run",
     "Scores",
+    "SparseLayers",
     "Stage",
     "Strategy",
     "Target",
@@ -98,12 +104,14 @@ __all__ = [
     "UsageError",
     "VerificationError",
     "compilations",
+    "critical_batch",
     "frontier",
     "load",
     "optimize",
     "plan",
     "schedule",
     "scores",
+    "sparse_layers",
 ]
 
 

@@ -47,7 +47,7 @@ class Options(GoalLimits, total=False):
     backend: str | None
     optimizer: AnyOptimizer
     batch: Batch
-    lr: tuple[float, int] | None
+    lr: tuple[float, ...] | None
     passes: Sequence[str] | None
     dynamic: Dynamic
     calibration: Iterable[Example] | None
@@ -110,7 +110,7 @@ def optimize(
     plan: PlanLike = None,
     optimizer: AnyOptimizer = None,
     batch: Batch = None,
-    lr: tuple[float, int] | None = None,
+    lr: tuple[float, ...] | None = None,
     passes: Sequence[str] | None = None,
     dynamic: Dynamic = None,
     calibration: Iterable[Example] | None = None,
@@ -144,7 +144,8 @@ def optimize(
         batch: in generation, rows that are generated at once. In training, sizes of the batch to choose from: "auto", "8..64", a
             number or several. The plan is of the one that takes most examples a second within the memory; `inputs` are repeated or cut
             to it, and the result is to be given such batches.
-        lr: a learning rate and the batch that it is good for, (3e-4, 256): the plan says the one for its batch, by the optimizer's law.
+        lr: a learning rate and the batch that it is good for, (3e-4, 256), and behind them the critical batch where it was measured
+            (`critical_batch`): the plan says the one for its batch, by the optimizer's law.
         passes: the passes to use, e.g. ["quantize.group_size=64"]; None uses all.
         dynamic: True to keep batch and sequence free, False to fix all shapes, or torch.export's dynamic shapes.
         calibration: inputs on which errors are measured; None generates some.
@@ -210,7 +211,7 @@ def plan(
     backend: str | None = None,
     optimizer: AnyOptimizer = None,
     batch: Batch = None,
-    lr: tuple[float, int] | None = None,
+    lr: tuple[float, ...] | None = None,
     passes: Sequence[str] | None = None,
     dynamic: Dynamic = None,
     calibration: Iterable[Example] | None = None,

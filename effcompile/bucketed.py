@@ -187,8 +187,8 @@ def _is_shape(shape: object) -> bool:
 
 
 def _passes(request: Request) -> list[str]:
-    """One optimizer serves several steps: it may not be part of one step's backward."""
-    return [*(request.passes or ()), "states.in_backward=false"]
+    """One optimizer and one model serve several steps: it may not be part of one step's backward, nor may that hold weights as it likes."""
+    return [*(request.passes or ()), "states.in_backward=false", "no-frozen"]
 
 
 def _states(model: nn.Module, request: Request, args: Args) -> int:

@@ -13,6 +13,7 @@ from effcompile.core.errors import EffcompileError
 NAMES = [
     "CaptureError",
     "Cluster",
+    "CriticalBatch",
     "DynamicSparsity",
     "EffcompileError",
     "Executable",
@@ -27,6 +28,7 @@ NAMES = [
     "Plan",
     "Run",
     "Scores",
+    "SparseLayers",
     "Stage",
     "Strategy",
     "Target",
@@ -35,12 +37,14 @@ NAMES = [
     "UsageError",
     "VerificationError",
     "compilations",
+    "critical_batch",
     "frontier",
     "load",
     "optimize",
     "plan",
     "schedule",
     "scores",
+    "sparse_layers",
 ]
 
 

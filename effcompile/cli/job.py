@@ -269,19 +269,21 @@ def spread(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None
     return around
 
 
-def parsed_rate(said: str) -> tuple[float, int]:
-    """Return "3e-4@256" as a learning rate and its batch.
+def parsed_rate(said: str) -> tuple[float, ...]:
+    """Return "3e-4@256" as a learning rate and its batch, "3e-4@256/4096" with the critical batch behind them.
 
     Raises:
         UsageError: it is none.
     """
     from effcompile.planner.learning_rate import LearningRate
 
-    rate, _, batch = said.partition("@")
+    rate, _, batches = said.partition("@")
+    batch, *critical = batches.split("/")
     try:
-        given = (float(rate), int(batch))
+        given = (float(rate), int(batch), *map(float, critical))
     except ValueError:
-        raise UsageError(f"--lr {said}: give a learning rate and the batch that it is good for, as 3e-4@256.") from None
+        text = "give a learning rate and the batch that it is good for, as 3e-4@256 (3e-4@256/4096: with the critical batch)."
+        raise UsageError(f"--lr {said}: {text}") from None
     LearningRate.of(given)
     return given
 

@@ -29,6 +29,7 @@ TRAINING_PASSES: Mapping[str, str] = {
     "loss_head": "computes logits and loss in chunks; adds tied gradients in place",
     "parts": "sums the gradients of a value's parts, read in a loop, in place",
     "wide": "computes 16-bit products in fp32, rounded once, where that is faster",
+    "frozen": "holds weights that are not trained in 8 or 4 bits (QLoRA)",
     "pointwise": "runs chains of element-wise operators as one kernel",
     "shard": "data-parallel ranks: replicates parameters, or shards and gathers them",
     "pipeline": "ranks with some of the layers each, which hand micro-batches on",
@@ -39,7 +40,7 @@ TRAINING_PASSES: Mapping[str, str] = {
     "bitmask": "holds dropout's masks as bits from forward to backward",
 }
 #: Those that take part only where they are named, or one of their options is set.
-OPTIONAL = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision"})
+OPTIONAL = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision", "frozen"})
 BACKENDS: Mapping[str, str] = {
     "onnxruntime": "ONNX Runtime",
     "torch-eager": "PyTorch, operator by operator, weights packed",

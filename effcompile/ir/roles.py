@@ -21,6 +21,7 @@ class Entering(enum.Enum):
     BUFFER = enum.auto()
     CONSTANT = enum.auto()  # a tensor that capture found, neither parameter nor buffer
     INPUT = enum.auto()  # the user's
+    CODES = enum.auto()  # what a frozen parameter is held as
     STATE = enum.auto()  # what the call before left: keys and values, say
     TANGENT = enum.auto()  # the gradient that arrives at a result
 
@@ -37,7 +38,10 @@ class Leaving(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Enters:
-    """A placeholder's role, the name that it has there (a parameter's or buffer's is qualified), and the tensor of a constant."""
+    """A placeholder's role, the name that it has there, and the tensor of a constant.
+
+    A parameter's or buffer's name is qualified; codes have that of the parameter that they stand for.
+    """
 
     role: Entering
     name: str = ""

@@ -75,6 +75,7 @@ class Step(Traced):
             structure, a shape or a dtype is not what was captured.
         rebuild: (loss, shown outputs) → what the model would have returned, in its own type.
         dropped: names of the output's fields that are not returned, with their bytes: only kept when asked for.
+        coded: qualified names of the frozen parameters that the graph reads as codes → their form (ops/frozen_codes.py).
         fixed: lists the guards of the arguments, which `leaves` checks.
         consumed: qualified names of the parameters whose gradients the backward itself hands to the optimizer
             (ops/consume.py): they are no results.
@@ -91,12 +92,18 @@ class Step(Traced):
     spread: Spread | None = None
     resident_bytes: int | None = None
     cut_off: Mapping[int, str] = field(default_factory=dict)
+    coded: Mapping[str, str] = field(default_factory=dict)
     fixed: Callable[[], Iterable[Guard]] = tuple
 
     @functools.cached_property
     def parameters(self) -> dict[fx.Node, str]:
         """Placeholder → qualified name of the parameter."""
         return self.roles.named(Entering.PARAMETER)
+
+    @functools.cached_property
+    def codes(self) -> dict[fx.Node, str]:
+        """Placeholder → qualified name of the frozen parameter whose codes it stands for."""
+        return self.roles.named(Entering.CODES)
 
     @functools.cached_property
     def buffers(self) -> dict[fx.Node, str]:

@@ -13,6 +13,7 @@ from effcompile.ops import (
     compress,
     consume,
     embedding,
+    frozen_codes,
     group_linear,
     grouped,
     int8_linear,
@@ -22,7 +23,7 @@ from effcompile.ops import (
 from effcompile.ops.products import Scratch, measured
 
 #: Whose operators allocate by themselves.
-_OTHERS = (embedding, block_sparse, compress, bitmask, collectives, int8_linear, group_linear, wide)
+_OTHERS = (embedding, block_sparse, compress, bitmask, collectives, int8_linear, group_linear, wide, frozen_codes)
 
 
 def workspace_bytes(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from effcompile.ops import frozen_codes
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.loss_head import chunk_rows
 from effcompile.ops.products import OPERANDS
@@ -25,6 +26,8 @@ def workspace_on_gpu(target: object, args: Sequence[object], kwargs: Mapping[str
     name = getattr(target, "name", lambda: "")().removesuffix(".default")
     if name in ("effcompile::attention", "effcompile::attention_backward"):
         return _attention(list(args), backward=name.endswith("backward"), kwargs=kwargs)
+    if (found := frozen_codes.workspace_bytes(name, args)) is not None:
+        return found
     kind = name.removeprefix("effcompile::loss_head_")
     return _loss_head(kind, list(args)) if kind != name and kind in ("gradients", "forward", "backward") else None
 

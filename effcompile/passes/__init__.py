@@ -24,6 +24,7 @@ from effcompile.passes.training.base import StepPass
 from effcompile.passes.training.bitmask import Bitmask
 from effcompile.passes.training.checkpoint import Checkpoint
 from effcompile.passes.training.compress import Compress
+from effcompile.passes.training.frozen import Frozen
 from effcompile.passes.training.fused_attention import FusedAttention
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.levers import Levers, composed
@@ -84,6 +85,7 @@ _OF_THE_GRAPH: dict[str, type[Any]] = {
     "loss_head": LossHeads,
     "parts": Parts,
     "wide": WideProducts,
+    "frozen": Frozen,
     "pointwise": Pointwise,
 }
 _BESIDE: dict[str, type[Any]] = {"shard": Shard, "pipeline": Pipeline, "states": States}
@@ -98,7 +100,7 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 }
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
-OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision"})
+OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision", "frozen"})
 
 _GROUP, _TRAINING_GROUP, _LEVER_GROUP = "effcompile.passes", "effcompile.training_passes", "effcompile.value_levers"
 #: What a pass of an installed package is asked.
@@ -217,15 +219,15 @@ def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = F
     """The passes of a training step, described as in `load_passes`. Optimizer states are planned wherever an optimizer is given.
 
     Args:
-        spec: which. `offload`, `compress`, `bitmask`, `precision` and `microbatch` take part only where they are named or an option is set.
-        inexact: an error is allowed: `precision` takes part too, unless passes are selected or it is left out.
+        spec: which. `offload`, `compress`, `bitmask`, `precision`, `frozen` and `microbatch` take part only where they are named or set.
+        inexact: an error is allowed: `precision` and `frozen` take part too, unless passes are selected or they are left out.
         linked: the target has a link to a host: so does `offload`.
 
     Raises:
         UnknownNameError: no such pass. UsageError: no such option, a value that does not fit, or `no-checkpoint`.
     """
     known = registered_for_training()
-    unasked = {name for name, yes in ((Precision.name, inexact), (Offload.name, linked)) if yes}
+    unasked = {name for name, yes in ((Precision.name, inexact), (Frozen.name, inexact), (Offload.name, linked)) if yes}
     selected = _selected(known, spec, OPTIONAL - unasked)
     if "checkpoint" not in selected:
         raise UsageError("A training plan is made by the pass 'checkpoint'; it cannot be left out. Leave memory out to keep everything.")

@@ -57,12 +57,12 @@ class Entered:
         return [note for effect in self.effects for note in effect.notes]
 
     @property
-    def passes(self) -> list[str] | None:
+    def passes(self) -> list[str]:
         """The stage's own, and those of its fields."""
-        added = [item for effect in self.effects for item in effect.passes]
+        added = [item for effect in self.effects for item in effect.passes] + ["no-frozen"]  # what is carried on has its weights
         if len(self.graphs) > 1:
             added.append("states.in_backward=false")
-        return None if self.stage.passes is None and not added else [*(self.stage.passes or ()), *added]
+        return [*(self.stage.passes or ()), *added]
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

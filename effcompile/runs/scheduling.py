@@ -42,7 +42,7 @@ def schedule(
     memory: int | str | None = None,
     max_error: float | None = None,
     batch: Batch = None,
-    lr: tuple[float, int] | None = None,
+    lr: tuple[float, ...] | None = None,
     loss: Loss | None = None,
     passes: Sequence[str] | None = None,
     target: str | Target = "auto",
@@ -58,8 +58,8 @@ def schedule(
         memory: peak bytes of every stage's step.
         max_error: of the gradient.
         batch: sizes of the batch to choose from in every stage.
-        lr: the batch at which the learning rates of the optimizer's groups are good, with the first of them: (3e-4, 256). In every stage
-            they follow its batch by the law of the optimizer.
+        lr: the batch at which the learning rates of the optimizer's groups are good, with the first of them: (3e-4, 256); the critical
+            batch behind them where it was measured (`critical_batch`). In every stage they follow its batch by the law of the optimizer.
         loss: see `optimize`.
         passes: see `optimize`.
         target: see `optimize`. Stages for a machine that is not here are planned, not run.

@@ -64,10 +64,10 @@ def _gradient_norms(model: nn.Module, args: Args, kwargs: Kwargs, loss: Loss | N
     """One backward for each example; a model of any kind can be asked so."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     norms = []
-    for place in range(_count(args, kwargs)):
+    for place in range(count_of(args, kwargs)):
         one_args, one_kwargs = pytree.tree_map_only(Tensor, _alone(place), (tuple(args), dict(kwargs)))
         outputs = model(*one_args, **one_kwargs)
-        value = _loss_of(outputs) if loss is None else loss(outputs, one_kwargs or one_args)
+        value = loss_of(outputs) if loss is None else loss(outputs, one_kwargs or one_args)
         gradients = torch.autograd.grad(value, parameters, allow_unused=True)
         norms.append(sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5)
     return torch.tensor(norms)
@@ -92,12 +92,18 @@ def _error_norms(model: nn.Module, args: Args, kwargs: Kwargs, loss: Loss | None
     return errors.flatten(1).sum(1) / given.flatten(1).sum(1).clamp(min=1) if errors.dim() > 1 else errors
 
 
-def _loss_of(outputs: Outputs) -> Tensor:
+def loss_of(outputs: Outputs) -> Tensor:
+    """The loss that a model returned."""
     found: Tensor = outputs if isinstance(outputs, Tensor) else outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
     return found
 
 
-def _count(args: Args, kwargs: Kwargs) -> int:
+def count_of(args: Args, kwargs: Kwargs) -> int:
+    """The examples of a batch.
+
+    Raises:
+        InputsError: no tensor has an axis of them.
+    """
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor) and leaf.dim()]
     if not sizes:
         raise InputsError("scores: a batch has no tensor with an axis of examples.")

@@ -46,7 +46,7 @@ class Asked(TypedDict, total=False):
     keep_outputs: bool
     optimizer: AnyOptimizer
     batch: Batch
-    lr: tuple[float, int] | None
+    lr: tuple[float, ...] | None
     on_change: OnChange | None
     mesh: DeviceMesh | None
     progress: Progress
@@ -89,7 +89,7 @@ class Request:
     keep_outputs: bool = False
     optimizer: AnyOptimizer = None
     batch: Batch = None
-    lr: tuple[float, int] | None = None
+    lr: tuple[float, ...] | None = None
     on_change: OnChange | None = None
     mesh: DeviceMesh | None = None
     progress: Progress = QUIET

@@ -21,7 +21,7 @@ from effcompile.sparse.held import Held
 from effcompile.sparse.layer import BlockSparseLinear
 from effcompile.sparse.select import is_inside
 
-__all__ = ["measure", "per_row", "per_row_of"]
+__all__ = ["RowTimes", "layer_seconds", "measure", "per_row", "per_row_of", "rows_of"]
 
 
 @dataclass(slots=True)
@@ -104,6 +104,14 @@ def _count(
     return StepFlops(inside=within, outside=outside, rest=max(rest, 0.0), saved=saved), rows
 
 
+def rows_of(model: nn.Module, layers: Mapping[str, nn.Module], loss: Callable[[], Tensor]) -> dict[str, RowTimes]:
+    """The rows that each layer sees in a step; the model is left as it was."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), _as_before(model), _rows(layers) as rows:
+        loss().backward()
+    return rows
+
+
 def _linears(model: nn.Module, held: Sequence[Held]) -> tuple[dict[str, nn.Module], dict[str, int]]:
     """Linear layers, sparse or not, and the weights that each would have dense."""
     shapes = {one.name: one.shape for one in held}
@@ -129,7 +137,7 @@ def _efficiency(held: Sequence[Held], rows: Mapping[str, RowTimes], rounds: int)
             continue
         key = (one.shape, int(one.mask.sum()), seen.forward, seen.backward)
         if key not in known:
-            known[key] = _seconds(one, seen, rounds)
+            known[key] = layer_seconds(one.layer, one.parameter, one.shape, seen, rounds)
         dense_flops = seen.flops(one.shape[0] * one.shape[1])
         figures = (*known[key], dense_flops - seen.flops(_saved_weights(one)), dense_flops)
         totals = [total + figure for total, figure in zip(totals, figures, strict=True)]
@@ -138,11 +146,11 @@ def _efficiency(held: Sequence[Held], rows: Mapping[str, RowTimes], rounds: int)
     return Efficiency(sparse_seconds=totals[0], dense_seconds=totals[1], sparse_flops=totals[2], dense_flops=totals[3])
 
 
-def _seconds(one: Held, rows: RowTimes, rounds: int) -> tuple[float, float]:
-    weight = one.parameter
-    x = torch.randn(rows.forward, one.shape[1], device=weight.device, dtype=weight.dtype, requires_grad=rows.backward > 0)
-    dense = nn.Linear(one.shape[1], one.shape[0], device=weight.device, dtype=weight.dtype)
-    gradient = torch.randn(rows.forward, one.shape[0], device=weight.device, dtype=weight.dtype)
+def layer_seconds(sparse: nn.Module, weight: Tensor, shape: tuple[int, int], rows: RowTimes, rounds: int) -> tuple[float, float]:
+    """(Seconds of a sparse layer with this parameter, of a dense one (N, K)): a forward and a backward at the rows of a step."""
+    x = torch.randn(rows.forward, shape[1], device=weight.device, dtype=weight.dtype, requires_grad=rows.backward > 0)
+    dense = nn.Linear(shape[1], shape[0], device=weight.device, dtype=weight.dtype)
+    gradient = torch.randn(rows.forward, shape[0], device=weight.device, dtype=weight.dtype)
     wanted = [x] if x.requires_grad else []
 
     def step(layer: nn.Module, parameter: Tensor) -> None:
@@ -150,7 +158,7 @@ def _seconds(one: Held, rows: RowTimes, rounds: int) -> tuple[float, float]:
         if x.device.type == "cuda":
             torch.cuda.synchronize()
 
-    samples = interleaved({"sparse": lambda: step(one.layer, weight), "dense": lambda: step(dense, dense.weight)}, rounds)
+    samples = interleaved({"sparse": lambda: step(sparse, weight), "dense": lambda: step(dense, dense.weight)}, rounds)
     return faster_half_median(samples["sparse"]), faster_half_median(samples["dense"])
 
 

@@ -12,8 +12,9 @@ FIGURES = ("cores", "memory_bytes", "memory_bandwidth", "link_bandwidth", "peak_
 
 
 def test_the_promised_machines_are_there():
-    gpus = {"h100-sxm", "h200", "b200", "a100-80gb", "v100-32gb", "rtx4090", "l40s", "mi300x", "mi355x"}
-    assert gpus | {"cpu-generic", "ipu-mk2", "gaudi3", "tpu-v5e", "tpu-v5p", "tpu-v6e"} <= set(known_targets())
+    gpus = {"h100-sxm", "h200", "b200", "a100-80gb", "v100-32gb", "rtx4090", "l40s", "mi300x", "mi355x", "gb200"}
+    processors = {"cpu-generic", "epyc-9654", "grace", "graviton4"}
+    assert gpus | processors | {"ipu-mk2", "gaudi3", "tpu-v5e", "tpu-v5p", "tpu-v6e"} <= set(known_targets())
 
 
 @pytest.mark.parametrize("name", known_targets())

@@ -16,6 +16,7 @@ from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_pas
 from effcompile.passes.training.bitmask import Bitmask
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.compress import Compress
+from effcompile.passes.training.frozen import Frozen
 from effcompile.passes.training.fused_attention import FusedAttention
 from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.levers import Levers, Rates
@@ -56,8 +57,9 @@ def test_they_take_part_only_where_asked_for_and_leave_out_no_other() -> None:
     assert load(["offload.host=2GiB", "compress"]).levers == Levers(values=(Offload(host="2GiB"), Compress()))
     assert load(None, linked=True).levers == load(["no-pointwise"], linked=True).levers == Levers(values=(Offload(),))
     assert load(["no-offload"], linked=True).levers == load(["checkpoint"], linked=True).levers == Levers()
-    assert load(None, inexact=True).step == load(["precision"]).step == (TensorParallel(), Precision(), *plain.step[1:])
-    assert load(["no-precision"], inexact=True).step == plain.step and load(["microbatch"]).late == (Microbatch(),)
+    assert load(["precision"]).step == (TensorParallel(), Precision(), *plain.step[1:])
+    assert load(None, inexact=True).step == (TensorParallel(), Precision(), *plain.step[1:5], Frozen(), *plain.step[5:])
+    assert load(["no-precision", "no-frozen"], inexact=True).step == plain.step and load(["microbatch"]).late == (Microbatch(),)
 
 
 def test_what_changes_numbers_is_left_out_of_an_exact_goal_by_name() -> None:
@@ -73,7 +75,7 @@ def test_a_plans_own_passes_carry_it_out_also_where_they_were_left_out() -> None
 
 
 def test_each_says_whether_it_changes_numbers() -> None:
-    assert {name for name, cls in TRAINING_PASSES.items() if not cls.exact} == {"compress", "precision"}
+    assert {name for name, cls in TRAINING_PASSES.items() if not cls.exact} == {"compress", "frozen", "precision"}
 
 
 @pytest.mark.parametrize(

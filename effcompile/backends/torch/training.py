@@ -24,6 +24,7 @@ from effcompile.core.errors import AutocastError, GuardError, InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Outputs, Value
 from effcompile.ir.step import Step
 from effcompile.ops.consume import Sink, consuming
+from effcompile.ops.frozen_codes import CodedWeight, encode, hold
 from effcompile.schedules.emit import Emitted
 from effcompile.schedules.simulate import overwritten
 
@@ -50,6 +51,7 @@ class StepRunner:
         assert step.state is not None
         self.state = step.state.bound_to(model)
         self.guarded = True  # but while the step is verified, which runs the model's own forward
+        self._codes = {name: encode(held(model, name), form) for name, form in step.coded.items()}
         self._devices = sorted({node.meta["val"].device.type for node in self._forward_inputs})
         self._autocast = _autocast(self._devices)
 
@@ -57,8 +59,20 @@ class StepRunner:
         """The same step for another instance of the model: a copy of it."""
         other = copy.copy(self)
         other.model, other.sink, other.state = model, None, self.state.bound_to(model)
+        other._codes = dict(self._codes)
         other.loss_scale = copy.deepcopy(self.loss_scale)
         return other
+
+    @property
+    def codes(self) -> tuple[torch.Tensor, ...]:
+        """Those of the frozen weights that the model has as they were given."""
+        return tuple(self._codes.values())
+
+    def hold_codes(self) -> None:
+        """Put the codes that the step reads in the place of the model's frozen weights, whose memory is free then."""
+        for name, form in self.step.coded.items():
+            if (packed := self._codes.pop(name, None)) is not None:
+                hold(self.model, name, packed, form)
 
     @contextlib.contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
@@ -143,8 +157,26 @@ class StepRunner:
             values[node] = _fitting(node, name, self._local(name, held(self.model, name)).detach())
         for node, name in step.buffers.items():
             values[node] = _fitting(node, name, held(self.model, name))
+        values.update({node: self._packed(name) for node, name in step.codes.items()})
         values.update(step.constants)
         return values
+
+    def _packed(self, name: str) -> torch.Tensor:
+        """The codes of a frozen weight: the model's, or, as long as that has the weight as it was given, the step's own.
+
+        Raises:
+            GuardError: the model has another weight there now.
+        """
+        value, form = held(self.model, name), self.step.coded[name]
+        if isinstance(value, CodedWeight) and value.form == form:
+            return value.packed
+        if name not in self._codes:
+            raise GuardError(
+                f"{name} is no longer held in {form}, as this plan has it: it was replaced. Call effcompile.optimize again.",
+                place=f"model.{name}",
+                of_model=True,
+            )
+        return self._codes[name]
 
     def _local(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """What the graph takes for a parameter."""

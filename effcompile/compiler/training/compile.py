@@ -15,6 +15,7 @@ from effcompile.core.units import format_bytes
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.ir.step import Step
+from effcompile.machine.memory import give_back
 from effcompile.passes import ways
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
@@ -115,7 +116,15 @@ def _refined(work: Work, case: Case) -> TrainingExecutable:
     assert ran is not None, "the last round raises what it refutes"
     result = ran.executable
     result.plan = _with_levers(attempt.branches, ran.joint, result.plan)  # once, of the plan that is returned
-    return taking_items(result, attempt.work, case.step)
+    return _taken_up(taking_items(result, attempt.work, case.step))
+
+
+def _taken_up(result: TrainingExecutable) -> TrainingExecutable:
+    """The planned model, its frozen weights held as the plan says: nothing is compared with them any more."""
+    if result.runner.codes:
+        result.runner.hold_codes()
+        give_back()
+    return result
 
 
 def _with_levers(branches: Branches, joint: Joint, plan: Plan) -> Plan:
@@ -198,7 +207,7 @@ def _reapply(task: Task, plan: Plan) -> TrainingExecutable:
         )
     runner = runner_of(task.model, found.prepared.case, found.emitted)
     made = verified(found.work, found.prepared, runner, found.plan)[0]
-    return taking_items(made, found.work, found.step)
+    return _taken_up(taking_items(made, found.work, found.step))
 
 
 def _another(plan: Plan) -> FormatError:

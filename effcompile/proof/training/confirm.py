@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.optimizer import PlannedOptimizer, planned_optimizer
-from effcompile.backends.torch.training import StepRunner
+from effcompile.backends.torch.training import StepRunner, held
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import HostUse, Unmeasured
 from effcompile.core.reasons import Because, Reason
@@ -57,7 +57,7 @@ def verified(work: Work, prepared: Prepared, runner: StepRunner, plan: Plan) -> 
     """
     step = lambda: runner.loss(work.args, work.kwargs)  # noqa: E731
     states, division = prepared.case.states, prepared.case.division
-    base = _alive(work, prepared)
+    base = _alive(work, prepared, runner)
     room = Room.of(device_of(work.model), base, plan.goal.memory)
     room.tidy()  # what capture, pricing and the search left
     whole = plan.baseline.peak_bytes or 0
@@ -164,10 +164,14 @@ def _too_long(work: Work, plan: Plan) -> str | None:
     return f"takes about {format_seconds(seconds)} by its own 16-bit products"
 
 
-def _alive(work: Work, prepared: Prepared) -> int:
-    """Bytes alive before a step, counted over the tensors that are there; the graph's constants live in the runner."""
-    constants = list(prepared.step.constants.values())
-    return alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
+def _alive(work: Work, prepared: Prepared, runner: StepRunner) -> int:
+    """Bytes alive before a step, counted over the tensors that are there; the graph's constants, and codes, live in the runner.
+
+    Frozen weights that are held as codes are there as they were given too, to be compared with: they go when the plan is taken up.
+    """
+    device, constants = device_of(work.model), [*prepared.step.constants.values(), *runner.codes]
+    going = alive_bytes(device, [held(work.model, name) for name in prepared.step.coded])
+    return alive_bytes(device, work.model, work.args, dict(work.kwargs), work.loss, constants) - going
 
 
 def _checked(original: _Original, plan: Plan, runner: StepRunner, found: verify.Result, wanted: verify.Result) -> list[Check]:

@@ -25,6 +25,8 @@ from effcompile.search.training.solve import keeping_everything
 from effcompile.search.training.work import Work
 
 SITE, KIND = "batch", "batch size"
+#: McCandlish et al. 2018 (arXiv 1812.06162), equation 2.11.
+_CRITICAL = "by the critical batch of {} training takes {} × the fewest steps and {} × the fewest examples: a law, not a measurement"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +185,9 @@ def _notes(task: Task, best: BatchTrial[Planned], work: Work) -> Iterator[Reason
         given, name = LearningRate.of(task.request.lr), type(work.optimizer).__name__
         text = "learning rate {} for {} examples, from {} for {} by the {name} law of {name}: a law, not a measurement; it was not set"
         yield Because(text, (_short(given.at(best.batch, name)), best.batch, _short(given.rate), given.batch, law(name), name))
+        if given.critical is not None:
+            share = best.batch / given.critical
+            yield Because(_CRITICAL, (_short(given.critical), _short(1 + 1 / share), _short(1 + share)))
 
 
 def _cost(trial: BatchTrial[Planned]) -> Cost:

@@ -159,7 +159,7 @@ def _whole(joint: Joint, found: Preparation, provenance: Provenance) -> list[Dec
                 cost=Cost(
                     seconds=best.seconds - plain.seconds, bytes_kept=_kept(best), bytes_transient=_end_peak(best), provenance=provenance
                 ),
-                baseline_cost=Cost(bytes_kept=_kept(plain), bytes_transient=_end_peak(plain)),
+                baseline_cost=Cost(bytes_kept=_kept(plain) + _held_less(best, plain), bytes_transient=_end_peak(plain)),
             )  # fmt: skip
         elif chosen.option.told is not None:
             made += chosen.option.told(outcome)
@@ -187,6 +187,11 @@ def _gain(joint: Joint, chosen: Chosen) -> Reason | None:
 def _kept(prepared: Prepared) -> int:
     """Bytes between forward and backward where all is kept."""
     return sum(prepared.whole[stage.kind].kept_bytes for stage in prepared.stages)
+
+
+def _held_less(best: Prepared, plain: Prepared) -> int:
+    """Bytes that are there before a step and are not with it: of weights that it holds in another form."""
+    return (plain.step.resident_bytes or 0) - (best.step.resident_bytes or 0)
 
 
 def _end_peak(prepared: Prepared) -> int:

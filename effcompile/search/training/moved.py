@@ -28,11 +28,14 @@ class RefutedError(VerificationError):
 
 
 def too_coarse(case: Case, plan: Plan, message: str) -> RefutedError | None:
-    """The error of the choice that changes numbers, where the plan has one: of the step first, else the least mild way to hold values."""
-    for chosen in case.taken:
+    """The error of the choice that changes numbers, where the plan has one: of the step first, else the least mild way to hold values.
+
+    Of several of the step the one that was taken last: weights in codes are coarser than products in 16 bits.
+    """
+    for chosen in reversed(case.taken):
         if chosen.changes and not chosen.exact:
             kind, option = chosen.choice.kind, chosen.option.name
-            return RefutedError(message, kind=kind, option=option, said=f"nothing is computed in {option}")
+            return RefutedError(message, kind=kind, option=option, said=f"{kind}: not {option}")
     known = ways()
     used = {part for d in plan.decisions if d.kind in known for part in (*known[d.kind].parts, d.kind)}
     coarse = [way for way in known.values() if way.name in used and not way.exact and not way.parts]

@@ -23,6 +23,7 @@ from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.estimate import operators
 from effcompile.ir.plan import Decision, Declined, Plan
+from effcompile.ops.frozen_codes import CodedWeight
 from effcompile.ops.optimizers import check
 from effcompile.passes import TRAINING_PASSES, TrainingPasses, load_training_passes, over_values, ways
 from effcompile.passes.training.base import Case, StepContext
@@ -158,8 +159,12 @@ def make_work(task: Task) -> Work:
     """The request, with its passes, target and optimizer looked up.
 
     Inputs that an upstream model made are cut from it, so that verification makes no gradients there.
+
+    Raises:
+        UsageError: frozen weights of the model are held as codes already.
     """
     model, asked, goal = task.model, task.request, task.request.goal
+    _refuse_codes(model)
     args, kwargs = after_pre_hooks(model, task.args, with_items_as_tensor(task.kwargs))
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_() if t.requires_grad else t, (args, dict(kwargs)))
     machine = resolve(asked.target, [], gpu.place_of(model, args, kwargs))
@@ -181,6 +186,15 @@ def make_work(task: Task) -> Work:
         parameters=tuple(model.named_parameters()), progress=asked.progress, notes=notes,
         figures=OperatorCosts(target=machine.target, here=machine.here, known=known, store=machine.calibration, progress=asked.progress),
     )  # fmt: skip
+
+
+def _refuse_codes(model: nn.Module) -> None:
+    """Raises UsageError for a model that another plan was carried out on, and that no longer has all of its weights."""
+    if form := next((p.form for p in model.parameters() if isinstance(p, CodedWeight)), None):
+        raise UsageError(
+            f"The frozen weights of this model are held in {form}, as an earlier plan has it: what they were is not there to be planned "
+            "with. Load its base anew (adapters are kept by their own state), or plan with --pass no-frozen what is planned again."
+        )
 
 
 def as_optimizer(given: AnyOptimizer, model: nn.Module) -> Optimizer | None:
