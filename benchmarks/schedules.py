@@ -250,9 +250,20 @@ def growth(seed: int) -> dict[str, float]:
 
 
 def averages(seed: int) -> dict[str, float]:
-    """The mean of the last five checkpoints, in mid-run, beside the last weights."""
-    _, _, model, run = scheduled(seed, [effcompile.Stage(steps=STEPS, average=5)])
-    return {"last": DATA.loss(model), "mean of 5": DATA.loss(run.averaged())}
+    """The mean of the last five checkpoints beside the last weights, in mid-run and at the end of eight times the steps."""
+    torch.manual_seed(seed)
+    given = DATA.at(0, 0)
+    run = effcompile.schedule(
+        gpt2(), [effcompile.Stage(steps=8 * STEPS, average=5)], inputs=lambda stage: given, optimizer=adamw, passes=PASSES
+    )
+    found = {}
+    for active in run:
+        while active.left:
+            active.step(**DATA.at(seed, sum(run.done)))
+            if active.left in (4 * STEPS, 1):
+                when = "mid-run" if active.left > 1 else "end"
+                found |= {f"{when}: last": DATA.loss(run.model), f"{when}: mean of 5": DATA.loss(run.averaged())}
+    return found
 
 
 def dropping(seed: int) -> dict[str, float]:

@@ -1,9 +1,10 @@
-"""The survey's four questions, one command each. Models without data (the meta device): nothing is allocated.
+"""The survey's four questions, one command each, and QLoRA's. Models without data (the meta device): nothing is allocated.
 
 effcompile plan examples/large.py:llama_7b_lora --mode training --target rtx4090
 effcompile plan examples/large.py:llama_7b --mode training --target rtx4090
 effcompile plan examples/large.py:llama_13b --mode training --target v100-32gb
 effcompile plan examples/large.py:gpt3_175b --mode training --target h100-sxm --devices auto
+effcompile plan examples/large.py:llama_33b_lora --mode training --target rtx4090 --max-error 0.15
 """
 
 import peft
@@ -31,10 +32,20 @@ def llama_7b() -> torch.nn.Module:
     return llama(4096, 11008, 32, 32, torch.bfloat16)
 
 
-def llama_7b_lora() -> torch.nn.Module:
-    """LLaMA-7B with LoRA of rank 8 on queries and values: Alpaca-LoRA, hours on one card."""
+def lora(base: torch.nn.Module) -> torch.nn.Module:
+    """A frozen base with LoRA of rank 8 on queries and values."""
     with torch.device("meta"):
-        return peft.get_peft_model(llama_7b(), peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).train()
+        return peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")).train()
+
+
+def llama_7b_lora() -> torch.nn.Module:
+    """Alpaca-LoRA, hours on one card."""
+    return lora(llama_7b())
+
+
+def llama_33b_lora() -> torch.nn.Module:
+    """LLaMA-33B on one card of 24 GB, as QLoRA does (Dettmers et al. 2023): its base in 4 bits."""
+    return lora(llama(6656, 17920, 60, 52, torch.bfloat16))
 
 
 def llama_13b() -> torch.nn.Module:

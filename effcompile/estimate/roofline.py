@@ -6,6 +6,7 @@ and results.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from effcompile.core.types import Args
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.target import Target
 from effcompile.ops import collectives, grouped
+from effcompile.ops.frozen_codes import passed_bytes
 from effcompile.ops.parts import add_select_, add_slice_
 
 #: How often gloo moves a byte through memory from one process to another on a CPU: into a socket, out of it, and a sum (measured: some 16).
@@ -81,6 +83,9 @@ def moved_bytes(node: fx.Node) -> float:
     if node.target in (add_select_, add_slice_):
         part: Any = node.args[1]
         return 3 * _bytes(part.meta["val"])
+    if node.target is torch.ops.effcompile.expand_codes.default:
+        codes, shape, form, dtype = fx.map_arg(node.args, lambda n: n.meta["val"])
+        return passed_bytes(math.prod(shape), form, dtype) + _bytes([node.meta["val"], codes])
     values: list[Any] = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
     return _bytes(values)
 

@@ -24,12 +24,23 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.errors import GuardError
 
-__all__ = ["FORMS", "GROUP", "CodedWeight", "encode", "expand_codes", "hold", "packed_bytes", "rounding_of", "workspace_bytes"]
+__all__ = [
+    "FORMS",
+    "GROUP",
+    "CodedWeight",
+    "encode",
+    "expand_codes",
+    "hold",
+    "packed_bytes",
+    "passed_bytes",
+    "rounding_of",
+    "workspace_bytes",
+]
 
 GROUP = 64
 _SCALE_BYTES = 2
-#: Elements that are written at a time, so that what they take in between stays small.
-_PIECE = 1 << 18
+#: Elements that are written at a time, so that what they take in between stays small; on a device each piece is some launches.
+_PIECE, _PIECE_ON_DEVICE = 1 << 18, 1 << 24
 _LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224, 0.44070982933044434,
@@ -66,7 +77,7 @@ def encode(weight: Tensor, form: str) -> Tensor:
     groups, of = weight.detach().reshape(-1, GROUP), FORMS[form]
     packed = weight.new_empty(packed_bytes(weight.numel(), form), dtype=torch.uint8)
     codes, scales = _parts(packed, form)
-    for piece in _pieces(len(groups)):
+    for piece in _pieces(groups):
         values = groups[piece].float()
         scale = (values.abs().amax(1) / of.most).to(torch.bfloat16)
         scales[piece] = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -89,9 +100,13 @@ def _parts(packed: Tensor, form: str) -> tuple[Tensor, Tensor]:
     return packed[: groups * size].view(groups, size), packed[groups * size :].view(torch.bfloat16)
 
 
-def _pieces(groups: int) -> Iterator[slice]:
-    each = _PIECE // GROUP
-    return (slice(start, min(start + each, groups)) for start in range(0, groups, each))
+def _pieces(groups: Tensor) -> Iterator[slice]:
+    count, each = len(groups), _piece(groups.device) // GROUP
+    return (slice(start, min(start + each, count)) for start in range(0, count, each))
+
+
+def _piece(device: torch.device) -> int:
+    return _PIECE if device.type == "cpu" else _PIECE_ON_DEVICE
 
 
 @cache
@@ -107,7 +122,7 @@ def expand_codes(packed: Tensor, shape: Sequence[int], form: str, dtype: torch.d
     out = packed.new_empty(shape, dtype=dtype)
     groups = out.view(-1, GROUP)
     codes, scales = _parts(packed, form)
-    for piece in _pieces(len(groups)):
+    for piece in _pieces(groups):
         into = groups[piece] if dtype == torch.float32 else torch.empty_like(groups[piece], dtype=torch.float32)
         scale = scales[piece].float()[:, None]
         if form == "nf4":
@@ -125,13 +140,22 @@ def _(packed, shape, form, dtype):  # type: ignore[no-untyped-def]
     return packed.new_empty(shape, dtype=dtype)
 
 
-def workspace_bytes(name: str, args: Sequence[Any]) -> int | None:
-    """Bytes alive at the highest instant inside `expand_codes`, beyond its inputs and output; None for other operators."""
+def workspace_bytes(name: str, args: Sequence[Any], *, on_device: bool = False) -> int | None:
+    """Bytes alive at the highest instant inside `expand_codes`, beyond its inputs and output; None for other operators.
+
+    on_device: on one that is not here, for which tensors without data stand.
+    """
     if name != "effcompile::expand_codes":
         return None
-    _, shape, form, dtype = args
-    piece = min(_PIECE, math.prod(shape))
+    packed, shape, form, dtype = args
+    piece = min(_PIECE_ON_DEVICE if on_device else _piece(packed.device), math.prod(shape))
     return (2 * piece if form == "nf4" else 0) + 4 * piece * (dtype != torch.float32) + 4 * piece // GROUP
+
+
+def passed_bytes(elements: int, form: str, dtype: torch.dtype) -> int:
+    """What torch's kernels read and write on the way to so many elements, beyond codes and result: indices, levels, scaled, rounded."""
+    on_the_way = 12 * elements if form == "nf4" else 0
+    return on_the_way + (8 * elements if dtype != torch.float32 else 0)
 
 
 def rounding_of(weights: Sequence[Tensor], form: str) -> float:
@@ -162,7 +186,7 @@ class CodedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, packed: Tensor, shape: Sequence[int], form: str, dtype: torch.dtype) -> Self:
-        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)  # type: ignore[attr-defined]
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=packed.device)
         return made
 
     def __init__(self, packed: Tensor, shape: Sequence[int], form: str, dtype: torch.dtype) -> None:
@@ -189,11 +213,11 @@ class CodedWeight(Tensor):
         memo[id(self)] = made = _as_parameter(made) if isinstance(self, nn.Parameter) else made
         return made
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CodedWeight({tuple(self.shape)}, {self.dtype}, in {self.form})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _SAME:
             return args[0].with_codes(_SAME[func](args[0].packed))
         if func is torch.ops.aten.copy_.default and _alike(*args[:2]):

@@ -26,7 +26,7 @@ def workspace_on_gpu(target: object, args: Sequence[object], kwargs: Mapping[str
     name = getattr(target, "name", lambda: "")().removesuffix(".default")
     if name in ("effcompile::attention", "effcompile::attention_backward"):
         return _attention(list(args), backward=name.endswith("backward"), kwargs=kwargs)
-    if (found := frozen_codes.workspace_bytes(name, args)) is not None:
+    if (found := frozen_codes.workspace_bytes(name, args, on_device=True)) is not None:
         return found
     kind = name.removeprefix("effcompile::loss_head_")
     return _loss_head(kind, list(args)) if kind != name and kind in ("gradients", "forward", "backward") else None

@@ -1,24 +1,30 @@
 """Frozen weights as codes: which weights, what the graph becomes, and that its gradients are those of the rounded base."""
 
 import copy
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
-from train_helpers import context
+from train_helpers import context, cut_step, run_schedule
 
+from effcompile.backends.torch.training import StepRunner
+from effcompile.capture import capture_training
 from effcompile.capture.source import Source
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Declined
 from effcompile.ir.resident import storage_bytes
-from effcompile.ops.frozen_codes import encode, expand_codes, packed_bytes
+from effcompile.ops.frozen_codes import CodedWeight, encode, expand_codes, packed_bytes
 from effcompile.passes.training.base import Case, StepChoice, StepContext
 from effcompile.passes.training.forms import applied
 from effcompile.passes.training.frozen import BASELINE, Frozen, coded, frozen_weights
 from effcompile.schedules.blocks import split
+from effcompile.schedules.emit import emit
+from effcompile.schedules.simulate import simulate
 
 WIDTH = 64
 
@@ -85,6 +91,22 @@ def test_each_product_writes_the_weight_out_for_itself_and_gradients_are_those_o
     gradients = dict(zip(step.differentiated, results[-len(step.differentiated) :], strict=True))
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, rounded.get_parameter(name).grad)
+
+
+def test_the_weights_as_given_are_freed_the_step_goes_on_and_its_peak_is_the_simulated_one() -> None:
+    model, batch = Adapted().train(), {"ids": torch.arange(12)}
+    step = coded(capture_training(model, (), batch), dict(model.named_parameters()), "int8")
+    cut = cut_step(step)
+    emitted = emit(cut, cut.decidable)
+    _, peak = run_schedule(model, cut, batch, cut.decidable)
+    assert peak == pytest.approx(simulate(cut, emitted).footprint.peak_bytes, rel=0.02)
+    runner = StepRunner(model, step, emitted)
+    before, gone = runner.loss((), batch).detach(), weakref.ref(model.first.weight)
+    runner.hold_codes()
+    gc.collect()
+    assert gone() is None and isinstance(model.first.weight, CodedWeight) and not runner.codes
+    for _ in range(2):
+        assert torch.equal(runner.loss((), batch), before)
 
 
 def test_forms_that_round_more_than_the_goal_allows_are_declined_with_their_rounding() -> None:

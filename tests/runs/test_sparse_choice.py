@@ -82,9 +82,10 @@ def test_the_fastest_choice_is_that_of_all_there_are(model: Stack) -> None:
 
 def test_eps_is_the_time_of_a_sparse_flop_and_each_block_is_told(model: Stack) -> None:
     found = asked(model)
-    assert [trial.block for trial in found.trials] == [16, 8, 4] and found.block == 16
-    assert found.layers == ("blocks.0.up", "blocks.1.up") and found.seconds < found.dense_seconds
+    assert [trial.block for trial in found.trials] == [16, 8, 4] and found.seconds < found.dense_seconds
+    assert found.block == 8 and found.layers == ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
     sixteen, eight, _ = found.trials
+    assert sixteen.layers == ("blocks.0.up", "blocks.1.up")
     assert set(sixteen.eps) == {"blocks.0.up", "blocks.1.up"}  # 16 does not divide 40
     assert eight.eps["blocks.0.up"] == pytest.approx(SECONDS[8] / 0.1, rel=0.1)
 

@@ -37,6 +37,11 @@ class MicrobatchRunner(StepRunner):
         """No parameter's gradient goes to the optimizer before the step is over."""
         return ()
 
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        divided = self.divided
+        return (self.step, divided.whole, divided.part, *([divided.pair] if divided.pair is not None else ()))
+
     def _run(self, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, ...]:
         self._check_model()
         parameters = [held(self.model, name) for name in self.step.consumed]

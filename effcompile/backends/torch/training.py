@@ -64,6 +64,11 @@ class StepRunner:
         return other
 
     @property
+    def steps(self) -> tuple[Step, ...]:
+        """The captured steps that it runs, or reads anything of."""
+        return (self.step,)
+
+    @property
     def codes(self) -> tuple[torch.Tensor, ...]:
         """Those of the frozen weights that the model has as they were given."""
         return tuple(self._codes.values())
@@ -73,6 +78,9 @@ class StepRunner:
         for name, form in self.step.coded.items():
             if (packed := self._codes.pop(name, None)) is not None:
                 hold(self.model, name, packed, form)
+        for guards in {self.state, *(step.state for step in self.steps)}:
+            if guards is not None:
+                guards.settle()  # which remember the weights as they were
 
     @contextlib.contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:

@@ -32,7 +32,7 @@ aten, ours = torch.ops.aten, torch.ops.effcompile
 SITE, KIND = "frozen weights", "frozen weights"
 BASELINE = "as given"
 #: Products of matrices → which of their arguments a weight may be.
-_PRODUCTS = {
+_PRODUCTS: Mapping[object, tuple[int, ...]] = {
     aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1), ours.wide_mm.default: (0, 1),
     ours.wide_addmm.default: (1, 2),
 }  # fmt: skip
