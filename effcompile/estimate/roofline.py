@@ -84,7 +84,8 @@ def moved_bytes(node: fx.Node) -> float:
         part: Any = node.args[1]
         return 3 * _bytes(part.meta["val"])
     if node.target is torch.ops.effcompile.expand_codes.default:
-        codes, shape, form, dtype = fx.map_arg(node.args, lambda n: n.meta["val"])
+        given: Any = fx.map_arg(node.args, lambda n: n.meta["val"])
+        codes, shape, form, dtype = given
         return passed_bytes(math.prod(shape), form, dtype) + _bytes([node.meta["val"], codes])
     values: list[Any] = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
     return _bytes(values)
