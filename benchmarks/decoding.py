@@ -2,8 +2,9 @@
 
     python benchmarks/decoding.py --shape quarter --contexts 128,1024 --formats int8_groups,int4_groups,int4_groups/bf16 --rounds 16
 
-Nothing is priced or chosen: all linears are held in the format, `/bf16` says how the cache is, norms, gates and rotations are fused. Tokens
-are given, not sampled, and errors are those of the logits. "of the stream": bytes that a token reads, a second, by the stream's.
+Nothing is priced or chosen: all linears are held in the format, `/bf16` or `/int8` says how the cache is, norms, gates and rotations are
+fused. Tokens are given, not sampled, and errors are those of the logits. "of the stream": bytes that a token reads, a second, by the
+stream's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
-from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_ROWS, Form
+from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_ROWS, Form, WeightFormat
 from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.passes.norm_gate_rotary import FUSED, Rows
 from effcompile.runtime.generation.executable import Stepper
@@ -33,6 +34,7 @@ from effcompile.runtime.generation.steps import CacheRoom
 from effcompile.sites.parts import embeddings, linears
 from effcompile.sites.rows import row_sites
 
+_CACHES = {"bf16": "bfloat16", "int8": "int8"}
 _STREAM = torch.ones(1 << 26)
 
 
@@ -48,11 +50,18 @@ class Racer:
 def racer(model: Any, step: GenerationStep, name: str, context: int) -> Racer:
     """Ours, in a format of LINEAR_FORMATS."""
     family, _, cache = name.partition("/")
-    step = replace(step, layout=step.layout.narrowed()) if cache else step
-    forms = {site.site: Form(word=FUSED) for site in row_sites(step.program)}
+    step = replace(step, layout=step.layout.narrowed(_CACHES[cache])) if cache else step
     tables = embeddings(step.program) if family != "fp32" else []
-    forms |= {site.site: Form(weights=LINEAR_FORMATS[family]) for site in linears(step.program)}
-    forms |= {site.site: Form(weights=TABLE_INT8_ROWS) for site in tables}
+    forms = {site.site: LINEAR_FORMATS[family] for site in linears(step.program)}
+    run, weights = built(model, step, {**forms, **{site.site: TABLE_INT8_ROWS for site in tables}}, context)
+    looked_up = sum(TABLE_INT8_ROWS.stored_bytes(site.count, site.width) for site in tables)
+    return Racer(run=run, weights=weights - looked_up, row=step.layout.nbytes(1, 1))
+
+
+def built(model: Any, step: GenerationStep, held: Mapping[str, WeightFormat], context: int) -> tuple[Stepper, int]:
+    """A step whose linears and tables are held so, with norms, gates and rotations fused; and the bytes of its weights."""
+    forms = {site.site: Form(word=FUSED) for site in row_sites(step.program)}
+    forms |= {site: Form(weights=weights) for site, weights in held.items()}
     decisions = tuple(
         Decision(site=site, kind="", option=form.name, baseline="", by="", cost=Cost(), baseline_cost=Cost(), form=form)
         for site, form in forms.items()
@@ -64,9 +73,7 @@ def racer(model: Any, step: GenerationStep, name: str, context: int) -> Racer:
     )  # fmt: skip
     program = Rows().apply(step.program, plan).tagged({site: form for site, form in forms.items() if form.weights}, "quantize")
     lowered, parts = lower_step(step, program, load_backend("torch-eager"), plan, CacheRoom(context=context, chunk=512))
-    looked_up = sum(TABLE_INT8_ROWS.stored_bytes(site.count, site.width) for site in tables)
-    run = Stepper(lowered, type(model).forward, model.config)
-    return Racer(run=run, weights=parts["step"].weight_bytes - looked_up, row=step.layout.nbytes(1, 1))
+    return Stepper(lowered, type(model).forward, model.config), parts["step"].weight_bytes
 
 
 def race(racers: dict[str, Racer], model: Any, context: int, rounds: int) -> None:

@@ -1,5 +1,6 @@
 """Tiny Hugging Face models that generate: two layers, width 32, random weights."""
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -7,7 +8,16 @@ import torch
 import transformers
 from torch import nn
 
+from effcompile.backends import load_backend
 from effcompile.capture.generation import GenerationStep, capture_step
+from effcompile.compiler.generation.lower import lower_step
+from effcompile.core.goal import Goal
+from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.runtime.generation.executable import GenerationExecutable
+from effcompile.runtime.generation.steps import CacheRoom
+
+CONTEXT = 320
+Planned = tuple[nn.Module, GenerationExecutable]
 
 _TINY = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
@@ -50,3 +60,25 @@ def captured(kind: str, **changes: Any) -> tuple[nn.Module, GenerationStep]:
 def ids(*shape: int, seed: int = 1) -> torch.Tensor:
     """Token ids that are no special ones."""
     return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bare(
+    captured: tuple[nn.Module, GenerationStep],
+    backend: str = "torch-eager",
+    context: int = CONTEXT,
+    *,
+    batch: int = 1,
+    narrow: str = "",
+    chunk: int = 64,
+) -> Planned:
+    """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest. `narrow`: the dtype of its cache."""
+    model, step = captured
+    step = replace(step, layout=step.layout.narrowed(narrow))
+    nothing = Totals()
+    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
+    plan = Plan(
+        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context, batch=batch), target="", target_line="",
+        backend=backend, decisions=(), declined=(), certificate=proof, baseline=nothing, predicted=nothing,
+    )  # fmt: skip
+    lowered, parts = lower_step(step, step.program, load_backend(backend), plan, CacheRoom(context=context, chunk=chunk))
+    return model, GenerationExecutable(model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts)

@@ -7,7 +7,7 @@ keep a state of one size. The only file that knows how transformers holds a cach
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,24 @@ def new_cache_of(config: Any) -> HFCache:
     """The same for a model of this config."""
     own = cache_utils.DynamicCache(config=config.get_text_config(decoder=True))
     return cache_utils.EncoderDecoderCache(own, cache_utils.DynamicCache()) if config.is_encoder_decoder else own
+
+
+class _Rounding(cache_utils.DynamicCache):
+    """A cache that rounds what is written to it."""
+
+    def __init__(self, config: Any, rounded: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(config=config)
+        self._rounded = rounded
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made: tuple[torch.Tensor, torch.Tensor] = super().update(self._rounded(key_states), self._rounded(value_states), *args, **kwargs)
+        return made
+
+
+def rounding_cache(model: HFModel, rounded: Callable[[torch.Tensor], torch.Tensor]) -> HFCache:
+    """An empty cache that keeps keys and values of self-attention as they are rounded."""
+    own = _Rounding(model.config.get_text_config(decoder=True), rounded)
+    return cache_utils.EncoderDecoderCache(own, cache_utils.DynamicCache()) if model.config.is_encoder_decoder else own
 
 
 def caches_of(cache: HFCache) -> list[tuple[str, HFCache]]:

@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 #: A window's buffer is longer than the window by this part of it.
 _SLACK = 8
 
+#: What rows of 32 bits may be held in: bytes of an element, and of a row's scale.
+_NARROW = {"bfloat16": (2, 0), "int8": (1, 4)}
+
 
 class Growth(enum.StrEnum):
     """How a leaf follows the tokens."""
@@ -34,7 +37,7 @@ class CacheLeaf:
         shape: sizes without the batch and the rows.
         window: rows that are kept at the most; 0 where all are.
         item_bytes: of one element.
-        row_bytes: that stand beside the elements of a row: scales.
+        row_bytes: that stand behind the elements of a row: its scale.
         held: dtype that rows are held in, where it is not the graph's own.
     """
 
@@ -47,10 +50,16 @@ class CacheLeaf:
     row_bytes: int = 0
     held: str = ""
 
-    def narrowed(self) -> CacheLeaf:
-        """In bf16, where it is held in 32 bits and written token by token."""
+    def narrowed(self, dtype: str) -> CacheLeaf:
+        """In "bfloat16", or in "int8" with a scale for each row; where it is held in 32 bits and written token by token."""
         narrow = self.growth in (Growth.FULL, Growth.WINDOW) and self.item_bytes == 4
-        return replace(self, item_bytes=2, held="bfloat16") if narrow else self
+        item, scale = _NARROW[dtype]
+        return replace(self, item_bytes=item, row_bytes=scale, held=dtype) if narrow else self
+
+    @property
+    def width(self) -> int:
+        """Elements of a row as it is held, its scale among them."""
+        return self.shape[-1] + self.row_bytes // self.item_bytes
 
     def rows(self, context: int, source: int = 0) -> int:
         """Rows that are kept where so many tokens were seen; 1 of a state."""
@@ -92,18 +101,14 @@ class CacheLayout:
         """Places of the leaves that a step returns; the others stay as they are."""
         return tuple(at for at, leaf in enumerate(self.leaves) if leaf.growth is not Growth.SOURCE)
 
-    def narrowed(self) -> CacheLayout:
-        """With its rows in bf16."""
-        return CacheLayout(leaves=tuple(leaf.narrowed() for leaf in self.leaves))
-
-    def widened(self) -> CacheLayout:
-        """As the graph has it."""
-        return CacheLayout(leaves=tuple(replace(leaf, item_bytes=4, held="") if leaf.held else leaf for leaf in self.leaves))
+    def narrowed(self, dtype: str) -> CacheLayout:
+        """With its rows in "bfloat16" or "int8"; "" leaves them as the graph has them."""
+        return CacheLayout(leaves=tuple(leaf.narrowed(dtype) for leaf in self.leaves)) if dtype else self
 
     @property
-    def narrow(self) -> bool:
-        """Whether rows are held in another dtype than the graph's."""
-        return any(leaf.held for leaf in self.leaves)
+    def narrow(self) -> str:
+        """The dtype that rows are held in where it is not the graph's; "" where it is."""
+        return next((leaf.held for leaf in self.leaves if leaf.held), "")
 
     def nbytes(self, context: int, batch: int, source: int = 0) -> int:
         """Bytes of the buffers that hold the cache of so many tokens."""

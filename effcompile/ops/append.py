@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from effcompile.ops.cache_rows import into
+
 
 def room(rows: torch.Tensor) -> tuple[int, int]:
     """(rows of the buffer behind this tensor, the first of them that it shows); (its own rows, 0) where it is no such view."""
@@ -39,19 +41,28 @@ def buffer(like: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 def append(past: torch.Tensor, new: torch.Tensor, capacity: int) -> torch.Tensor:
-    """`torch.cat([past, new], 2)`, in the buffer behind `past` where it has room, else in a new one of at least `capacity` rows."""
-    rows, more = past.shape[2], new.shape[2]
+    """`torch.cat([past, new], 2)`, in the buffer behind `past` where it has room, else in a new one of at least `capacity` rows.
+
+    New rows are rounded to what `past` holds: bf16, or codes with a scale (cache_rows.py).
+    """
+    longer = lengthened(past, new.shape[2], capacity)
+    longer[:, :, past.shape[2] :] = into(new, longer.dtype)
+    return longer
+
+
+def lengthened(past: torch.Tensor, more: int, capacity: int) -> torch.Tensor:
+    """The same with so many rows at the end that hold anything."""
+    rows = past.shape[2]
     total, first = room(past)
     if first + rows + more <= total:
-        longer = _longer(past, int(past.storage_offset()), rows + more)
-    elif rows + more <= total:  # a window that came to the end of its buffer: back to its beginning
+        return _longer(past, int(past.storage_offset()), rows + more)
+    if rows + more <= total:  # a window that came to the end of its buffer: back to its beginning
         kept = past.clone()
         longer = _longer(past, 0, rows + more)
         longer[:, :, :rows] = kept
-    else:
-        longer = _longer(buffer(past, max(capacity, rows + more)), 0, rows + more)
-        longer[:, :, :rows] = past
-    longer[:, :, rows:] = new
+        return longer
+    longer = _longer(buffer(past, max(capacity, rows + more)), 0, rows + more)
+    longer[:, :, :rows] = past
     return longer
 
 

@@ -1,4 +1,4 @@
-// Attention of few queries over a cache on a CPU: keys and values, in fp32 or bf16, are read once for all queries that share them.
+// Attention of few queries over a cache on a CPU: keys and values, in fp32, bf16 or 8 bits, are read once for all queries that share them.
 //
 // Compiled once per instruction set by machine/native.py, which passes WIDTH, the 32-bit words of a vector register.
 // Of a head of keys all scores are made first, then their softmax, then the sum of values: both passes read memory in order.
@@ -13,19 +13,26 @@ namespace {
 constexpr int64_t ROWS = 512;  // queries that may share a head of keys
 constexpr int64_t KEYS = 64;   // keys whose rows are held as fp32 at once, in the L1 cache
 
+enum Form { WIDE, BF16, CODES };  // of a row: fp32, bf16, or s8 and behind them their scale in fp32
+
 struct Rows {  // of keys or of values of one head
     const void* at;
-    int64_t stride, width;
-    bool narrow;
+    int64_t stride, width, form;
 
     // `count` rows from row `from` as fp32, `apart` floats apart; `room` holds them where they have to be made.
     const float* dense(int64_t from, int64_t count, float* room, int64_t* apart) const {
-        if (!narrow) {
+        if (form == WIDE) {
             *apart = stride;
             return static_cast<const float*>(at) + from * stride;
         }
         *apart = width;
-        for (int64_t row = 0; row < count; row++) {
+        for (int64_t row = 0; form == CODES && row < count; row++) {
+            const int8_t* p = static_cast<const int8_t*>(at) + (from + row) * stride;
+            float scale;
+            std::memcpy(&scale, p + width, 4);
+            for (int64_t i = 0; i < width; i++) room[row * width + i] = p[i] * scale;
+        }
+        for (int64_t row = 0; form == BF16 && row < count; row++) {
             const uint16_t* p = static_cast<const uint16_t*>(at) + (from + row) * stride;
             uint32_t* words = reinterpret_cast<uint32_t*>(room + row * width);
             for (int64_t i = 0; i < width; i++) words[i] = (uint32_t)p[i] << 16;
@@ -116,16 +123,16 @@ inline float softmax(float* scores, int64_t count) {
 // in elements: of q (b, h, s), of k and of v (b, h, row), of the mask (b, h, s); an element of a mask is a bool or a float that is added.
 // `scratch` holds for each thread shared * S rows of K floats, rounded up to vectors, and KEYS * D floats.
 extern "C" void cached_attention(const float* q, const void* k, const void* v, const void* mask, float* out, const int64_t* sizes,
-                                 const int64_t* of_q, const int64_t* of_k, const int64_t* of_v, const int64_t* of_mask, int64_t narrow,
+                                 const int64_t* of_q, const int64_t* of_k, const int64_t* of_v, const int64_t* of_mask, int64_t form,
                                  int64_t added, float scale, float* scratch, int64_t scratch_apart, int64_t threads) {
     const int64_t batch = sizes[0], groups = sizes[1], shared = sizes[2], queries = sizes[3], keys = sizes[4], width = sizes[5];
-    const int64_t padded = (keys + W - 1) / W * W, bytes = narrow ? 2 : 4;
+    const int64_t padded = (keys + W - 1) / W * W, bytes = form == WIDE ? 4 : form == BF16 ? 2 : 1;
 #pragma omp parallel for num_threads((int)threads) if (threads > 1 && batch * groups > 1)
     for (int64_t task = 0; task < batch * groups; task++) {
         const int64_t b = task / groups, head = task % groups;
         float *scores = scratch + omp_get_thread_num() * scratch_apart, *room = scores + shared * queries * padded;
-        const Rows of_keys{(const char*)k + (b * of_k[0] + head * of_k[1]) * bytes, of_k[2], width, narrow != 0};
-        const Rows of_values{(const char*)v + (b * of_v[0] + head * of_v[1]) * bytes, of_v[2], width, narrow != 0};
+        const Rows of_keys{(const char*)k + (b * of_k[0] + head * of_k[1]) * bytes, of_k[2], width, form};
+        const Rows of_values{(const char*)v + (b * of_v[0] + head * of_v[1]) * bytes, of_v[2], width, form};
         int64_t apart;
         for (int64_t from = 0; from < keys; from += KEYS) {
             const int64_t count = std::min(KEYS, keys - from);

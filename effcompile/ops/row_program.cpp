@@ -1,20 +1,41 @@
-// A list of operators between two attentions, run by one call: what a framework does between them costs more than they do for one token.
+// A list of operators over rows of tokens, attentions among them, run by one call: what a framework does between them costs more than they
+// do for one token.
 //
-// Each is a function of its own library (`group_linear.cpp`, `int8_linear.cpp`, `rows.cpp`), or adds or multiplies here. Values are dense,
-// (batch * rows, width), in slots; the caller fills in those of inputs and outputs.
+// Each is a function of its own library (`group_linear.cpp`, `int8_linear.cpp`, `rows.cpp`, `cached_attention.cpp`), or adds, multiplies or
+// appends to a cache here. Values are dense, (batch * rows, width), in slots; the caller fills in those of inputs and outputs. Heads of a
+// value stand side by side in a row.
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 namespace {
 
-enum Kind { GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY };
+enum Kind { GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY, APPEND, ATTEND };
 
 struct Step {
     int64_t kind, a, b, out, more;  // slots; -1 where there is none. more: the residual sum of a norm, sin of a rotation
-    int64_t k, n;                   // widths of a linear; columns; half of a head and heads
-    int64_t bits, after;
+    int64_t k, n;                   // widths of a linear; columns; half of a head, or of one, and heads
+    int64_t bits, after;            // of an attention: its mask, -1 for none
     const void *call, *weight, *scales, *bias;
-    double eps;
+    double eps;  // of an attention its scale
+};
+// An append writes a at the end of the cache b; an attention of a reads keys from the cache b and values from the cache `more`.
+
+struct Cache {  // (batch, heads, rows, width) as it is after the call: the new rows are its last; strides in elements
+    void* at;
+    int64_t of_batch, of_head, heads, rows, form;
+};
+
+enum Form { WIDE, BF16, CODES };  // of its rows, as cached_attention.cpp has them
+
+// Elements from a row to the next: behind codes stands their scale.
+inline int64_t row_elements(const Cache& cache, int64_t width) { return cache.form == CODES ? width + 4 : width; }
+
+struct Mask {
+    const void* at;
+    int64_t strides[3], added;
 };
 
 typedef void Groups(const float*, int64_t, int64_t, int64_t, int64_t, const void*, const void*, int64_t, int64_t, float*, int8_t*, float*,
@@ -25,16 +46,78 @@ typedef void Norm(const float*, const float*, const void*, double, int64_t, int6
 typedef void Gate(const float*, const float*, int64_t, float*, int64_t);
 typedef void Turn(const float*, const float*, const float*, int64_t, int64_t, int64_t, int64_t, const int64_t*, const int64_t*, int64_t,
                   float*, int64_t);
+typedef void Attend(const float*, const void*, const void*, const void*, float*, const int64_t*, const int64_t*, const int64_t*,
+                    const int64_t*, const int64_t*, int64_t, int64_t, float, float*, int64_t, int64_t);
+
+// To bf16, to nearest even; NaN stays one.
+inline uint16_t narrowed(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+
+// Codes of a row and their scale, as cache_rows.py has them.
+void coded(const float* from, int64_t width, int8_t* to) {
+    float most = 0;
+    bool finite = true;
+    for (int64_t i = 0; i < width; i++) {
+        finite = finite && std::isfinite(from[i]);
+        most = std::max(most, std::fabs(from[i]));
+    }
+    const bool some = finite && most > 1e-30f;
+    const float inverse = some ? 127.0f / most : 0.0f, scale = !finite ? NAN : some ? most / 127.0f : 0.0f;
+    for (int64_t i = 0; i < width; i++) to[i] = finite ? (int8_t)std::lrint(from[i] * inverse) : 0;
+    std::memcpy(to + width, &scale, 4);
+}
+
+// New rows (batch, rows, heads * width) into the last rows of a cache.
+void append(const Cache& to, const float* from, int64_t batch, int64_t rows, int64_t width) {
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t s = 0; s < rows; s++)
+            for (int64_t h = 0; h < to.heads; h++, from += width) {
+                const int64_t at = b * to.of_batch + h * to.of_head + (to.rows - rows + s) * row_elements(to, width);
+                if (to.form == WIDE)
+                    std::memcpy(static_cast<float*>(to.at) + at, from, width * 4);
+                else if (to.form == CODES)
+                    coded(from, width, static_cast<int8_t*>(to.at) + at);
+                else
+                    for (int64_t i = 0; i < width; i++) static_cast<uint16_t*>(to.at)[at + i] = narrowed(from[i]);
+            }
+}
+
+// Queries (batch, rows, heads * width) over a cache.
+void attend(const Step& s, const Cache& keys, const Cache& values, const Mask* mask, const float* q, float* out, int64_t batch, int64_t rows,
+            float* scratch, int64_t apart, int64_t threads) {
+    const int64_t sizes[6] = {batch, keys.heads, s.n / keys.heads, rows, keys.rows, s.k}, none[3] = {0, 0, 0};
+    const int64_t of_q[3] = {rows * s.n * s.k, s.k, s.n * s.k};
+    const int64_t of_k[3] = {keys.of_batch, keys.of_head, row_elements(keys, s.k)};
+    const int64_t of_v[3] = {values.of_batch, values.of_head, row_elements(values, s.k)};
+    reinterpret_cast<Attend*>(s.call)(q, keys.at, values.at, mask ? mask->at : nullptr, out, sizes, of_q, of_k, of_v,
+                                      mask ? mask->strides : none, keys.form, mask ? mask->added : 0, (float)s.eps, scratch, apart,
+                                      threads);
+}
 
 }  // namespace
 
-// `scratch` holds the codes of x of the widest linear, and 8 bytes for each of its groups or rows, at 64 bytes for each 32 columns.
+// `scratch` holds the codes of x of the widest linear, and 8 bytes for each of its groups or rows, at 64 bytes for each 32 columns;
+// or what `cached_attention` wants of it, `apart` floats for each thread.
 extern "C" void row_program(const Step* steps, int64_t count, float* const* slots, int64_t batch, int64_t rows, int8_t* scratch,
-                            int64_t threads, int64_t of_cos) {
+                            int64_t threads, int64_t of_cos, const Cache* caches, const Mask* masks, int64_t apart) {
     const int64_t m = batch * rows;
     for (const Step* s = steps; s < steps + count; s++) {
-        const float *a = slots[s->a], *b = s->b < 0 ? nullptr : slots[s->b];
-        float *out = slots[s->out], *more = s->more < 0 ? nullptr : slots[s->more];
+        const float* a = slots[s->a];
+        if (s->kind == APPEND) {
+            append(caches[s->b], a, batch, rows, s->k);
+            continue;
+        }
+        float* out = slots[s->out];
+        if (s->kind == ATTEND) {
+            attend(*s, caches[s->b], caches[s->more], s->bits < 0 ? nullptr : masks + s->bits, a, out, batch, rows,
+                   reinterpret_cast<float*>(scratch), apart, threads);
+            continue;
+        }
+        const float* b = s->b < 0 ? nullptr : slots[s->b];
+        float* more = s->more < 0 ? nullptr : slots[s->more];
         if (s->kind == GROUPS || s->kind == BYTES) {
             const int64_t scales = m * (s->kind == GROUPS ? (s->k + 31) / 32 : 1);
             float* x_scales = reinterpret_cast<float*>(scratch);

@@ -1,7 +1,7 @@
-"""Operators between two attentions as one call (`row_program.cpp`), for calls of few tokens: a list of steps over values in slots.
+"""Operators over rows of tokens as one call (`row_program.cpp`), for calls of few tokens: a list of steps over values in slots.
 
-A step is a norm, a gate, a rotation, a linear with codes, a sum or a product, each by its own kernel. What is computed is what the kernels
-compute one by one, to the bit.
+A step is a norm, a gate, a rotation, a linear with codes, a sum, a product, rows that are appended to a cache or an attention over it, each
+by its own kernel. What is computed is what the kernels compute one by one, to the bit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import Tensor
 
 from effcompile.core.errors import LoweringError
 from effcompile.machine.native import library
-from effcompile.ops import group_codes, group_native, int8_codes, int8_native, rows_native
+from effcompile.ops import cached_attention, group_codes, group_native, int8_codes, int8_native, rows_native
+from effcompile.ops.cached_attention import FORMS, mask_strides
 from effcompile.ops.int8_native import ARGUMENT, POINTER
 
 _SOURCE = Path(__file__).with_name("row_program.cpp")
-GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY = range(7)
+GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY, APPEND, ATTEND = range(9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +33,12 @@ class RowStep:
     Attributes:
         kind: one of those above.
         a, b, out, more: slots: its inputs (of a rotation x and cos) and its result; the residual sum that a norm makes, a rotation's sin.
-        k, n: columns that a linear reads and makes; columns of anything else; half of a head's width and heads of a rotation.
+            Of an append b is its cache; of an attention b and more are those of its keys and values.
+        k, n: columns that a linear reads and makes; columns of anything else; half of a head's width and heads of a rotation; a head's
+            width and heads of an attention and an append.
+        mask: of an attention, -1 where all is seen.
         constants: of a linear the weight, its scales where they stand apart and its bias; a norm's weight.
-        after: what follows a linear. eps: of a norm.
+        after: what follows a linear. eps: of a norm; of an attention its scale.
     """
 
     kind: int
@@ -47,6 +51,7 @@ class RowStep:
     constants: tuple[Tensor | None, ...] = ()
     after: str = "none"
     eps: float = 0.0
+    mask: int = -1
 
 
 class _Step(ctypes.Structure):
@@ -57,16 +62,25 @@ class _Step(ctypes.Structure):
     )
 
 
+class _Cache(ctypes.Structure):
+    _fields_ = (("at", POINTER), *((name, ARGUMENT) for name in ("of_batch", "of_head", "heads", "rows", "form")))
+
+
+class _Mask(ctypes.Structure):
+    _fields_ = (("at", POINTER), ("strides", ARGUMENT * 3), ("added", ARGUMENT))
+
+
 @functools.cache
 def _runner() -> Callable[..., None] | None:
     """What runs a list of steps; None where no kernels are compiled."""
-    if isinstance(rows_native.kernels(), str) or isinstance(group_native.kernels(), str) or isinstance(int8_native.kernels(), str):
+    if any(isinstance(each.kernels(), str) for each in (rows_native, group_native, int8_native, cached_attention)):
         return None
     try:
         run = library(_SOURCE, {}, "generic").row_program
     except LoweringError:
         return None
-    run.argtypes, run.restype = (POINTER, ARGUMENT, POINTER, ARGUMENT, ARGUMENT, POINTER, ARGUMENT, ARGUMENT), None
+    run.argtypes = (POINTER, ARGUMENT, POINTER, ARGUMENT, ARGUMENT, POINTER, ARGUMENT, ARGUMENT, POINTER, POINTER, ARGUMENT)
+    run.restype = None
     made: Callable[..., None] = run
     return made
 
@@ -93,15 +107,20 @@ class RowProgram:
         self._scratch = max((64 * math.ceil(step.k / group_codes.GROUP) for step in steps if step.kind in (GROUPS, BYTES)), default=0)
         self._slots = POINTER * len(widths)
         self._turned = next((step.b for step in steps if step.kind == TURN), -1)
+        self._attentions = {(step.n, step.k, step.b) for step in steps if step.kind == ATTEND}
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        """The results, (batch, rows, width) each, of inputs whose first axes are those of the first; cos and sin may have one batch."""
+    def __call__(self, *inputs: Tensor, caches: Sequence[Tensor] = (), masks: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The results, (batch, rows, width) each, of inputs whose first axes are those of the first; cos and sin may have one batch.
+
+        `caches` (batch, heads, rows, width) end with the rows that are appended; rows are dense, in a form of theirs.
+        """
         run = _runner()
         assert run is not None
         batch, rows = inputs[0].shape[:2]
         made = [inputs[0].new_empty((batch, rows, self._widths[slot])) for slot in self.results]
-        count = batch * rows
-        room = torch.empty(count * (4 * self._inner_columns + self._scratch) + 64, dtype=torch.uint8)
+        count, threads = batch * rows, torch.get_num_threads()
+        apart = self._apart(caches, rows)
+        room = torch.empty(4 * count * self._inner_columns + max(count * self._scratch, 4 * threads * apart) + 64, dtype=torch.uint8)
         start = room.data_ptr()
         slots = self._slots(*[each.data_ptr() for each in inputs])
         for slot, at in self._inner:
@@ -113,20 +132,39 @@ class RowProgram:
             cos = inputs[self._turned]
             of_cos = 0 if cos.shape[0] == 1 else rows * cos.shape[2]
         scratch = start + 4 * count * self._inner_columns
-        run(self._steps, len(self._steps), slots, batch, rows, scratch, torch.get_num_threads(), of_cos)
+        held, hidden = (_Cache * len(caches))(*map(_cache, caches)), (_Mask * len(masks))(*map(_mask, masks))
+        run(self._steps, len(self._steps), slots, batch, rows, scratch, threads, of_cos, held, hidden, apart)
         return made
+
+    def _apart(self, caches: Sequence[Tensor], rows: int) -> int:
+        """Floats of scratch that attentions want of each thread."""
+        wanted = (
+            cached_attention.scratch_floats(heads // caches[at].shape[1] * rows, caches[at].shape[2], width)
+            for heads, width, at in self._attentions
+        )
+        return max(wanted, default=0)
+
+
+def _cache(rows: Tensor) -> _Cache:
+    stride = rows.stride()
+    return _Cache(rows.data_ptr(), stride[0], stride[1], rows.shape[1], rows.shape[2], FORMS[rows.dtype])
+
+
+def _mask(mask: Tensor) -> _Mask:
+    strides = (ARGUMENT * 3)(*mask_strides(mask))
+    return _Mask(mask.data_ptr(), strides, mask.dtype is torch.float32)
 
 
 def _packed(step: RowStep) -> _Step:
     """With the addresses of its kernel and constants."""
-    rows, groups, codes = rows_native.kernels(), group_native.kernels(), int8_native.kernels()
-    assert not isinstance(rows, str) and not isinstance(groups, str) and not isinstance(codes, str)
-    calls = {GROUPS: groups.call, BYTES: codes.call, NORM: rows.norm, GATE: rows.gate, TURN: rows.turn}
+    rows, groups, codes, attentions = rows_native.kernels(), group_native.kernels(), int8_native.kernels(), cached_attention.kernels()
+    assert not isinstance(rows, str) and not isinstance(groups, str) and not isinstance(codes, str) and not isinstance(attentions, str)
+    calls = {GROUPS: groups.call, BYTES: codes.call, NORM: rows.norm, GATE: rows.gate, TURN: rows.turn, ATTEND: attentions.call}
     call = calls.get(step.kind)
     addresses = [None if constant is None else constant.data_ptr() for constant in (*step.constants, None, None, None)[:3]]
+    bits = group_codes.bits_of(step.constants[0]) if step.kind == GROUPS and step.constants[0] is not None else step.mask
     return _Step(
-        kind=step.kind, a=step.a, b=step.b, out=step.out, more=step.more, k=step.k, n=step.n,
-        bits=group_codes.bits_of(step.constants[0]) if step.kind == GROUPS and step.constants[0] is not None else 0,
+        kind=step.kind, a=step.a, b=step.b, out=step.out, more=step.more, k=step.k, n=step.n, bits=bits,
         after=int8_codes.AFTER.index(step.after), call=None if call is None else ctypes.cast(call, POINTER).value,
         weight=addresses[0], scales=addresses[1], bias=addresses[2], eps=step.eps,
     )  # fmt: skip

@@ -86,7 +86,7 @@ class Proposal:
 
     def at_most_bytes(self) -> int:
         """Bytes with the largest option everywhere."""
-        largest = (max(option.cost.weight_bytes for option in choice.options) for choice in self.choices)
+        largest = (max(option.cost.weight_bytes + option.cost.bytes_kept for option in choice.options) for choice in self.choices)
         return self.rest.weight_bytes + self.rest.bytes_kept + sum(largest)
 
     def problem(self, goal: Goal) -> planner.Problem:
@@ -98,7 +98,7 @@ class Proposal:
             sites={choice.site: tuple(_alternative(option, goal) for option in choice.options) for choice in self.choices},
             limits=limits,
             base={"memory": float(self.rest.weight_bytes + self.rest.bytes_kept)},
-            base_objective=objective(self.rest, goal),
+            base_objective=objective(replace(self.rest, bytes_kept=0), goal),
         )
 
 
@@ -114,7 +114,7 @@ def _lacks(backend: Backend, target: Target, call: KernelCall) -> Reason | None:
 class Search:
     """One model, one goal, one machine; `plan_for` answers for each backend, again under what running it taught.
 
-    explained: adds to an error what is known beyond it.
+    explained: adds to an error what is known beyond it. beside: choices of no pass, on the backend whose graphs write in place.
     """
 
     program: Program
@@ -127,6 +127,7 @@ class Search:
     calibration_inputs: str
     notes: tuple[Reason, ...] = ()
     explained: Callable[[InfeasibleError], InfeasibleError] = lambda error: error
+    beside: tuple[Choice, ...] = ()
     _proposals: dict[str, Proposal] = field(default_factory=dict)
 
     def plan_for(self, backend: Backend, constraints: Constraints = FREE) -> Plan:
@@ -190,7 +191,7 @@ class Search:
             )  # fmt: skip
             found = [propose_all(self.passes, regime.program, context) for regime in self.regimes.each]
             made = [choices for choices, _ in found]
-            choices = tuple(_merged(self.regimes.each, made))
+            choices = (*_merged(self.regimes.each, made), *(self.beside if name == IN_PLACE else ()))
             first, *others = (declined for _, declined in found)
             said = {(d.site, d.option) for d in first}
             self._proposals[name] = Proposal(
@@ -209,9 +210,9 @@ class Search:
             covered = frozenset[fx.Node]().union(*(choice.covers for choice in of_regime if choice.site in decided))
             predicted = estimate(regime.program, self.machine.target, backend, overrides=dict.fromkeys(covered, 0.0))
             seconds += regime.calls * predicted.seconds
-        stored = sum(choice.option(choice.baseline).cost.weight_bytes for choice in choices)
-        weights = max(self.regimes.weight_bytes - stored, 0)
-        return Cost(seconds=seconds, weight_bytes=weights, bytes_kept=self.regimes.kept(backend))
+        own = total([choice.option(choice.baseline).cost for choice in choices])
+        weights, kept = max(self.regimes.weight_bytes - own.weight_bytes, 0), max(self.regimes.kept(backend) - own.bytes_kept, 0)
+        return Cost(seconds=seconds, weight_bytes=weights, bytes_kept=kept)
 
     def _plan(self, proposal: Proposal, problem: planner.Problem, solution: planner.Solution, constraints: Constraints) -> Plan:
         chosen = {choice.site: choice.option(solution.choice[choice.site]) for choice in proposal.choices}
@@ -315,7 +316,7 @@ def _alternative(option: Option, goal: Goal) -> planner.Alternative:
     return planner.Alternative(
         name=option.name,
         objective=objective(cost, goal),
-        resources={"error_squared": cost.error_squared, "memory": float(cost.weight_bytes)},
+        resources={"error_squared": cost.error_squared, "memory": float(cost.weight_bytes + cost.bytes_kept)},
         requires=option.requires,
     )
 

@@ -16,10 +16,10 @@ SECONDS_PER_BYTE, BYTES_PER_SECOND = 1e-13, 1e6
 
 
 def objective(cost: Cost, goal: Goal) -> float:
-    """Seconds or weight bytes; a little of the other, so that of two equally good options the smaller or faster is taken."""
+    """Seconds, or bytes of weights and of what a choice keeps; a little of the other: of two equals the smaller or faster is taken."""
     if goal.minimize == "time":
-        return cost.seconds + cost.weight_bytes * SECONDS_PER_BYTE
-    return float(cost.weight_bytes) + cost.seconds * BYTES_PER_SECOND
+        return cost.seconds + (cost.weight_bytes + cost.bytes_kept) * SECONDS_PER_BYTE
+    return float(cost.weight_bytes + cost.bytes_kept) + cost.seconds * BYTES_PER_SECOND
 
 
 def decision(choice: Choice, option: Option) -> Decision:
@@ -43,7 +43,8 @@ def _why(option: Option, baseline: Option, alternatives: int) -> Reason | None:
     if option is baseline:
         return Kept(options=alternatives)
     saved = baseline.cost.seconds - option.cost.seconds
-    smaller = max(0, baseline.cost.weight_bytes - option.cost.weight_bytes)
+    held = baseline.cost.weight_bytes + baseline.cost.bytes_kept
+    smaller = max(0, held - option.cost.weight_bytes - option.cost.bytes_kept)
     error = option.cost.error if option.cost.error_squared else 0.0
     return Gains(seconds=saved, bytes=smaller, error=error) if saved or smaller or error else None
 

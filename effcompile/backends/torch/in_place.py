@@ -55,7 +55,7 @@ def _check_readers(holder: fx.Node) -> None:
     others += [user for node in appended for user in node.users if user.op != "output" and not _only_attends(user, node)]
     if others or not appended:
         name = others[0].name if others else holder.name
-        raise LoweringError(f"A cache in bf16 is read by attentions alone; {name} takes the model's own dtype. Leave the cache as it is.")
+        raise LoweringError(f"A narrower cache is read by attentions alone; {name} takes the model's own dtype. Leave the cache as it is.")
 
 
 def _only_attends(user: fx.Node, rows: fx.Node) -> bool:

@@ -1,28 +1,29 @@
-"""What lies between the attentions of a graph, as programs of rows (ops/row_program.py) for calls of few tokens.
+"""Runs of operators over rows of tokens as programs (ops/row_program.py) for calls of few tokens.
 
-A region is a run of operators that take each token by itself: norms, gates, rotations, linears with codes, sums. One call runs it where
-there are few tokens; its operators run one by one where there are many, or another dtype or layout comes.
+A region is a run of operators that take each token by itself, norms, gates, rotations, linears with codes, sums, and of attentions over a
+cache that grows: of a model whose linears all have codes, all of its layers. One call runs it where there are few tokens; its operators run
+one by one where there are many, or another dtype or layout comes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from effcompile.backends.torch.region_steps import SHAPES, STEPS, Builder, Told, constant
 from effcompile.ir.program import dtype_of, shape_of
 from effcompile.ops import row_program, rows_native
+from effcompile.ops.append import append, lengthened
+from effcompile.ops.cached_attention import FORMS, cached_attention, masks_so
 from effcompile.ops.group_linear import group_linear, group_linear_on_cpu
 from effcompile.ops.int8_linear import int8_linear, int8_linear_on_cpu
-from effcompile.ops.row_program import RowProgram, RowStep
+from effcompile.ops.row_program import RowProgram
 from effcompile.sites.parts import argument
-
-#: (heads, width) of a value that tells heads apart.
-Heads = tuple[int, int]
 
 aten = torch.ops.aten
 ours = torch.ops.effcompile
@@ -33,12 +34,32 @@ FEW = 8
 _LEAST = 2
 
 
-class Region:
-    """A region at work: values in, and sizes that views name; values out, in the order of its nodes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """The caches of a region. `rooms`: rows that a new buffer of each has room for; `read`: (mask, keys, values) of each attention."""
 
-    def __init__(self, program: RowProgram, told: Sequence[tuple[int, Heads | None]], one_by_one: fx.GraphModule, values: int) -> None:
-        """`told`: which result of the program each value is, and its heads; `values`: how many inputs are tensors, the first ones."""
-        self._program, self._told, self._one_by_one, self._values = program, tuple(told), one_by_one, values
+    rooms: tuple[int, ...] = ()
+    read: tuple[tuple[int, int, int], ...] = ()
+
+    def fits(self, caches: Sequence[Tensor], masks: Sequence[Tensor], batch: int, new: int) -> bool:
+        """Whether a program takes them."""
+        kinds = {cache.dtype for cache in caches}
+        alike = len(kinds) < 2 and kinds <= FORMS.keys() and all(each.shape[0] == batch for each in caches)
+        return alike and all(
+            caches[keys].shape == caches[values].shape and (mask < 0 or masks_so(masks[mask], new, caches[keys].shape[2] + new))
+            for mask, keys, values in self.read
+        )
+
+
+class Region:
+    """A region at work: values, masks and caches in, and sizes that views name; values out, in the order of its nodes."""
+
+    def __init__(
+        self, program: RowProgram, told: Sequence[Told], one_by_one: fx.GraphModule, inputs: tuple[int, int], shelf: Shelf
+    ) -> None:
+        """`told`: what each value is; `inputs`: how many of them are rows, the first ones, and how many are masks behind these."""
+        self._program, self._told, self._one_by_one, self._shelf = program, tuple(told), one_by_one, shelf
+        self._rows, self._masked = inputs[0], sum(inputs)
         self.__name__ = "region"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
@@ -46,13 +67,18 @@ class Region:
         return self
 
     def __call__(self, *inputs: Any) -> Sequence[Tensor]:
-        first, values = inputs[0].shape, inputs[: self._values]
+        first, values, masks = inputs[0].shape, inputs[: self._rows], inputs[self._rows : self._masked]
+        caches = inputs[self._masked : self._masked + len(self._shelf.rooms)]
         few = len(first) == 3 and 0 < first[0] * first[1] <= FEW
-        if not few or not all(_dense(each, first) for each in values):
+        if not few or not all(_dense(each, first) for each in values) or not self._shelf.fits(caches, masks, *first[:2]):
             found: Sequence[Tensor] = self._one_by_one(*inputs)
             return found
-        made = self._program(*values)
-        return [made[at] if heads is None else made[at].view(first[0], first[1], *heads).transpose(1, 2) for at, heads in self._told]
+        longer = [lengthened(cache, first[1], most) for cache, most in zip(caches, self._shelf.rooms, strict=True)]
+        made = self._program(*values, caches=longer, masks=masks)
+        return [
+            longer[at] if cached else made[at] if heads is None else made[at].view(first[0], first[1], *heads).transpose(1, 2)
+            for at, heads, cached in self._told
+        ]
 
 
 def _dense(value: Tensor, leading: torch.Size) -> bool:
@@ -70,8 +96,10 @@ def with_regions(module: fx.GraphModule) -> fx.GraphModule:
     if not on_cpu or not any(node.target in _PLAIN for node in module.graph.nodes) or not row_program.available():
         return module
     order = {node: at for at, node in enumerate(module.graph.nodes)}
-    for found in list(_found(module, order)):
-        _replace(module, found, order)
+    for found in list(_found(module, order, order)):
+        if not _replace(module, found, order):
+            for part in list(_found(module, order, [node for node in found if node.target is not cached_attention])):
+                _replace(module, part, order)
     module.graph.eliminate_dead_code()
     _direct(module.graph)
     module.graph.lint()
@@ -116,11 +144,11 @@ class _Run:
         return not self.tainted or all(order[source] < self.first for source in outside)
 
 
-def _found(module: fx.GraphModule, order: dict[fx.Node, int]) -> Iterator[list[fx.Node]]:
-    """The nodes of each region."""
+def _found(module: fx.GraphModule, order: dict[fx.Node, int], among: Collection[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The nodes of each region, of those that are `among` what may be in one."""
     run = _Run()
     for node in module.graph.nodes:
-        if _row_wise(module, node, run):
+        if node in among and _row_wise(module, node, run):
             if not run.takes(node, order):
                 yield from _worth(run)
                 run = _Run()
@@ -135,7 +163,7 @@ def _found(module: fx.GraphModule, order: dict[fx.Node, int]) -> Iterator[list[f
 
 
 def _worth(run: _Run) -> Iterator[list[fx.Node]]:
-    if sum(node.target in _STEPS for node in run.nodes) >= _LEAST:
+    if sum(node.target in STEPS for node in run.nodes) >= _LEAST:
         yield list(run.nodes)
 
 
@@ -150,12 +178,15 @@ def _row_wise(module: fx.GraphModule, node: fx.Node, run: _Run) -> bool:
         return False
     if node.target is operator.getitem:
         return node.args[0] in run.nodes
-    if node.target in (aten.view.default, aten.reshape.default):
-        shape = shape_of(node)
-        return node.args[0] in run.nodes and len(shape) == 4 and all(user.target is aten.transpose.int for user in node.users)
-    if node.target is aten.transpose.int:
-        return node.args[0] in run.nodes and set(node.args[1:]) == {1, 2}
-    return node.target in _STEPS and _fits(module, node)
+    if node.target in (aten.view.default, aten.reshape.default) and len(shape_of(node)) == 4:
+        return node.args[0] in run.nodes and all(user.target is aten.transpose.int for user in node.users)
+    if node.target in SHAPES:
+        return node.args[0] in run.nodes and (node.target is not aten.transpose.int or set(node.args[1:]) == {1, 2})
+    if node.target is append:
+        return node.args[1] in run.nodes and isinstance(node.args[0], fx.Node) and node.args[0].op == "placeholder"
+    if node.target is cached_attention:
+        return all(each in run.nodes for each in node.args[:3]) and all(each.target is append for each in node.args[1:3])  # type: ignore[union-attr]
+    return node.target in STEPS and _fits(module, node)
 
 
 def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -172,33 +203,31 @@ def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
     return all(weight.is_contiguous() for weight in weights) and all(len(shape_of(source)) == 3 for source in sources)
 
 
-def constant(module: fx.GraphModule, node: fx.Node) -> Tensor:
-    """The tensor that a get_attr node reads."""
-    value: Any = module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    assert isinstance(value, Tensor)
-    return value
-
-
 # ------------------------------------------------------------------ replacing
 
 
-def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, int]) -> None:
-    """One call in the place of these nodes, before the first node that reads what they make."""
+def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, int]) -> bool:
+    """One call in the place of these nodes, before the first node that reads what they make; False where no program has them."""
     inside = set(nodes)
     read = list(dict.fromkeys(source for node in nodes for source in _read(node) if source not in inside))
+    appends = [node for node in nodes if node.target is append]
+    caches = [node.args[0] for node in appends if isinstance(node.args[0], fx.Node)]
+    rooms = tuple(room for node in appends if isinstance(room := node.args[2], int))
+    masks = list(dict.fromkeys(node.args[3] for node in nodes if node.target is cached_attention and isinstance(node.args[3], fx.Node)))
     turns = {source for node in nodes if node.target is ours.rotary.default for source in node.args[1:3]}
-    inputs = sorted((source for source in read if isinstance(source.meta.get("val"), Tensor)), key=turns.__contains__)  # rows first
-    sizes = [source for source in read if source not in inputs]
+    tensors = (source for source in read if isinstance(source.meta.get("val"), Tensor) and source not in (*masks, *caches))
+    rows = sorted(tensors, key=turns.__contains__)  # rows first
+    sizes = [source for source in read if source not in (*rows, *masks, *caches)]
     results = [node for node in nodes if any(user not in inside for user in node.users)]
-    builder = _Builder(module, inputs)
-    if not results or not inputs or not all(builder.put(node) for node in nodes) or not all(builder.tellable(node) for node in results):
-        return
-    region = builder.region(results, _apart(module, nodes, [*inputs, *sizes], results))
+    builder = Builder(module, rows, masks)
+    if not results or not rows or not all(builder.put(node) for node in nodes) or not all(builder.tellable(node) for node in results):
+        return False
+    inputs = [*rows, *masks, *caches, *sizes]
+    shelf = Shelf(rooms=rooms, read=tuple(builder.attentions))
+    region = Region(*builder.built(results), _apart(module, nodes, inputs, results), (len(rows), len(masks)), shelf)
     before = min((user for node in results for user in node.users if user not in inside), key=order.__getitem__)
     with module.graph.inserting_before(before):
-        call = module.graph.call_function(region, (*inputs, *sizes))
+        call = module.graph.call_function(region, tuple(inputs))
         order[call] = order[before]
         for at, node in enumerate(results):
             made = module.graph.call_function(operator.getitem, (call, at))
@@ -206,6 +235,7 @@ def _replace(module: fx.GraphModule, nodes: list[fx.Node], order: dict[fx.Node, 
             node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in inside)
     for node in reversed(nodes):
         module.graph.erase_node(node)
+    return True
 
 
 def _apart(module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
@@ -221,110 +251,3 @@ def _apart(module: fx.GraphModule, nodes: Sequence[fx.Node], inputs: Sequence[fx
     graph.output(tuple(values[node] for node in results))
     _direct(graph)
     return fx.GraphModule(module, graph)
-
-
-class _Builder:
-    """Steps of a program, of nodes given in order."""
-
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[fx.Node]) -> None:
-        self._module, self._inputs = module, inputs
-        self._slots = {node: at for at, node in enumerate(inputs)}
-        self._heads: dict[fx.Node, Heads] = {}
-        self._norms: dict[fx.Node, tuple[int, int]] = {}
-        self._widths = [shape_of(node)[-1] for node in inputs]
-        self._steps: list[RowStep] = []
-
-    def put(self, node: fx.Node) -> bool:
-        """Add a node; False where no program has it."""
-        if node.target is operator.getitem:
-            made = self._norms[node.args[0]]  # type: ignore[index]
-            if node.args[1] in (0, 1):
-                self._slots[node] = made[node.args[1]]  # type: ignore[index]
-            return node.args[1] in (0, 1) or not node.users
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if node.target not in _STEPS:  # heads apart, and in front of the tokens
-            self._slots[node] = self._slots[source]
-            self._heads[node] = self._heads[source] if source in self._heads else shape_of(node)[2:]  # type: ignore[assignment]
-            return True
-        step = _STEPS[node.target](self, node)
-        if step is not None:
-            self._steps.append(step)
-        return step is not None
-
-    def tellable(self, node: fx.Node) -> bool:
-        """Whether a result can be handed out: dense rows, or heads in front of the tokens."""
-        return node in self._slots and (node not in self._heads or node.target in (aten.transpose.int, ours.rotary.default))
-
-    def region(self, results: Sequence[fx.Node], one_by_one: fx.GraphModule) -> Region:
-        """All of it."""
-        slots = list(dict.fromkeys(self._slots[node] for node in results))
-        told = [(slots.index(self._slots[node]), self._heads.get(node)) for node in results]
-        program = RowProgram(self._steps, len(self._inputs), self._widths, slots)
-        return Region(program, told, one_by_one, len(self._inputs))
-
-    def slot(self, node: object) -> int:
-        """Where a value is; -1 for none."""
-        return self._slots[node] if isinstance(node, fx.Node) else -1
-
-    def new(self, node: fx.Node, width: int) -> int:
-        """A slot for what a node makes."""
-        self._slots[node] = len(self._widths)
-        self._widths.append(width)
-        return self._slots[node]
-
-    def linear(self, node: fx.Node) -> RowStep | None:
-        """One with codes."""
-        names = ("weight", "bias") if node.target is group_linear.default else ("weight", "scales", "bias")
-        given = {name: argument(node, name) for name in ("x", "after", *names)}
-        if any(isinstance(given[name], fx.Node) and given[name].op != "get_attr" for name in names):  # type: ignore[attr-defined]
-            return None
-        held = {name: constant(self._module, each) if isinstance(each := given[name], fx.Node) else None for name in names}
-        k, n = shape_of(given["x"])[-1], shape_of(node)[-1]  # type: ignore[arg-type]
-        kind = row_program.GROUPS if node.target is group_linear.default else row_program.BYTES
-        constants = (held["weight"], held.get("scales"), held["bias"])
-        return RowStep(kind=kind, a=self.slot(given["x"]), out=self.new(node, n), n=n, k=k, constants=constants, after=str(given["after"]))
-
-    def norm(self, node: fx.Node) -> RowStep | None:
-        """With the residual sum, which it makes too, or of one value."""
-        x, *rest, weight, eps = node.args
-        n = shape_of(x)[-1]  # type: ignore[arg-type]
-        if not isinstance(weight, fx.Node) or weight.op != "get_attr" or not isinstance(eps, float):
-            return None
-        held, out = (constant(self._module, weight),), self.new(node, n)
-        more = -1
-        if rest:
-            more = len(self._widths)
-            self._widths.append(n)
-            self._norms[node] = (out, more)
-        return RowStep(
-            kind=row_program.NORM, a=self.slot(x), b=self.slot(rest[0] if rest else None), out=out, more=more, n=n, constants=held, eps=eps
-        )
-
-    def pair(self, node: fx.Node) -> RowStep:
-        """Of two values of one shape."""
-        kind = {ours.swiglu.default: row_program.GATE, aten.add.Tensor: row_program.ADD, aten.mul.Tensor: row_program.MULTIPLY}[node.target]  # type: ignore[index]
-        n = shape_of(node)[-1]
-        return RowStep(kind=kind, a=self.slot(node.args[0]), b=self.slot(node.args[1]), out=self.new(node, n), n=n)
-
-    def turn(self, node: fx.Node) -> RowStep | None:
-        """Of heads that were told apart inside."""
-        x, cos, sin = node.args[:3]
-        if x not in self._heads or cos not in self._inputs or sin not in self._inputs:
-            return None
-        heads, width = self._heads[x]  # type: ignore[index]
-        made = self.new(node, heads * width)
-        self._heads[node] = (heads, width)
-        return RowStep(kind=row_program.TURN, a=self.slot(x), b=self.slot(cos), more=self.slot(sin), out=made, n=heads, k=width // 2)
-
-
-_STEPS: dict[object, Callable[[_Builder, fx.Node], RowStep | None]] = {
-    group_linear.default: _Builder.linear,
-    int8_linear.default: _Builder.linear,
-    ours.rms_norm.default: _Builder.norm,
-    ours.rms_norm_alone.default: _Builder.norm,
-    ours.swiglu.default: _Builder.pair,
-    ours.rotary.default: _Builder.turn,
-    aten.add.Tensor: _Builder.pair,
-    aten.mul.Tensor: _Builder.pair,
-}

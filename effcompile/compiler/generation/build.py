@@ -15,24 +15,21 @@ from effcompile.capture.generation import GenerationStep, capture_step, encoder_
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import corrected, settle_all
 from effcompile.core import gpu
-from effcompile.core.cost import Cost
-from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError, VerificationError
-from effcompile.core.findings import Failed
+from effcompile.core.errors import InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
-from effcompile.ir.cache import CacheLayout
 from effcompile.ir.footprint import excess
-from effcompile.ir.formats import BF16, Form
-from effcompile.ir.plan import Candidate, Decision, Plan
-from effcompile.passes import Pass, load_passes
+from effcompile.ir.plan import Plan
+from effcompile.passes import Choice, Pass, load_passes
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
 from effcompile.runtime.generation.executable import GenerationExecutable, Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.search.generation.cases import scored
+from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
 from effcompile.search.generation.regimes import regimes_of
 from effcompile.search.generation.room import fitting, largest_context
 from effcompile.search.generation.text import as_inputs, calibration_text
@@ -41,7 +38,7 @@ from effcompile.search.pricing import formats, measured_options, plans_for, repl
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.request import Asked, Task
-from effcompile.search.search import IN_PLACE, Regimes, Search, stored_notes
+from effcompile.search.search import Regimes, Search, stored_notes
 
 #: Where a step of generation runs.
 BACKENDS = ("torch-eager", "onnxruntime")
@@ -51,8 +48,6 @@ PASSES = ("rows", "quantize")
 CHUNK = 512
 #: Solves until the measured error and peak are within the limits.
 _ROUNDS = 4
-#: Share of the model's bytes below which a cache is not tried in another form: of weights in 4 bits it is eight times that.
-_LEAST_CACHE = 1 / 400
 _SENSITIVITY_SECONDS = 20.0
 
 
@@ -69,6 +64,7 @@ class Shop:
     texts: tuple[torch.Tensor, ...]
     said: str
     sensitivity: Sensitivity
+    beside: tuple[Choice, ...]
     regimes: Regimes
     progress: Progress
 
@@ -81,6 +77,7 @@ class Shop:
             sensitivity=self.sensitivity, calibration_inputs=self.said,
             notes=(*self.machine.notes, *stored_notes(program), *program.mends),
             formats=formats(options), explained=lambda error: largest_context(error, self.step, self.goal),
+            beside=self.beside,
         )  # fmt: skip
 
 
@@ -91,11 +88,6 @@ class Generated:
     plan: Plan
     lowered: LoweredStep
     parts: dict[str, Lowered]
-
-    @property
-    def name(self) -> str:
-        """Its backend, and how its cache is held where that is not as the model's."""
-        return _named(self.plan.backend, self.lowered.layout)
 
 
 @entry("optimize")
@@ -114,28 +106,18 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
     shop = _shop(task, backends)
     with shop.progress.step("reference outputs"):
         told = told_by(model, shop.texts, _source_of(shop.step, model, shop.texts), shop.goal)
-    made, failed = list[tuple[list[Generated], list[Candidate]]](), list[EffcompileError]()
-    for way, able in _ways(shop, backends):
-        search = way.search()
-        try:
-            plans, candidates = plans_for(search, able, {}, shop.progress)
-            made.append(settle_all(plans, candidates, partial(_settle, way, search, told)))
-        except EffcompileError as error:
-            failed.append(error)
-            made.append(([], [Candidate(backend=backend.name, note=Failed(message=str(error))) for backend in able]))
-        made[-1] = made[-1][0], [replace(c, backend=_named(c.backend, way.step.layout)) for c in made[-1][1]]
-    outcomes = [outcome for found, _ in made for outcome in found]
-    if not outcomes:
-        raise failed[-1]  # a cache in bf16 needs less
+    search = shop.search()
+    plans, candidates = plans_for(search, backends, {}, shop.progress)
+    outcomes, considered = settle_all(plans, candidates, partial(_settle, shop, search, told))
     with shop.progress.step("measure"):
-        found = measured.compared(model, {o.name: o.lowered for o in outcomes}, shop.goal)
-    totals = {o.name: found.each[o.name].total(shop.goal) for o in outcomes}
+        found = measured.compared(model, {o.plan.backend: o.lowered for o in outcomes}, shop.goal)
+    totals = {o.plan.backend: found.each[o.plan.backend].total(shop.goal) for o in outcomes}
     small = lambda outcome: outcome.plan.measured.peak_bytes or 0  # noqa: E731
-    best = min(outcomes, key=small if shop.goal.minimize == "memory" else lambda o: totals[o.name])
-    plan = measured.told(best.plan, found, best.name, shop.goal, best.lowered, best.parts, shop.step.program)
-    considered = tuple(replace(c, measured_seconds=totals.get(c.backend)) for _, candidates in made for c in candidates)
+    best = min(outcomes, key=small if shop.goal.minimize == "memory" else lambda o: totals[o.plan.backend])
+    plan = measured.told(best.plan, found, best.plan.backend, shop.goal, best.lowered, best.parts, shop.step.program)
+    considered = [replace(c, measured_seconds=totals.get(c.backend)) for c in considered]
     notes = (*plan.notes, *shop.machine.keep_timings())
-    return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=considered, notes=notes), best.parts)
+    return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=tuple(considered), notes=notes), best.parts)
 
 
 @entry("plan")
@@ -144,49 +126,7 @@ def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[
     task = Task.of(model, args, kwargs, asked)
     backends = _backends(task.request.backend)
     shop = _shop(task, backends)
-    plans, failed = list[Plan](), list[EffcompileError]()
-    for way, able in _ways(shop, backends):
-        try:
-            plans.append(_with_cache(plans_for(way.search(), able, {}, shop.progress)[0][0][1], way))
-        except EffcompileError as error:
-            failed.append(error)
-    if not plans:
-        raise failed[-1]
-    small = lambda plan: plan.predicted.peak_bytes or 0  # noqa: E731
-    return min(plans, key=small if shop.goal.minimize == "memory" else lambda plan: plan.certificate.objective)
-
-
-def _named(backend: str, layout: CacheLayout) -> str:
-    return f"{backend}, cache in bf16" if layout.narrow else backend
-
-
-def _ways(shop: Shop, backends: list[Backend]) -> list[tuple[Shop, list[Backend]]]:
-    """Backends with the model's own cache; and where the goal allows an error, the one whose cache grows in place with that in bf16, too.
-
-    Not where a token reads next to nothing of it, unless memory is limited.
-    """
-    context, prompt, new = shop.goal.tokens
-    layout, in_place = shop.step.layout.narrowed(), [backend for backend in backends if backend.name == IN_PLACE]
-    read = shop.step.layout.nbytes(min(context, prompt + new // 2), shop.goal.batch)
-    matters = shop.goal.memory is not None or shop.goal.minimize == "memory" or read > _LEAST_CACHE * shop.step.program.weight_bytes()
-    if not layout.narrow or not matters or shop.goal.exact or shop.model.device.type != "cpu" or not in_place:
-        return [(shop, backends)]
-    step = replace(shop.step, layout=layout)
-    return [(shop, backends), (replace(shop, step=step, regimes=regimes_of(step, shop.goal, CHUNK)), in_place)]
-
-
-def _with_cache(plan: Plan, shop: Shop) -> Plan:
-    """The plan with what is decided about the cache, where it is not held as the model has it."""
-    layout, tokens = shop.step.layout, shop.goal.tokens[0]
-    if not layout.narrow:
-        return plan
-    held, own = (Cost(bytes_kept=each.nbytes(tokens, shop.goal.batch)) for each in (layout, layout.widened()))
-    form = Form(weights=BF16)
-    decision = Decision(
-        site="cache", kind="cache", option=form.name, baseline="fp32", by="cache", cost=held, baseline_cost=own, form=form,
-        applied=form.name,
-    )  # fmt: skip
-    return replace(plan, decisions=(*plan.decisions, decision))
+    return plans_for(shop.search(), backends, {}, shop.progress)[0][0][1]
 
 
 def _backends(name: str | None) -> list[Backend]:
@@ -220,11 +160,12 @@ def _shop(task: Task, backends: list[Backend]) -> Shop:
         texts, said = calibration_text(model, given, context)
     with progress.step("measure sensitivity"):
         found = _sensitivity(step, goal, passes, texts)
+        beside = cache_choice(step, model, goal, machine.target, texts, _source_of(step, model, texts))
     regimes = regimes_of(step, goal, CHUNK)
     room = CacheRoom(context=context, chunk=CHUNK)
     return Shop(
         model=model, step=step, goal=goal, passes=passes, machine=machine, room=room, texts=tuple(texts), said=said, sensitivity=found,
-        regimes=regimes, progress=progress,
+        beside=beside, regimes=regimes, progress=progress,
     )  # fmt: skip
 
 
@@ -258,9 +199,9 @@ def _settle(shop: Shop, search: Search, told: Sequence[Told], backend: Backend, 
 
     def solved(constraints: Constraints) -> Plan:
         if constraints.round == 1:
-            return _with_cache(first, shop)
+            return first
         with shop.progress.step(f"price and solve for {backend.name}"):
-            return _with_cache(search.plan_for(backend, constraints), shop)
+            return search.plan_for(backend, constraints)
 
     def run(plan: Plan, constraints: Constraints) -> tuple[Generated, Constraints | None]:
         outcome, peak = _lowered(shop, backend, plan, told)
@@ -276,7 +217,7 @@ def _settle(shop: Shop, search: Search, told: Sequence[Told], backend: Backend, 
                 )
             constraints = corrected(constraints, worst.error, plan.predicted.error, shop.goal)
         if over:
-            if last:
+            if last or over >= (constraints.budget or 0):  # nothing would be left
                 raise largest_context(InfeasibleError(binding=("memory",)), shop.step, shop.goal)
             note = Because(
                 "round {}: the allocator held {bytes} more than allowed; solved again with so much less", (constraints.round, over)
@@ -290,10 +231,11 @@ def _settle(shop: Shop, search: Search, told: Sequence[Told], backend: Backend, 
 def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Generated, int]:
     """The plan carried out and compared, and its peak as measured."""
     with shop.progress.step(f"lower to {backend.name}"):
-        program = shop.step.program
+        step = replace(shop.step, layout=shop.step.layout.narrowed(dtype_in(plan)))
+        program = step.program
         for each in shop.passes:
             program = each.apply(program, plan)
-        lowered, parts = lower_step(shop.step, program, backend, plan, shop.room, shop.texts)
+        lowered, parts = lower_step(step, program, backend, plan, shop.room, shop.texts)
     with shop.progress.step(f"compare {backend.name}"):
         stepper = Stepper(lowered, type(shop.model).forward, shop.model.config)
         found = checks(stepper, shop.model, told, shop.goal)
@@ -302,6 +244,6 @@ def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> 
     plan = replace(
         plan, checks=tuple(found), settings=dict(parts["step"].settings), measured=replace(plan.predicted, seconds=None, peak_bytes=peak)
     )
-    applied = parts["step"].applied
+    applied = {**parts["step"].applied, CACHE: form_of(lowered.layout)}
     decisions = tuple(replace(d, applied=applied[d.site].name if d.site in applied else d.applied) for d in plan.decisions)
     return Generated(plan=replace(plan, decisions=decisions), lowered=lowered, parts=parts), peak

@@ -111,7 +111,7 @@ class LoweredStep:
 
     def _empty(self, leaf: CacheLeaf, spec: TensorSpec, tokens: torch.Tensor) -> torch.Tensor:
         dtype = getattr(torch, leaf.held or spec.dtype)
-        like = torch.empty((tokens.shape[0], leaf.shape[0], 0, leaf.shape[1]), dtype=dtype, device=tokens.device)
+        like = torch.empty((tokens.shape[0], leaf.shape[0], 0, leaf.width), dtype=dtype, device=tokens.device)
         return buffer(like, self.room.capacity(leaf))
 
     def _kept(self, leaf: CacheLeaf, rows: torch.Tensor, beside: int) -> torch.Tensor:

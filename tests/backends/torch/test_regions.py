@@ -12,6 +12,9 @@ from torch import Tensor, fx, nn
 from effcompile.backends.torch import regions
 from effcompile.backends.torch.in_place import in_place
 from effcompile.ops import group_codes, int8_codes, row_program
+from effcompile.ops.append import append, buffer
+from effcompile.ops.cache_rows import as_numbers
+from effcompile.ops.cached_attention import cached_attention
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_linear import int8_linear
 from effcompile.ops.rows import rms_norm, rms_norm_alone, rotary, swiglu
@@ -125,3 +128,90 @@ def test_without_kernels_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
     plain = block()
     before = [node.target for node in plain.graph.nodes]
     assert [node.target for node in in_place(plain, {}).graph.nodes] == before
+
+
+def layers(form: torch.dtype = torch.float32, *, masked: bool = True, told: bool = False) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Two layers of heads turned, appended and attended over; rows, cos, sin, two caches a layer and a mask in.
+
+    `told`: the last attention's heads out, too.
+    """
+    module, graph = nn.Module(), fx.Graph()
+    torch.manual_seed(1)
+    for at in range(2):
+        for name, n in (("q", WIDTH), ("k", WIDTH // HEADS), ("v", WIDTH // HEADS), ("o", WIDTH)):
+            module.register_buffer(f"{name}{at}", group_codes.pack(*group_codes.quantize(torch.randn(n, WIDTH), 4), 4))
+    module.register_buffer("norm", torch.rand(WIDTH))
+    each, past = WIDTH // HEADS, 5
+    like = torch.zeros(2, 1, 0, each + (4 if form is torch.int8 else 0)).to(form)
+    held = [buffer(like, 9) for _ in range(4)]
+    held = [append(one, torch.randn(2, 1, past, each).to(form if form.is_floating_point else torch.float32), 9) for one in held]
+    seen = torch.rand(2, 1, 3, past + 3) > 0.3
+    seen[..., 0] = True
+    inputs = [torch.randn(2, 3, WIDTH), torch.randn(2, 3, each), torch.randn(2, 3, each), *held, seen]
+    nodes = [graph.placeholder(f"in{at}") for at in range(len(inputs))]
+    values: dict[fx.Node, Tensor] = dict(zip(nodes, inputs, strict=True))
+
+    def call(target: Callable[..., object], *args: object) -> fx.Node:
+        node = graph.call_function(target, args)  # type: ignore[arg-type]
+        found = fx.map_arg(args, lambda one: getattr(module, one.target) if one.op == "get_attr" else values[one].clone())
+        values[node] = target(*found)  # type: ignore[assignment]
+        return node
+
+    constants = {name: graph.get_attr(name) for name, _ in module.named_buffers()}
+    x, cos, sin, *caches, mask = nodes
+    longer = []
+    for at in range(2):
+        normed = call(rms_norm_alone._opoverload, x, constants["norm"], 1e-5)
+        heads = []
+        for name, count in (("q", HEADS), ("k", 1), ("v", 1)):
+            rows = call(group_linear.default, normed, constants[f"{name}{at}"], count * each)
+            heads.append(call(aten.transpose.int, call(aten.view.default, rows, [2, 3, count, each]), 1, 2))
+        turned = [call(rotary._opoverload, one, cos, sin, False) for one in heads[:2]]
+        keys, found = call(append, caches[2 * at], turned[1], 9), call(append, caches[2 * at + 1], heads[2], 9)
+        mixed = call(cached_attention, turned[0], keys, found, mask if masked else None, None)
+        mixed = call(aten.reshape.default, mixed, [2, HEADS, 3, each])  # as exported models have it
+        beside = call(aten.reshape.default, call(aten.transpose.int, mixed, 1, 2), [2, 3, WIDTH])
+        x = call(aten.add.Tensor, x, call(group_linear.default, beside, constants[f"o{at}"], WIDTH))
+        longer += [keys, found]
+    graph.output((x, *longer, *((beside.args[0],) if told else ())))
+    for node, value in values.items():
+        node.meta["val"] = value if value.is_floating_point() or value.dtype is torch.bool else value[..., :each].float()
+    return fx.GraphModule(module, graph), inputs
+
+
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("masked", [True, False])
+def test_all_layers_are_one_call_with_the_same_bits(form: torch.dtype, masked: bool, threads: Callable[[int], None]) -> None:
+    """Rows of a cache go where appends put them: in its buffer, and nowhere else. A code that is half way may go either way."""
+    plain, inputs = layers(form, masked=masked)
+    close = {"rtol": 1e-5, "atol": 1e-6} if form.is_floating_point else {"rtol": 1e-2, "atol": 2e-2}
+    wanted = plain(*[one.clone() for one in inputs])
+    fused = regions.with_regions(plain)
+    assert len(called(fused)) == 1 and not any(node.target in (append, cached_attention) for node in fused.graph.nodes)
+    for count in (1, 2):
+        threads(count)
+        found = fused(*inputs)
+        for one, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(*(as_numbers(each) if each.dtype is torch.int8 else each for each in (one, right)), **close)
+        for before, after in zip(inputs[3:7], found[1:], strict=True):
+            assert after.untyped_storage().data_ptr() == before.untyped_storage().data_ptr() and after.shape[2] == before.shape[2] + 3
+
+
+def test_caches_of_another_kind_run_operator_by_operator() -> None:
+    plain, inputs = layers()
+    fused = regions.with_regions(plain)
+    wanted = fused(*[one.clone() for one in inputs])
+    strided = [one.transpose(2, 3).contiguous().transpose(2, 3) for one in inputs[3:7]]
+    for caches in ([one.double() for one in inputs[3:7]], strided):
+        for one, right in zip(fused(*inputs[:3], *caches, inputs[7]), wanted, strict=True):
+            torch.testing.assert_close(one.float(), right, rtol=1e-5, atol=1e-6)
+
+
+def test_an_attention_that_no_program_takes_leaves_the_rest() -> None:
+    """Heads behind their tokens are no result of a program: what lies between the attentions is one call each then."""
+    plain, inputs = layers(told=True)
+    wanted = plain(*[one.clone() for one in inputs])
+    fused = regions.with_regions(plain)
+    assert len(called(fused)) > 1 and any(node.target is cached_attention for node in fused.graph.nodes)
+    for one, right in zip(fused(*inputs), wanted, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-6)

@@ -1,40 +1,16 @@
 """optimize(mode="generation"): the model's own generate() on planned steps, token for token, saved and opened again."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from generation_models import captured, ids, tiny
-from torch import nn
+from generation_models import CONTEXT, Planned, bare, captured, ids, tiny
 
 import effcompile
-from effcompile.backends import load_backend
-from effcompile.capture.generation import GenerationStep, capture_step
-from effcompile.compiler.generation.lower import lower_step
-from effcompile.core.goal import Goal
-from effcompile.ir.plan import Certificate, Plan, Totals
-from effcompile.runtime.generation.executable import GenerationExecutable
-from effcompile.runtime.generation.steps import CacheRoom
-
-CONTEXT = 320
-Planned = tuple[nn.Module, GenerationExecutable]
-
-
-def bare(captured: tuple[nn.Module, GenerationStep], backend: str = "torch-eager", context: int = CONTEXT) -> Planned:
-    """The model's steps lowered as they are: nothing is priced, which takes longer than all the rest."""
-    model, step = captured
-    nothing = Totals()
-    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
-    plan = Plan(
-        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="", target_line="",
-        backend=backend, decisions=(), declined=(), certificate=proof, baseline=nothing, predicted=nothing,
-    )  # fmt: skip
-    lowered, parts = lower_step(step, step.program, load_backend(backend), plan, CacheRoom(context=context, chunk=64))
-    return model, GenerationExecutable(model, step, lowered, replace(plan, settings=dict(parts["step"].settings)), parts)
+from effcompile.capture.generation import capture_step
 
 
 @pytest.fixture(scope="module", params=["gemma3_text", "t5"])

@@ -1,50 +1,48 @@
-"""A cache in bf16: its bytes, its results against a cache that rounds, and the plans that choose it."""
+"""A cache in bf16 or in 8 bits: its bytes, its results against a cache that rounds, and the plans that choose it."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from generation_models import captured, ids, tiny
+from generation_models import Planned, bare, captured, ids, tiny
 from torch import fx, nn
 
 import effcompile
-from effcompile.backends import load_backend
 from effcompile.backends.torch.in_place import in_place
-from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.errors import LoweringError
-from effcompile.core.goal import Goal
-from effcompile.ir.plan import Certificate, Plan, Totals
-from effcompile.runtime.generation.executable import GenerationExecutable
-from effcompile.runtime.generation.steps import CacheRoom
+from effcompile.ir.cache import CacheLeaf
+from effcompile.ir.plan import Plan
 
 CONTEXT = 64
-Planned = tuple[nn.Module, GenerationExecutable]
+
+
+def in_8_bits(rows: torch.Tensor) -> torch.Tensor:
+    scale = rows.abs().amax(3, keepdim=True) / 127
+    return torch.where(scale > 0, (rows / scale).round() * scale, 0.0)
+
+
+ROUNDINGS = {"bfloat16": lambda rows: rows.bfloat16().float(), "int8": in_8_bits}
 
 
 class Rounding(transformers.DynamicCache):
-    """The oracle: what is written is rounded to bf16 first; all else is transformers'."""
+    """The oracle: what is written is rounded first; all else is transformers'."""
+
+    dtype = ""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        rounded = (side.bfloat16().float() for side in (key_states, value_states))
-        return super().update(*rounded, *args, **kwargs)
+        return super().update(*map(ROUNDINGS[self.dtype], (key_states, value_states)), *args, **kwargs)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text", "gpt2", "t5"])
+WAYS = [("llama", "bfloat16"), ("llama", "int8"), ("gemma3_text", "int8"), ("gpt2", "bfloat16"), ("t5", "int8")]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids="-".join)
 def narrow(request: pytest.FixtureRequest) -> Planned:
-    model, step = captured(request.param)
-    step = replace(step, layout=step.layout.narrowed())
-    nothing = Totals()
-    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
-    plan = Plan(
-        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=CONTEXT), target="", target_line="",
-        backend="torch-eager", decisions=(), declined=(), certificate=proof, baseline=nothing, predicted=nothing,
-    )  # fmt: skip
-    lowered, parts = lower_step(step, step.program, load_backend("torch-eager"), plan, CacheRoom(context=CONTEXT, chunk=32))
-    return model, GenerationExecutable(model, step, lowered, plan, parts)
+    kind, dtype = request.param
+    return bare(captured(kind), context=CONTEXT, narrow=dtype, chunk=32)
 
 
 def logits(run: Any, cache: Any, text: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -62,8 +60,11 @@ def test_it_is_the_model_behind_a_cache_that_rounds(narrow: Planned) -> None:
         pytest.skip("its cache has two parts")
     text, sizes = ids(2, 30), [12, 1, 1, 5, *[1] * 11]
     found = logits(executable, transformers.DynamicCache(config=model.config), text, sizes)
-    told = logits(model, Rounding(config=model.config), text, sizes)
-    torch.testing.assert_close(found, told, rtol=1e-4, atol=1e-4)
+    rounding = Rounding(config=model.config)
+    rounding.dtype = executable.lowered.layout.narrow
+    told = logits(model, rounding, text, sizes)
+    torch.testing.assert_close(found, told, rtol=2e-3, atol=2e-3)  # a code that is half way goes either way
+    assert float((found - told).norm() / told.norm()) < 5e-4
     exact = logits(model, transformers.DynamicCache(config=model.config), text, sizes)
     assert 1e-5 < float((found - exact).norm() / exact.norm()) < 2e-2
 
@@ -77,9 +78,16 @@ def test_its_bytes_are_those_of_the_layout(narrow: Planned, tokens: int) -> None
     cache = transformers.DynamicCache(config=model.config)
     executable(ids(2, tokens), past_key_values=cache)
     held = [side for layer in cache.layers for side in (layer.keys, layer.values)]
-    assert {side.dtype for side in held} == {torch.bfloat16}
     layout = executable.lowered.layout
-    assert sum(side.untyped_storage().nbytes() for side in held) == layout.nbytes(CONTEXT, 2) == layout.widened().nbytes(CONTEXT, 2) // 2
+    assert {side.dtype for side in held} == {getattr(torch, layout.narrow)}
+    assert sum(side.untyped_storage().nbytes() for side in held) == layout.nbytes(CONTEXT, 2)
+    if not any(leaf.window for leaf in layout):
+        assert layout.nbytes(CONTEXT, 2) == sum(2 * CONTEXT * leaf.shape[0] * row_bytes(layout.narrow, leaf) for leaf in layout)
+
+
+def row_bytes(dtype: str, leaf: CacheLeaf) -> int:
+    """Of one head: two bytes a number, or one and a scale of four."""
+    return 2 * leaf.shape[1] if dtype == "bfloat16" else leaf.shape[1] + 4
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beams", "drafts"])
@@ -126,20 +134,29 @@ def cache_of(plan: Plan) -> tuple[str, int, int] | None:
     return found[0] if found else None
 
 
-def test_a_plan_chooses_it_where_the_models_own_does_not_fit(llama: nn.Module) -> None:
-    own = 512 * 2 * 32 * 4
+def test_its_form_is_in_the_solve(llama: nn.Module) -> None:
+    """Bytes are those of 512 tokens, keys and values, 4 heads of 8; the peak falls by what a narrower form saves."""
+    own, codes = 512 * 2 * 4 * 8 * 4, 512 * 2 * 4 * (8 + 4)
     smallest = effcompile.plan(llama, TEXT, minimize="memory", **GIVEN)
-    assert cache_of(smallest) == ("bf16", own // 2, own)
-    assert smallest.predicted.peak_bytes is not None
-    assert cache_of(effcompile.plan(llama, TEXT, memory=smallest.predicted.peak_bytes + own // 4, **GIVEN)) == ("bf16", own // 2, own)
-    assert cache_of(effcompile.plan(llama, TEXT, **GIVEN)) is None  # nothing is gained: it is as fast, and memory is no limit
+    assert cache_of(smallest) == ("int8_rows", codes, own)
+    (found,) = (decision for decision in smallest.decisions if decision.kind == "cache")
+    assert 0 < found.cost.error < 0.05
     assert cache_of(effcompile.plan(llama, TEXT, **{**GIVEN, "max_error": None})) is None
+    exact = effcompile.plan(llama, TEXT, minimize="memory", **{**GIVEN, "max_error": found.cost.error / 1e3})
+    assert cache_of(exact) == ("fp32", own, own)
+    assert exact.predicted.peak_bytes - smallest.predicted.peak_bytes >= own - codes
 
 
-def test_both_caches_are_built_and_compared(llama: nn.Module) -> None:
-    executable = effcompile.optimize(llama, TEXT, **GIVEN)
-    names = {candidate.backend for candidate in executable.plan.candidates}
-    assert names == {"torch-eager", "torch-eager, cache in bf16"} and all(check.passed for check in executable.plan.checks)
-    narrow = executable.lowered.layout.narrow
-    assert (cache_of(executable.plan) is not None) == narrow
+def test_what_was_decided_is_built_and_compared(llama: nn.Module) -> None:
+    executable = effcompile.optimize(llama, TEXT, minimize="memory", **GIVEN)
+    (found,) = (decision for decision in executable.plan.decisions if decision.kind == "cache")
+    assert found.applied == found.option == "int8_rows" and executable.lowered.layout.narrow == "int8"
+    assert all(check.passed and check.error > 0 for check in executable.plan.checks)
     assert any("weights and cache at 128 tokens of context" in str(note) for note in executable.plan.notes)
+
+
+def test_a_memory_that_running_shows_to_be_too_small_is_told(llama: nn.Module) -> None:
+    """What is predicted leaves out what torch takes beside: less than nothing is left for the next solve."""
+    smallest = effcompile.plan(llama, TEXT, minimize="memory", **GIVEN)
+    with pytest.raises(effcompile.InfeasibleError):
+        effcompile.optimize(llama, TEXT, memory=smallest.predicted.peak_bytes + 40_000, **GIVEN)

@@ -1,0 +1,42 @@
+"""Rows of a cache in 8 bits: the codes of a row, and behind them its scale in fp32, so that a row is one piece of memory.
+
+    scale = max |x| / 127        codes = round(x · (127 / max |x|))        x ≈ codes · scale
+
+A row with an infinity or NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Bytes of a row's scale, behind its codes.
+SCALE = 4
+_LEAST = 1e-30
+
+
+def as_codes(rows: Tensor) -> Tensor:
+    """(…, D) → (…, D + 4) of s8."""
+    wide = rows.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    some, finite = most > _LEAST, most.isfinite()
+    inverse = torch.where(some & finite, 127 / most, torch.zeros_like(most))
+    scales = torch.where(finite, torch.where(some, most / 127, torch.zeros_like(most)), torch.full_like(most, torch.nan))
+    codes = torch.round(wide * inverse).nan_to_num(0.0).to(torch.int8)
+    return torch.cat([codes, scales.contiguous().view(torch.int8)], -1)
+
+
+def as_numbers(held: Tensor) -> Tensor:
+    """(…, D + 4) of s8 → (…, D) in fp32."""
+    scales = held[..., -SCALE:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    return held[..., :-SCALE].float() * scales
+
+
+def rounded(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows as a cache of that dtype gives them back, in their own dtype."""
+    return (as_numbers(as_codes(rows)) if dtype is torch.int8 else rows.to(dtype)).to(rows.dtype)
+
+
+def into(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows as a cache of that dtype holds them."""
+    return as_codes(rows) if dtype is torch.int8 and rows.dtype is not torch.int8 else rows
