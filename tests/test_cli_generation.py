@@ -50,6 +50,15 @@ def test_a_saved_generation_speaks(folder: Path) -> None:
     assert found["text"].split() == [f"w{i}" for i in wanted[0].tolist()]
 
 
+def test_drafted_tokens_leave_the_text_as_it_is(folder: Path) -> None:
+    """A prompt that repeats itself, of a model that soon does: some drafts are right, and none changes the text."""
+    how = ["run", str(folder / "out"), "--prompt", "w5 w9 w11 w5 w9", "--new", "30", "--tokenizer", str(folder / "words"), "--json"]
+    plain, drafted = (json.loads(run(*how, *more).stdout) for more in ([], ["--drafts", "3"]))
+    assert drafted["text"] == plain["text"]
+    assert plain["new_tokens"] == drafted["new_tokens"] == 30
+    assert plain["tokens_per_step"] == 1 < drafted["tokens_per_step"] <= 4
+
+
 def test_text_is_streamed_and_rates_are_told(folder: Path) -> None:
     said = run("run", str(folder / "out"), "--prompt", "w5 w9", "--new", "4", "--tokenizer", str(folder / "words"))
     assert said.exit_code == 0, said.output

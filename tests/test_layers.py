@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("passes", "backends"),
     ("loader",),
     ("runtime",),
-    ("search",),
+    ("search", "serving"),
     ("proof",),
     ("compiler",),
     ("report", "exports"),

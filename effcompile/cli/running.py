@@ -1,4 +1,4 @@
-"""The commands that run things here: `run` an artifact, `calibrate` this machine."""
+"""The commands that run things here: `run` an artifact, `serve` a generation, `calibrate` this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from effcompile import console
 from effcompile.cli.options import AsJson
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import MissingPackageError, UsageError
 from effcompile.core.findings import TokenRates
 from effcompile.core.folders import read_steadily
 from effcompile.core.units import format_seconds
@@ -22,16 +22,21 @@ def run(
     inputs: Annotated[str | None, typer.Option(metavar="MODEL.PY", help="Take `inputs` from this file; otherwise generated.")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Generation: the text to go on from.")] = None,
     new: Annotated[int | None, typer.Option(min=1, metavar="N", help="Generation: new tokens at the most.")] = None,
+    drafts: Annotated[
+        int, typer.Option(min=0, max=32, metavar="N", help="Generation: tokens drafted from the text before, checked at once.")
+    ] = 0,
     tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="Generation: where the tokenizer is, if not in DIR.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run and time a saved artifact; of a generation, stream the text that follows a prompt."""
     plan = read_steadily(directory, lambda place: Plan.load(place / saved.PLAN))
     if plan.goal.mode == "generation":
-        _generate(directory, plan, prompt, new, tokenizer or directory, as_json)
+        _generate(directory, plan, prompt, (new, drafts), tokenizer or directory, as_json)
         return
-    if prompt is not None or new is not None or tokenizer is not None:
-        raise UsageError(f"--prompt, --new and --tokenizer are for a generation, and {str(directory)!r} holds a plan of {plan.goal.mode}.")
+    if prompt is not None or new is not None or drafts or tokenizer is not None:
+        raise UsageError(
+            f"--prompt, --new, --drafts and --tokenizer are for a generation, and {str(directory)!r} holds a plan of {plan.goal.mode}."
+        )
     if plan.goal.mode == "training":
         raise UsageError(
             f"{str(directory / saved.PLAN)!r} plans a training step: there is no artifact to run. Apply it to the model in your training "
@@ -54,8 +59,8 @@ def run(
         typer.echo(f"  {output}")
 
 
-def _generate(directory: Path, plan: Plan, prompt: str | None, new: int | None, tokenizer: Path, as_json: bool) -> None:
-    """Stream the text that follows a prompt, then the rates of both regimes.
+def _generate(directory: Path, plan: Plan, prompt: str | None, tokens: tuple[int | None, int], tokenizer: Path, as_json: bool) -> None:
+    """Stream the text that follows a prompt, then the rates of both regimes. `tokens`: new ones at the most, and drafted ones at a time.
 
     Raises:
         UsageError: no prompt, one that is too long, or no tokenizer.
@@ -66,7 +71,7 @@ def _generate(directory: Path, plan: Plan, prompt: str | None, new: int | None, 
         from effcompile.runtime.generation.spoken import speak
 
         told = speak(directory, tokenizer)
-    spoken = told(prompt, new, None if as_json else typer.echo)
+    spoken = told(prompt, *tokens, None if as_json else typer.echo)
     if as_json:
         console.emit(spoken)
         return
@@ -74,10 +79,35 @@ def _generate(directory: Path, plan: Plan, prompt: str | None, new: int | None, 
         "{prompt_tokens} tokens of prompt at {prefill_tokens_per_second:.1f} a second, {new_tokens} new ones at "
         "{decode_tokens_per_second:.1f}"
     )
-    typer.echo(f"\n\n{plan.model} on {plan.backend}: {rates.format(**spoken)}")
+    drafted = f", {spoken['tokens_per_step']:.2f} a step" if tokens[1] else ""
+    typer.echo(f"\n\n{plan.model} on {plan.backend}: {rates.format(**spoken)}{drafted}")
     for note in plan.notes:
         if isinstance(note, TokenRates):
             typer.echo(f"  when it was made: {note}")
+
+
+def serve(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A generation that `effcompile optimize -o` wrote.")],
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes any that is free.")] = 8000,
+    queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait; more are told to come again.")] = 64,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the tokenizer is, if not in DIR.")] = None,
+) -> None:
+    """Serve a generation over HTTP, by the OpenAI completions protocol; as many requests at once as the plan's batch."""
+    plan = read_steadily(directory, lambda place: Plan.load(place / saved.PLAN))
+    if plan.goal.mode != "generation":
+        raise UsageError(f"{str(directory)!r} holds a plan of {plan.goal.mode}; a plan of generation is served (--mode generation).")
+    with console.steps(False) as steps, steps.step("open"):
+        try:
+            from effcompile.serving import app, server
+        except ModuleNotFoundError as error:
+            if error.name not in ("starlette", "uvicorn"):
+                raise
+            raise MissingPackageError(error.name, "effcompile serve", "pip install 'effcompile[serve]'") from error
+
+        service = app.opened(directory, tokenizer or directory, queue=queue)
+    told = f"{{0}}: {service.name}, {plan.goal.batch} requests at once, {queue} more wait. Ctrl+C stops."
+    server.run(service, host, port, lambda address: typer.echo(told.format(f"http://{address}/v1/completions")))
 
 
 def calibrate(

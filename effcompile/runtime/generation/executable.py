@@ -166,9 +166,9 @@ class GenerationExecutable(PlannedModel):
         self.original, self.lowered = model, lowered
         self.config, self.generation_config = model.config, model.generation_config
         self._parts, self._step = parts, step
-        self._stepper = Stepper(lowered, type(model).forward, model.config)
+        self.stepper = Stepper(lowered, type(model).forward, model.config)
         encoder = None if step.encoder is None else LoweredEncoder(lowered, tuple(spec.name for spec in step.encoder.inputs))
-        self._shell: HFModel = shell.around(model, self._stepper, encoder)
+        self._shell: HFModel = shell.around(model, self.stepper, encoder)
         assert step.program.state is not None
         self._state = step.program.state
         self.plan = replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self._state.settle()))))
@@ -231,9 +231,9 @@ class OpenedGeneration:
     def __init__(self, plan: Plan, lowered: LoweredStep, kind: HFClass, configs: tuple[Any, Any], encoder: tuple[str, ...]) -> None:
         self.plan, self.lowered = plan, lowered
         self.config, self.generation_config = configs
-        stepper = Stepper(lowered, kind.forward, self.config)
+        self.stepper = Stepper(lowered, kind.forward, self.config)
         source = LoweredEncoder(lowered, encoder) if encoder else None
-        self._shell: HFModel = shell.empty(kind, *configs, stepper, source, _device_of(lowered))
+        self._shell: HFModel = shell.empty(kind, *configs, self.stepper, source, _device_of(lowered))
 
     def __call__(self, *args: object, **kwargs: object) -> Outputs:
         """One step: the model's forward. Raises GuardError for arguments that the plan was not made for."""

@@ -19,8 +19,11 @@ from effcompile.runtime.generation.executable import open_generation
 Say = Callable[..., object]
 
 
-def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, Say | None], dict[str, Any]]:
-    """A function of a prompt, the most new tokens and who is told the text as it comes; returns the text and the rates.
+def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, Say | None], dict[str, Any]]:
+    """A function of a prompt, the most new tokens, how many of them are drafted at a time and who is told the text; returns text and rates.
+
+    Drafts are what followed the last tokens where they stood before (prompt look-up); a step checks all of them, so that the text is the
+    same.
 
     Raises:
         UsageError: no tokenizer there. FormatError: a folder that is none of ours.
@@ -33,7 +36,7 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, Say | 
             f"There is no tokenizer in {str(tokenizer)!r}: {first_line(error)}. Give the folder of the model that has one: --tokenizer DIR."
         ) from error
 
-    def spoken(prompt: str, new: int | None, say: Say | None) -> dict[str, Any]:
+    def spoken(prompt: str, new: int | None, drafts: int, say: Say | None) -> dict[str, Any]:
         ids = words(prompt, return_tensors="pt")["input_ids"]
         room = opened.lowered.room.context - (0 if opened.config.is_encoder_decoder else ids.shape[1])
         if not ids.shape[1] or room < 1:
@@ -42,8 +45,11 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, Say | 
                 "ones. Give a shorter prompt, or plan again with a longer context."
             )
         clock = _Clock(words, say)
-        found = opened.generate(ids, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False)
-        return {"text": words.decode(found[0], skip_special_tokens=True), "prompt_tokens": ids.shape[1], **clock.rates(ids.shape[1])}
+        how = {"prompt_lookup_num_tokens": drafts} if drafts else {}
+        found = opened.generate(ids, max_new_tokens=min(new or room, room), streamer=clock, do_sample=False, **how)
+        said = found[0, 0 if opened.config.is_encoder_decoder else ids.shape[1] :]
+        rates = clock.rates(ids.shape[1], len(said))
+        return {"text": words.decode(found[0], skip_special_tokens=True), "prompt_tokens": ids.shape[1], **rates}
 
     return spoken
 
@@ -55,6 +61,7 @@ class _Clock(BaseStreamer):
         self._words, self._say = words, say
         self._ids: list[int] = []
         self._said, self._times, self._started = "", list[float](), perf_counter()
+        self._at_first = 0
 
     def put(self, value: torch.Tensor) -> None:
         """A prompt, or a token."""
@@ -64,6 +71,7 @@ class _Clock(BaseStreamer):
             self._started = perf_counter()
         else:
             self._times.append(perf_counter())
+            self._at_first = self._at_first or len(self._ids)
         text = self._words.decode(self._ids, skip_special_tokens=True)
         if self._say is not None and not text.endswith("\ufffd"):  # half of a character of several bytes
             self._say(text[len(self._said) :], nl=False)
@@ -72,12 +80,13 @@ class _Clock(BaseStreamer):
     def end(self) -> None:
         """Nothing is held back."""
 
-    def rates(self, prompt: int) -> dict[str, Any]:
-        """Tokens a second of the prompt, and of the new ones after the first."""
+    def rates(self, prompt: int, new: int) -> dict[str, Any]:
+        """Tokens a second of the prompt, and of the new ones after the first step; and how many a step made."""
         first, later = self._times[0] - self._started, self._times[-1] - self._times[0]
-        decode = (len(self._times) - 1) / later if later > 0 else 0.0
+        decode = (len(self._ids) - self._at_first) / later if later > 0 else 0.0
         return {
-            "new_tokens": len(self._times),
+            "new_tokens": new,
+            "tokens_per_step": new / len(self._times),
             "prefill_tokens_per_second": prompt / first if first > 0 else 0.0,
             "decode_tokens_per_second": decode,
         }
