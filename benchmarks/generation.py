@@ -1,7 +1,7 @@
 """Generation against Hugging Face's generate(): seconds of both regimes, interleaved in one run, with a read stream beside them.
 
     python benchmarks/generation.py --shape small --context 512 --new 64 [--memory 200MiB] [--max-error 0.05] [--backend torch-eager]
-    python benchmarks/generation.py --architectures        # the step of 17 architectures against the model's own forward
+    python benchmarks/generation.py --architectures        # greedy tokens of 17 architectures beside the model's own
 
 Weights are random. A stream of as many bytes as the model has is read before and after: a machine whose bandwidth changed meanwhile
 is seen in its two figures.
@@ -135,44 +135,49 @@ def race(arguments: argparse.Namespace) -> None:
     )
 
 
-def architectures() -> None:
-    """Worst difference of logits of a captured step against the model's own forward without a cache."""
-    from effcompile.backends.torch.lowered import lower_eager
-    from effcompile.capture.generation import capture_step, encoder_inputs, encoder_output
-    from effcompile.proof.generation.check import forced, told_by
-    from effcompile.runtime.generation.executable import Stepper
-    from effcompile.runtime.generation.steps import CacheRoom, assembled
-
-    worst_of_all = 0.0
+def architectures(new: int) -> None:
+    """Greedy tokens of exact steps beside the model's own generate(), of a row alone and of a left-padded one."""
+    equal = 0
     for kind, settings in ARCHITECTURES.items():
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(kind, **settings)
-        auto = (
-            "AutoModelForSeq2SeqLM"
-            if kind in ("t5", "bart")
-            else "AutoModelForSpeechSeq2Seq"
-            if kind == "whisper"
-            else "AutoModelForCausalLM"
-        )
-        model = getattr(transformers, auto).from_config(config).eval().float()
-        step = capture_step(model)
-        runs = {"step": lower_eager(step.program)}
-        extra: dict[str, Any] = {}
-        if step.source is not None:
-            runs["source"] = lower_eager(step.source)
-            with torch.no_grad():
-                hidden = model.get_encoder()(**encoder_inputs(model), return_dict=True).last_hidden_state
-            extra["encoder_outputs"] = encoder_output(hidden)
-        stepper = Stepper(
-            assembled(step.boundary, step.layout, CacheRoom(context=64), step.program.inputs, runs), type(model).forward, config
-        )
-        text = torch.randint(3, 120, (2, 45))
-        told = told_by(model, [text], extra)[0]
-        ways = ([45], [12, 1, 1, 3, 5, 1, 1, 20, 1], [1, 30, 1, 13])
-        worst = max(float((forced(stepper, model, told, sizes) - told.logits).abs().max()) for sizes in ways)
-        worst_of_all = max(worst, worst_of_all)
-        print(f"{kind:12} {len(step.program.graph.nodes):4} nodes, {len(step.layout):2} leaves, worst difference {worst:.1e}", flush=True)
-    print(f"{len(ARCHITECTURES)} architectures, worst difference {worst_of_all:.1e}")
+        model = getattr(transformers, AUTO.get(kind, "AutoModelForCausalLM")).from_config(config).eval().float()
+        model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
+        planned = as_it_is(model, new + 16)
+        text, how = torch.randint(3, 120, (2, 9)), {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        given = {"input_features": torch.randn(2, 8, 100)} if kind == "whisper" else {"input_ids": text}
+        alike = torch.equal(planned.generate(**given, **how), model.generate(**given, **how))
+        padded = "no padding of its own" if config.is_encoder_decoder else f"left-padded {_padded(planned, text[:1], how)}"
+        equal += alike
+        print(f"{kind:12} {new} greedy tokens of two rows {'equal' if alike else 'DIFFER'}, {padded}", flush=True)
+    print(f"{equal} of {len(ARCHITECTURES)} architectures: equal tokens")
+
+
+def _padded(planned: Any, row: torch.Tensor, how: dict[str, Any]) -> str:
+    wide = torch.cat([torch.zeros((1, 4), dtype=torch.int64), row], 1)
+    mask = (torch.arange(wide.shape[1])[None] >= 4).to(torch.int64)
+    alone, made = planned.generate(row, **how), planned.generate(wide, attention_mask=mask, **how)
+    return "equal" if torch.equal(made[:, 4:], alone) else "DIFFERS"
+
+
+def as_it_is(model: Any, context: int) -> Any:
+    """The model's steps lowered as they are, on torch: nothing is priced or chosen."""
+    from effcompile.backends import load_backend
+    from effcompile.capture.generation import capture_step
+    from effcompile.compiler.generation.lower import lower_step
+    from effcompile.core.goal import Goal
+    from effcompile.ir.plan import Certificate, Plan, Totals
+    from effcompile.runtime.generation.executable import GenerationExecutable
+    from effcompile.runtime.generation.steps import CacheRoom
+
+    step = capture_step(model)
+    proof = Certificate(status="", objective=0.0, bound=0.0, gap=0.0, sites=0, alternatives=0, seconds=0.0, solver="")
+    plan = Plan(
+        model="", fingerprint="", parameters=0, goal=Goal.of(mode="generation", context=context), target="", target_line="",
+        backend="torch-eager", decisions=(), declined=(), certificate=proof, baseline=Totals(), predicted=Totals(),
+    )  # fmt: skip
+    lowered, parts = lower_step(step, step.program, load_backend("torch-eager"), plan, CacheRoom(context=context, chunk=512))
+    return GenerationExecutable(model, step, lowered, plan, parts)
 
 
 def main() -> None:
@@ -186,10 +191,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--architectures", action="store_true")
+    parser.add_argument("--tokens", type=int, default=256, help="new ones with --architectures")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(arguments.threads)
-    architectures() if arguments.architectures else race(arguments)
+    architectures(arguments.tokens) if arguments.architectures else race(arguments)
 
 
 if __name__ == "__main__":
