@@ -229,6 +229,7 @@ def test_losses_are_normalised_as_the_whole_batchs(loss: Any) -> None:
         (lambda z, y: ((z - z.mean(0)) ** 2).mean(), False, r"looks at the whole batch"),
         (lambda z, y: nn.functional.mse_loss(z, y).sqrt(), False, r"aten\.sqrt.* works on values of the whole batch"),
         (lambda z, y: (torch.softmax(z, 0) * y).mean(), False, r"goes over the examples"),
+        (lambda z, y: torch.sort(z.flatten()).values.mean(), False, r"aten\.sort.* goes over the examples"),  # its axis is not written
         (lambda z, y: z.square().sum() + (z - y).square().mean(), False, r"means over different counts"),
         (lambda z, y: z.square().mean() + torch.softmax(z, 1).mean(0).square().sum(), False, r"aten\.pow.* works on values of the whole"),
         (lambda z, y: (z * (y > y.mean())).mean(), False, r"looks at the whole batch"),

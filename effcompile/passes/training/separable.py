@@ -191,7 +191,8 @@ class _Separation:
                 raise Refusal("{} at {} computes with the size of the batch", operator_name(a), _place(a))
 
     def _axis(self, node: fx.Node) -> int:
-        axis: Any = node.args[_MIXES[node.target]]  # type: ignore[index]
+        place = _MIXES[node.target]  # type: ignore[index]
+        axis: Any = node.args[place] if len(node.args) > place else -1  # sort's own default
         axis = axis[0] if isinstance(axis, (list, tuple)) else axis
         return int(axis) % max(1, len(shape_of(node)))
 

@@ -10,14 +10,17 @@ import types
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.core.torch_compat import is_fake
 
 #: What belongs to the program and not to the model: walking on from it would reach every tensor of the process. So does the step of an
-#: earlier plan, which a planned model has with it.
-_NOT_OWNED = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType, StepRunner)
+#: earlier plan, which a planned model has with it, and the table of ranks that a distributed tensor's mesh has.
+_NOT_OWNED = (
+    type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType, types.GeneratorType, StepRunner, DeviceMesh
+)  # fmt: skip
 
 
 def alive_bytes(device: str, *roots: Any) -> int:

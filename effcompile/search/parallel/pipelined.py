@@ -31,8 +31,9 @@ from effcompile.search.training.work import Work
 _TRIED = 6
 
 
-#: Bytes of the loss so far, of a micro-batch's share in it and of that share's gradient, fp32 each.
-_SCALARS = 12
+#: Bytes of the loss so far, of a micro-batch's share in it and of that share's gradient, fp32 each; of the share with its weight, where
+#: the loss is made.
+_SCALARS, _WEIGHTED = 12, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ class Pipelined:
         messages = sum(self.message_bytes(s - 1) for s in self.own(rank) if s)
         messages += sum(self.message_bytes(s) for s in self.own(rank) if s < len(self.stages) - 1)
         here = resident_bytes(model, self.work.args, self.work.kwargs) - sum(known.values()) + sum(known[name] for name in mine)
-        return here + sum(summed.values()) + sum(constants.values()) + self.count * messages + _SCALARS
+        alone = _WEIGHTED if len(self.stages) - 1 in self.own(rank) else 0
+        return here + sum(summed.values()) + sum(constants.values()) + self.count * messages + _SCALARS + alone
 
     def peak_bytes(self, rank: int, made: Mapping[int, Schedule]) -> int:
         """The most bytes alive on a rank, task by task."""

@@ -1,13 +1,16 @@
-"""The stages of a pipeline, cut out of the exported forward of one micro-batch where one value crosses from layer to layer.
+"""The stages of a pipeline, cut out of the exported forward of one micro-batch between its layers.
 
 Every stage is a step of its own: it takes what the stage before it hands on, and the gradient that arrives at what it hands on itself.
+That is one tensor: where several values cross (an encoder's output and a table of positions go through all layers of T5's decoder), they
+are handed on end to end in one, and a stage that only passes a value on adds its own part to its gradient, for autograd sees both readers.
 What depends on inputs and buffers alone (positions, masks, rotary tables) is made by each stage that reads it. A parameter that several
 stages read is one on each of them, and its gradient the sum of theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +23,8 @@ from effcompile.core.torch_compat_aot import draws
 from effcompile.ir.program import module_path
 from effcompile.ir.step import Step
 from effcompile.ir.strategy import Strategy
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequ
         strategy: how many stages, and the layers of each.
 
     Raises:
-        UsageError: more stages than layers, several values cross a cut, or a stage would not be the same by itself.
+        UsageError: more stages than layers, no tensor crosses a cut, or a stage would not be the same by itself.
     """
     if part.updated:
         raise UsageError(
@@ -65,20 +70,18 @@ def stages_of(front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequ
             "The step draws random numbers (dropout), in another order by stages. Set the model's dropout to 0, or leave pp out."
         )
     results: tuple[fx.Node, ...] = front.graph.output_node().args[0]  # type: ignore[assignment]
-    order = {node: at for at, node in enumerate(front.graph.nodes)}
-    wanted = _before(results[0], None)
-    layers = _layers([node for node in order if node in wanted])
-    if len(lists := {name.rpartition(".")[0] for name in layers}) > 1:
-        raise UsageError(f"The model has layers in several lists ({', '.join(sorted(lists)[:3])}): stages are of one. Leave pp out.")
+    reads = _reads(front.graph)
+    wanted = _before(results[:1], reads)
+    layers = _layers([node for node in reads if node in wanted])
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     counts, made, at = strategy.layers(len(layers)), list[PipelineStage](), 0
-    received: fx.Node | None = None
+    received: tuple[fx.Node, ...] = ()
     for number, count in enumerate(counts):
         names = tuple(layers)[at : at + count]
         at += count
-        end = order[layers[names[-1]]]
-        handed = results[0] if number == len(counts) - 1 else _crossing(wanted, order, end, names[-1], parameters)
-        made.append(_stage(front, part, model, tensors, handed, received, names))
+        end = layers[names[-1]]
+        handed = results[:1] if number == len(counts) - 1 else _crossing(wanted, reads, end, names[-1], parameters)
+        made.append(_stage(front, part, model, tensors, _before(handed, reads, received), handed, received, names))
         received = handed
     return made
 
@@ -94,64 +97,118 @@ def _layers(nodes: Sequence[fx.Node]) -> dict[str, fx.Node]:
     return found
 
 
-def _before(node: fx.Node, stop: fx.Node | None) -> set[fx.Node]:
-    """What a node is computed from, itself among it, but nothing before `stop`."""
-    found, waiting = {node}, [node]
+def _reads(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """Node, in the graph's order → what must have run before it: its operands, and what wrote into their storages until then.
+
+    An exported forward has the model's writes as they are: T5 copies the labels into a slice of its decoder's inputs.
+    """
+    owner: dict[fx.Node, fx.Node] = {}
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in graph.nodes:
+        storages = {owner.get(operand, operand) for operand in node.all_input_nodes}
+        found[node] = (*node.all_input_nodes, *(writer for storage in storages for writer in writers.get(storage, ())))
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            shared = node.all_input_nodes[:1] if node.target is operator.getitem else []
+        else:
+            given = {**dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)), **node.kwargs}
+            shared = [given.get(argument.name) for argument in schema.arguments if argument.alias_info is not None]
+        for operand in shared:
+            if isinstance(operand, fx.Node):
+                owner[node] = owner.get(operand, operand)
+                if schema is not None and schema.is_mutable:
+                    writers.setdefault(owner[node], []).append(node)
+    return found
+
+
+def _before(
+    nodes: Sequence[fx.Node], reads: Mapping[fx.Node, tuple[fx.Node, ...]], stop: Collection[fx.Node] = ()
+) -> set[fx.Node]:  # fmt: skip
+    """What nodes are computed from, themselves among it, but nothing before those of `stop`."""
+    found, waiting = set(nodes), list(nodes)
     while waiting:
         here = waiting.pop()
-        for operand in () if here is stop else here.all_input_nodes:
+        for operand in () if here in stop else reads[here]:
             if operand not in found:
                 found.add(operand)
                 waiting.append(operand)
     return found
 
 
-def _crossing(wanted: set[fx.Node], order: dict[fx.Node, int], end: int, layer: str, parameters: set[str]) -> fx.Node:
-    """The one value that depends on a parameter and is made up to `end` and read behind it."""
-    trained: set[fx.Node] = set()
-    for node in order:
+def _crossing(
+    wanted: set[fx.Node], reads: Mapping[fx.Node, tuple[fx.Node, ...]], end: fx.Node, layer: str, parameters: set[str]
+) -> tuple[fx.Node, ...]:  # fmt: skip
+    """The values that depend on a parameter and are made up to `end` and read behind it."""
+    trained, ahead, crossing = set[fx.Node](), set[fx.Node](), dict[fx.Node, None]()
+    for node, operands in reads.items():
         own = node.op == "get_attr" and str(node.target).rpartition(f"{WRAPPED}.")[2] in parameters
-        if own or any(operand in trained for operand in node.all_input_nodes):
+        if own or any(operand in trained for operand in operands):
             trained.add(node)
-    crossing = [
-        node for node in order
-        if node in wanted and node in trained and node.op == "call_function" and order[node] <= end
-        and any(order[user] > end and user in wanted for user in node.users)
-    ]  # fmt: skip
-    if len(crossing) != 1 or not isinstance(crossing[0].meta.get("val"), Tensor):
-        names = ", ".join(node.name for node in crossing[:4]) or "none"
+        if end not in ahead:
+            ahead.add(node)
+        elif node in wanted:
+            crossing |= dict.fromkeys(each for each in operands if each in ahead & trained and each.op == "call_function")
+    values = [node.meta.get("val") for node in crossing]
+    kinds = {str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__ for value in values}
+    fine = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
+    written = any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in crossing)
+    if len(kinds) != 1 or not fine or written:
+        names = ", ".join(node.name for node in list(crossing)[:4]) or "none"
         raise UsageError(
-            f"The model cannot be cut behind {layer}: a pipeline stage hands on one value, and there {len(crossing)} cross ({names}). "
-            "Cut elsewhere (cuts=...), or leave pp out."
+            f"The model cannot be cut behind {layer}: a pipeline stage hands on numbers of one type that it does not write into, and there "
+            f"{len(crossing)} values cross ({names}) of {', '.join(sorted(kinds)) or 'no type'}. Cut elsewhere (cuts=...), or leave pp out."
         )
-    return crossing[0]
+    return tuple(crossing)
 
 
 def _stage(
-    front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], handed: fx.Node, received: fx.Node | None,
-    layers: tuple[str, ...],
+    front: fx.GraphModule, part: Step, model: nn.Module, tensors: Sequence[Tensor], inside: set[fx.Node], handed: Sequence[fx.Node],
+    received: Sequence[fx.Node], layers: tuple[str, ...],
 ) -> PipelineStage:  # fmt: skip
-    inside = _before(handed, received)
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     holders = [node for node in front.graph.nodes if node.op == "placeholder"]
     takes = tuple(i for i, node in enumerate(holders) if node in inside)
     for i in takes:
         copies[holders[i]] = graph.node_copy(holders[i])
     inputs = [tensors[i].detach() for i in takes]
-    if received is not None:
-        copies[received] = graph.placeholder("received")
-        value = received.meta["val"]
-        copies[received].meta = {**received.meta}
+    if received:
+        arrives = graph.placeholder("received")
+        copies.update(zip(received, _taken_apart(graph, arrives, received), strict=True))
+        value = received[0].meta["val"]
         device = tensors[0].device if tensors else value.device
-        inputs.append(torch.empty(value.shape, dtype=value.dtype, device=device, requires_grad=True))
+        shape = value.shape if len(received) == 1 else (sum(node.meta["val"].numel() for node in received),)
+        inputs.append(torch.empty(shape, dtype=value.dtype, device=device, requires_grad=True))
     for node in front.graph.nodes:
         if node in inside and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output((copies[handed],))
+    graph.output((_put_together(graph, [copies[node] for node in handed]),))
     with torch.enable_grad(), torch_compat.quiet_export():
         joint = join(lift(fx.GraphModule(front, graph), model, inputs), model)
     step = Step(
         name=part.name, module=joint.module, roles=joint.roles, leaves=lambda args, kwargs: list(args), rebuild=lambda loss, shown: loss,
         state=part.state, args=tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs), resident_bytes=0,
     )  # fmt: skip
-    return PipelineStage(step=step, takes=takes, received=received is not None, layers=layers)
+    return PipelineStage(step=step, takes=takes, received=bool(received), layers=layers)
+
+
+def _put_together(graph: fx.Graph, values: Sequence[fx.Node]) -> fx.Node:
+    """One tensor of all: end to end where they are several."""
+    if len(values) == 1:
+        return values[0]
+    return graph.call_function(aten.cat.default, ([graph.call_function(aten.reshape.default, (value, [-1])) for value in values],))
+
+
+def _taken_apart(graph: fx.Graph, arrives: fx.Node, values: Sequence[fx.Node]) -> list[fx.Node]:
+    """What `_put_together` made of such values, as they were."""
+    shapes = [list(node.meta["val"].shape) for node in values]
+    if len(values) == 1:
+        arrives.meta = {**values[0].meta}
+        return [arrives]
+    parts, at = list[fx.Node](), 0
+    for node, shape in zip(values, shapes, strict=True):
+        size = node.meta["val"].numel()
+        piece = graph.call_function(aten.slice.Tensor, (arrives, 0, at, at + size))
+        parts.append(graph.call_function(aten.view.default, (piece, shape)))
+        at += size
+    return parts
