@@ -242,6 +242,7 @@ def test_losses_are_normalised_as_the_whole_batchs(loss: Any) -> None:
         "centred",
         "root",
         "softmax over the batch",
+        "sort over the batch",
         "sum and mean",
         "load balancing",
         "mask by the batch",
