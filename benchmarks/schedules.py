@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import os
 import random
 import signal
@@ -390,8 +391,10 @@ def learn(names: list[str]) -> list[list[str]]:
             found.append(EXPERIMENTS[name](seed))
             print(name, seed, json.dumps(found[-1]), file=sys.stderr, flush=True)
         for key in found[0]:
-            values = [one[key] for one in found]
-            rows.append([name, key, f"{statistics.mean(values):.4g}", f"{statistics.stdev(values):.2g}"])
+            values = [one[key] for one in found if not math.isnan(one[key])]
+            spread = f"{statistics.stdev(values):.2g}" if len(values) > 1 else "–"
+            missed = f" (not in {len(found) - len(values)} of {len(found)})" * (len(values) < len(found))
+            rows.append([name, key, f"{statistics.mean(values):.4g}{missed}" if values else "never", spread])
     return rows
 
 

@@ -77,14 +77,14 @@ def saved_weight_bytes(decision: Decision) -> int:
 
 
 def saved_bytes(decision: Decision) -> int:
-    """Bytes of activations that a training decision saves; negative where it adds.
+    """Bytes that a training decision saves; negative where it adds.
 
-    A checkpoint saves what is no longer kept from forward to backward, and optimizer states what stays between steps;
-    a loss head and a gradient save working memory.
+    Weights in another form save what is there throughout. A checkpoint saves what is no longer kept from forward to backward, and
+    optimizer states what stays between steps; a loss head and a gradient save working memory.
     """
     kept = decision.baseline_cost.bytes_kept - decision.cost.bytes_kept
     working = decision.baseline_cost.bytes_transient - decision.cost.bytes_transient
-    return kept if decision.kind in ("checkpoint", "optimizer states") else working or kept
+    return saved_weight_bytes(decision) or (kept if decision.kind in ("checkpoint", "optimizer states") else working or kept)
 
 
 def share(plan: Plan, error_squared: float) -> float | None:

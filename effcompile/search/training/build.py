@@ -46,7 +46,7 @@ def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: G
     return Plan(
         model=prepared.step.name,
         fingerprint=fingerprint(found.captured),
-        parameters=sum(_numel(node) for node in prepared.step.parameters),
+        parameters=sum(_numel(node) for node in (found.captured if prepared.step.coded else prepared.step).parameters),
         goal=goal,
         target=figures.target.name,
         target_line=figures.target.describe(),
@@ -159,7 +159,7 @@ def _whole(joint: Joint, found: Preparation, provenance: Provenance) -> list[Dec
                 cost=Cost(
                     seconds=best.seconds - plain.seconds, bytes_kept=_kept(best), bytes_transient=_end_peak(best), provenance=provenance
                 ),
-                baseline_cost=Cost(bytes_kept=_kept(plain) + _held_less(best, plain), bytes_transient=_end_peak(plain)),
+                baseline_cost=Cost(weight_bytes=_held_less(best, plain), bytes_kept=_kept(plain), bytes_transient=_end_peak(plain)),
             )  # fmt: skip
         elif chosen.option.told is not None:
             made += chosen.option.told(outcome)
@@ -190,7 +190,7 @@ def _kept(prepared: Prepared) -> int:
 
 
 def _held_less(best: Prepared, plain: Prepared) -> int:
-    """Bytes that are there before a step and are not with it: of weights that it holds in another form."""
+    """Bytes that are there before a step and are not with this one: of weights that it holds in another form."""
     return (plain.step.resident_bytes or 0) - (best.step.resident_bytes or 0)
 
 
