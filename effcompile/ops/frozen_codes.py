@@ -122,15 +122,17 @@ def expand_codes(packed: Tensor, shape: Sequence[int], form: str, dtype: torch.d
     out = packed.new_empty(shape, dtype=dtype)
     groups = out.view(-1, GROUP)
     codes, scales = _parts(packed, form)
+    most = min(len(groups), _piece(packed.device) // GROUP)
+    wide = None if dtype == torch.float32 else packed.new_empty((most, GROUP), dtype=torch.float32)
     for piece in _pieces(groups):
-        into = groups[piece] if dtype == torch.float32 else torch.empty_like(groups[piece], dtype=torch.float32)
+        into = groups[piece] if wide is None else wide[: piece.stop - piece.start]
         scale = scales[piece].float()[:, None]
         if form == "nf4":
             torch.index_select(_pairs(packed.device), 0, codes[piece].flatten().int(), out=into.view(-1, 2))
-            into.mul_(scale)
         else:
-            torch.mul(codes[piece].view(torch.int8), scale, out=into)
-        if dtype != torch.float32:
+            into.copy_(codes[piece].view(torch.int8))  # a product of int8 and fp32 would make a copy of its own
+        into.mul_(scale)
+        if wide is not None:
             groups[piece] = into
     return out
 
@@ -154,7 +156,7 @@ def workspace_bytes(name: str, args: Sequence[Any], *, on_device: bool = False) 
 
 def passed_bytes(elements: int, form: str, dtype: torch.dtype) -> int:
     """What torch's kernels read and write on the way to so many elements, beyond codes and result: indices, levels, scaled, rounded."""
-    on_the_way = 12 * elements if form == "nf4" else 0
+    on_the_way = (12 if form == "nf4" else 8) * elements
     return on_the_way + (8 * elements if dtype != torch.float32 else 0)
 
 
