@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -69,7 +70,8 @@ class DynamicSparsity:
             sparsity: the share of their weights that is zero, in [0, 1).
             block: side of the blocks that weights come and go in; 1 for single weights.
             layers: names or patterns such as "blocks.*.up"; None: the linear layers inside repeated blocks, so not embeddings and heads.
-            growth: which blocks come: "random", or "gradient", those of the largest dense gradient (on one rank only).
+            growth: which blocks come: "random", or "gradient", those of the largest dense gradient, which
+                data-parallel ranks average: like equal weights and one seed, it gives them one pattern.
             updates: how often the pattern moves; 0: static; None: 160 for single weights, 80 for blocks.
             steps: training steps that the updates are spread over; None: one update every 100 steps.
             prune_ratio: the share of blocks exchanged at first; falls to 0 as a cosine. Half, as published, suits long runs: new blocks
@@ -354,7 +356,7 @@ class DynamicSparsity:
                 "every optimizer.step(), and update() only through it. Under torch.compile make the controller with execution='masked'."
             )
         gradients = {held.name: held.dense_gradient for held in self._held}
-        return {name: saliency.blocks(g.abs(), self.recipe.block).cpu() for name, g in gradients.items() if g is not None}
+        return {name: saliency.blocks(_mean_over_ranks(g).abs(), self.recipe.block).cpu() for name, g in gradients.items() if g is not None}
 
     def _apply(self, moves: Mapping[str, Movement]) -> None:
         for held in self._held:
@@ -363,6 +365,15 @@ class DynamicSparsity:
             if held.parameter.grad is not None:
                 change(held.parameter.grad, 0.0)
             self._explored[held.name] |= held.mask
+
+
+def _mean_over_ranks(gradient: Tensor) -> Tensor:
+    """That of all examples: data-parallel ranks have some each."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return gradient
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
 
 
 def _commonest(values: Sequence[int]) -> int:

@@ -9,8 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import torch.distributed as dist
-
 from effcompile.core.errors import UsageError
 
 __all__ = ["Recipe", "learning_rate_factor"]
@@ -69,8 +67,6 @@ class Recipe:
         for field, allowed in _CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise UsageError(f"{field} = {getattr(self, field)!r} must be one of {', '.join(map(repr, allowed))}.")
-        if self.growth == "gradient" and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise UsageError("growth='gradient' on several ranks would move each one's pattern by its own gradients. Use growth='random'.")
         if self.initial == "dense" and self.execution == "blocks":
             raise UsageError(
                 "initial='dense' with execution='blocks' would hold every block. Use execution='masked' until the ticket is drawn."

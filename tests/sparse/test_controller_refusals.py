@@ -129,12 +129,6 @@ def test_growth_by_gradient_at_the_very_first_step() -> None:
     assert sparsity.state_dict()["updates_done"] == 1
 
 
-def test_growth_by_gradient_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    refused(tiny(), "on several ranks", growth="gradient")
-
-
 def test_given_masks_are_used_as_they_are() -> None:
     model = Tiny()
     mask = torch.zeros(32, 16)
