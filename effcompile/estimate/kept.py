@@ -30,7 +30,7 @@ _MOST_FILES, _MOST_BYTES = 64, 32 << 20
 _Error = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Kept(msgspec.Struct, kw_only=True, frozen=True):
+class KeptErrors(msgspec.Struct, kw_only=True, frozen=True):
     """A measurement as it is kept: `errors` are (site, option, squared error); the rest as in Sensitivity; `day`: when it was made."""
 
     errors: list[tuple[str, str, _Error]]
@@ -110,9 +110,9 @@ def _code() -> str:
     return hashlib.sha256(b"".join((here / f"{name}.py").read_bytes() for name in ("sensitivity", "perturb", "fake_quant"))).hexdigest()
 
 
-def _read(path: Path) -> Kept | None:
+def _read(path: Path) -> KeptErrors | None:
     try:
-        return msgspec.json.decode(read_bounded(path, _MOST_BYTES, "kept sensitivities"), type=Kept)
+        return msgspec.json.decode(read_bounded(path, _MOST_BYTES, "kept sensitivities"), type=KeptErrors)
     except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -120,7 +120,7 @@ def _read(path: Path) -> Kept | None:
 def _write(path: Path, found: Sensitivity) -> None:
     """Keep it, and no more files than there may be: the oldest go. An error that is not finite is null in JSON: the file is not read."""
     errors = [(site, option, error) for (site, option), error in found.errors.items()]
-    kept = Kept(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds, day=date.today().isoformat())
+    kept = KeptErrors(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds, day=date.today().isoformat())
     with contextlib.suppress(EffcompileError, OSError):
         write_atomically(path, msgspec.json.encode(kept))
         for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_FILES]:
