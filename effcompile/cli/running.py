@@ -91,6 +91,7 @@ def serve(
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes any that is free.")] = 8000,
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait; more are told to come again.")] = 64,
+    prompts: Annotated[int, typer.Option(min=0, metavar="N", help="Last prompts whose caches are kept for those that begin alike.")] = 4,
     tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the tokenizer is, if not in DIR.")] = None,
 ) -> None:
     """Serve a generation over HTTP, by the OpenAI completions protocol; as many requests at once as the plan's batch."""
@@ -105,7 +106,7 @@ def serve(
                 raise
             raise MissingPackageError(error.name, "effcompile serve", "pip install 'effcompile[serve]'") from error
 
-        service = app.opened(directory, tokenizer or directory, queue=queue)
+        service = app.opened(directory, tokenizer or directory, queue=queue, prompts=prompts)
     told = f"{{0}}: {service.name}, {plan.goal.batch} requests at once, {queue} more wait. Ctrl+C stops."
     server.run(service, host, port, lambda address: typer.echo(told.format(f"http://{address}/v1/completions")))
 

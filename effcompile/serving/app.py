@@ -98,7 +98,7 @@ class Answering:
         return sum(len(ticket.wish.prompt) for ticket in self.tickets), sum(len(ticket.given) for ticket in self.tickets)
 
 
-def opened(directory: Path, tokenizer: Path, *, queue: int) -> Service:
+def opened(directory: Path, tokenizer: Path, *, queue: int, prompts: int) -> Service:
     """A saved generation with its tokenizer. As many requests are computed at once as its plan has rows (`batch`).
 
     Raises:
@@ -116,7 +116,7 @@ def opened(directory: Path, tokenizer: Path, *, queue: int) -> Service:
     stops = frozenset([ends] if isinstance(ends, int) else ends or ())
     if outside := sorted(token for token in stops if not 0 <= token < vocabulary):
         raise UsageError(f"The model's generation config stops at token {outside[0]}, and there are {vocabulary}. Mend its eos_token_id.")
-    desk = Desk(SharedRows(model.stepper), vocabulary, places=model.plan.goal.batch, queue=queue)
+    desk = Desk(SharedRows(model.stepper), vocabulary, places=model.plan.goal.batch, queue=queue, prompts=prompts)
     return Service(desk=desk, words=words, stops=stops, name=directory.resolve().name, made=int(time.time()))
 
 

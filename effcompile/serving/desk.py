@@ -22,6 +22,8 @@ from effcompile.runtime.generation.rows import SharedRows
 End = Literal["stop", "length", "cancelled", "failed"]
 #: Tokens of a prompt that are read between two tokens of the others.
 _CHUNK = 256
+#: Tokens in common with an earlier prompt from which on its cache is begun with.
+_COMMON = 16
 
 
 class BusyError(EffcompileError):
@@ -106,17 +108,21 @@ class Ticket:
 class Desk:
     """Takes requests from any thread; `places` of them are computed at once, `queue` more wait.
 
+    The caches of the last `prompts` prompts are kept for those that begin alike: so many rows of the whole context, beside the plan's
+    memory.
+
     Attributes:
         vocabulary: token ids are below it.
     """
 
-    def __init__(self, rows: SharedRows, vocabulary: int, *, places: int, queue: int) -> None:
+    def __init__(self, rows: SharedRows, vocabulary: int, *, places: int, queue: int, prompts: int = 0) -> None:
         self._rows, self.vocabulary, self._places, self._queue = rows, vocabulary, places, queue
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._here: list[Ticket] = []
         self._closed = False
         self._reading: tuple[Ticket, HFCache] | None = None
+        self._prompts: deque[tuple[tuple[int, ...], HFCache]] = deque(maxlen=prompts)
         self._thread = threading.Thread(target=self._work, name="effcompile-serve", daemon=True)
         self._thread.start()
 
@@ -210,17 +216,33 @@ class Desk:
         ticket, cache = self._reading
         try:
             if _goes_on(ticket):
+                if not seen_by(cache):
+                    cache = self._begun(ticket.wish.prompt)
+                    self._reading = (ticket, cache)
                 start = seen_by(cache)
                 chunk = ticket.wish.prompt[start : start + _CHUNK]
                 logits = self._rows.read(cache, chunk)
                 if start + len(chunk) < len(ticket.wish.prompt):
                     return False
+                self._prompts.append((ticket.wish.prompt, cache))
                 ticket.take(logits)
         except Exception:  # of this request alone
             ticket.end("failed")
         if not _goes_on(ticket):
             self._reading = None
         return self._reading is not None
+
+    def _begun(self, prompt: tuple[int, ...]) -> HFCache:
+        """A cache for a prompt: with what it has in common with one of the last ones, all but its last token; else empty."""
+        alike = [(min(_common(prompt, other), len(prompt) - 1), cache) for other, cache in self._prompts]
+        tokens, cache = max(alike, key=lambda pair: pair[0], default=(0, None))
+        begun = self._rows.begun(cache, tokens) if tokens >= _COMMON else None
+        return self._rows.opened() if begun is None else begun
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens at the beginning that are the same."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _goes_on(ticket: Ticket) -> bool:

@@ -148,6 +148,28 @@ def test_drawn_tokens_hang_on_their_own_seed_alone(desk: Desk) -> None:
     assert again.wait() == alone and [client.wait() for _, client, _ in among][1] != alone
 
 
+def test_a_prompt_that_begins_like_one_before_begins_with_its_cache(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of forty tokens in common none is read again; the oracle is generate() of each prompt alone."""
+    read: list[int] = []
+    own = SharedRows.read
+    monkeypatch.setattr(SharedRows, "read", lambda self, cache, tokens: read.append(len(tokens)) or own(self, cache, tokens))
+    rows = SharedRows(bare(captured("llama", num_hidden_layers=1), context=CONTEXT)[1].stepper)
+    desk, common = Desk(rows, 64, places=PLACES, queue=QUEUE, prompts=2), ids(40).tolist()
+    for ending, fresh in (([5, 6, 7], 43), ([5, 6, 8, 9], 2), ([5, 6, 7], 1), ([], 1)):
+        wish, client = Wish(prompt=(*common, *ending), most=9), Client()
+        desk.take([wish], [client])
+        assert client.wait() == greedy(model, wish) and read[-1] == fresh
+    desk.close()
+    assert len(read) == 4
+
+
+def test_a_window_forgets_how_a_prompt_began() -> None:
+    rows = SharedRows(bare(captured("gemma3_text"), context=CONTEXT)[1].stepper)
+    cache = rows.opened()
+    rows.read(cache, ids(30).tolist())
+    assert rows.begun(cache, 20) is None
+
+
 def test_one_failure_ends_its_requests_and_no_later_ones(desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: SharedRows, tokens: list[int]) -> None:
         monkeypatch.undo()

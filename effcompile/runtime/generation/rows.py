@@ -49,8 +49,19 @@ class SharedRows:
         mask, positions = torch.ones((1, after), dtype=torch.int64), torch.arange(past, after)[None]
         return self._called(torch.tensor([list(tokens)]), mask, positions, cache)[0]
 
+    def begun(self, cache: HFCache, tokens: int) -> HFCache | None:
+        """A cache of one row that begins with so many tokens of another's; None of a model that keeps windows, which forget beginnings."""
+        if any(leaf.growth is not Growth.FULL for leaf in self._layout):
+            return None
+        made, room = self.opened(), self._stepper.step.room
+        for place, rows in zip(self._layout.written, held(cache, self._layout), strict=True):
+            assert rows is not None
+            kept, capacity = rows[:, :, :tokens], room.capacity(self._layout.leaves[place])
+            fill(made, self._layout, [append(buffer(kept, max(tokens, capacity)), kept, capacity)], tokens, [place])
+        return made
+
     def change(self, keep: Sequence[int], joining: Sequence[HFCache]) -> None:
-        """Rows at `keep` stay, in that order; behind them come those of the caches, which are not used afterwards."""
+        """Rows at `keep` stay, in that order; behind them come copies of those of the caches."""
         lengths = [self.lengths[at] for at in keep] + [seen_by(cache) for cache in joining]
         old, new, longest = held(self._cache, self._layout), [held(cache, self._layout) for cache in joining], max(lengths, default=0)
         self._cache, self.lengths = self.opened(), lengths
