@@ -106,6 +106,7 @@ def test_every_command_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> 
         "passes",
         "plan",
         "run",
+        "serve",
         "targets",
         "verify",
     ]

@@ -93,12 +93,13 @@ def serve(
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="Requests that may wait; more are told to come again.")] = 64,
     prompts: Annotated[int, typer.Option(min=0, metavar="N", help="Last prompts whose caches are kept for those that begin alike.")] = 4,
     tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the tokenizer is, if not in DIR.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Serve a generation over HTTP, by the OpenAI completions protocol; as many requests at once as the plan's batch."""
     plan = read_steadily(directory, lambda place: Plan.load(place / saved.PLAN))
     if plan.goal.mode != "generation":
         raise UsageError(f"{str(directory)!r} holds a plan of {plan.goal.mode}; a plan of generation is served (--mode generation).")
-    with console.steps(False) as steps, steps.step("open"):
+    with console.steps(as_json) as steps, steps.step("open"):
         try:
             from effcompile.serving import app, server
         except ModuleNotFoundError as error:
@@ -107,8 +108,15 @@ def serve(
             raise MissingPackageError(error.name, "effcompile serve", "pip install 'effcompile[serve]'") from error
 
         service = app.opened(directory, tokenizer or directory, queue=queue, prompts=prompts)
-    told = f"{{0}}: {service.name}, {plan.goal.batch} requests at once, {queue} more wait. Ctrl+C stops."
-    server.run(service, host, port, lambda address: typer.echo(told.format(f"http://{address}/v1/completions")))
+
+    def listening(address: str) -> None:
+        url = f"http://{address}/v1/completions"
+        if as_json:
+            console.emit({"url": url, "model": service.name, "at_once": plan.goal.batch, "queue": queue})
+        else:
+            typer.echo(f"{url}: {service.name}, {plan.goal.batch} requests at once, {queue} more wait. Ctrl+C stops.")
+
+    server.run(service, host, port, listening)
 
 
 def calibrate(

@@ -19,6 +19,7 @@ from effcompile.search.search import Regime, Regimes
 def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
     """Both, and what memory has to hold at the end of the context: the cache, and the activations of a chunk or of a token."""
     context, prompt, new = goal.tokens
+    most = max(1, min(chunk, context - 1))  # of a prompt that fills the context
     chunk = min(chunk, prompt)
     at = lambda end, count: filled(step, step.program, batch=goal.batch, context=end, new=count)  # noqa: E731
     cache_bytes = step.layout.nbytes(context, goal.batch)
@@ -28,6 +29,6 @@ def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:
             Regime(name="decode", program=at(min(context, prompt + max(1, new // 2)), 1), calls=new),
         ),
         weight_bytes=step.program.weight_bytes(),
-        kept_bytes=cache_bytes + max(timeline(at(context, count)).activation_bytes for count in (chunk, 1)),
+        kept_bytes=cache_bytes + max(timeline(at(context, count)).activation_bytes for count in (most, 1)),
         copied_bytes=cache_bytes,
     )
