@@ -155,8 +155,9 @@ def test_what_was_decided_is_built_and_compared(llama: nn.Module) -> None:
     assert any("weights and cache at 128 tokens of context" in str(note) for note in executable.plan.notes)
 
 
-def test_a_memory_that_running_shows_to_be_too_small_is_told(llama: nn.Module) -> None:
-    """What is predicted leaves out what torch takes beside: less than nothing is left for the next solve."""
+def test_a_memory_is_kept_where_a_prompt_fills_the_context(llama: nn.Module) -> None:
+    """Its own cache needs 81,920 bytes more than the smallest plan; the peak that is measured reads a prompt of the whole context."""
     smallest = effcompile.plan(llama, TEXT, minimize="memory", **GIVEN)
-    with pytest.raises(effcompile.InfeasibleError):
-        effcompile.optimize(llama, TEXT, memory=smallest.predicted.peak_bytes + 40_000, **GIVEN)
+    memory = smallest.predicted.peak_bytes + 40_000
+    executable = effcompile.optimize(llama, TEXT, memory=memory, **GIVEN)
+    assert executable.lowered.layout.narrow and executable.plan.measured.peak_bytes <= memory
