@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,19 +30,17 @@ _Error = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class KeptErrors(msgspec.Struct, kw_only=True, frozen=True):
-    """A measurement as it is kept: `errors` are (site, option, squared error); the rest as in Sensitivity; `day`: when it was made."""
+    """A measurement as it is kept: `errors` are (site, option, squared error); the rest as in Sensitivity."""
 
     errors: list[tuple[str, str, _Error]]
     method: str
     draws: int
     seconds: float
-    day: str
 
     def sensitivity(self) -> Sensitivity:
-        """What was measured; the method says when."""
+        """What was measured: of the same weights and inputs, so that a plan's text is the same whether it was read or measured."""
         errors = {(site, option): error for site, option, error in self.errors}
-        method = f"{self.method}; measured on {self.day} on these weights and inputs"
-        return Sensitivity(errors=errors, method=method, draws=self.draws, seconds=self.seconds)
+        return Sensitivity(errors=errors, method=self.method, draws=self.draws, seconds=self.seconds)
 
 
 def measured(
@@ -120,7 +117,7 @@ def _read(path: Path) -> KeptErrors | None:
 def _write(path: Path, found: Sensitivity) -> None:
     """Keep it, and no more files than there may be: the oldest go. An error that is not finite is null in JSON: the file is not read."""
     errors = [(site, option, error) for (site, option), error in found.errors.items()]
-    kept = KeptErrors(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds, day=date.today().isoformat())
+    kept = KeptErrors(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds)
     with contextlib.suppress(EffcompileError, OSError):
         write_atomically(path, msgspec.json.encode(kept))
         for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_FILES]:

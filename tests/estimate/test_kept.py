@@ -57,8 +57,7 @@ def test_what_was_measured_is_read_back_whole(program: Program, measuring: list[
     assert len(measuring) == 1
     assert first.errors == second.errors != {}
     assert (first.draws, first.seconds) == (second.draws, second.seconds)
-    assert second.method.startswith(first.method)
-    assert "measured on 20" in second.method
+    assert second.method == first.method
 
 
 def one_bit_of_a_weight(program: Program) -> None:
@@ -94,7 +93,7 @@ def test_other_inputs_options_and_budgets_are_measured(program: Program, measuri
     assert ("up", "half") in found.errors
 
 
-NEGATIVE = b'{"errors": [["up", "w4", -1.0]], "method": "", "draws": 1, "seconds": 0.0, "day": ""}'
+NEGATIVE = b'{"errors": [["up", "w4", -1.0]], "method": "", "draws": 1, "seconds": 0.0}'
 
 
 @pytest.mark.parametrize("spoiled", [b"", b"{", b"[]", NEGATIVE])
