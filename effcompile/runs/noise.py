@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from effcompile.capture.mends import evaluating
 from effcompile.capture.training import Loss
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Example
 from effcompile.loader.loaded import as_inputs
-from effcompile.runs.scoring import count_of, loss_of
+from effcompile.runs.scoring import count_of, gradients_of, square_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,8 @@ def critical_batch(model: nn.Module, batches: Iterable[Example], loss: Loss | No
     with evaluating(model):
         for batch in batches:
             args, kwargs = as_inputs(batch)
-            outputs = model(*args, **kwargs)
-            value = loss_of(outputs) if loss is None else loss(outputs, kwargs or args)
-            gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-            squares.append(_square(gradients))
+            gradients = gradients_of(model, parameters, args, kwargs, loss)
+            squares.append(square_of(gradients))
             sizes.add(count_of(args, kwargs))
             for total, gradient in zip(sums, gradients, strict=True):
                 total += 0 if gradient is None else gradient
@@ -64,7 +62,7 @@ def critical_batch(model: nn.Module, batches: Iterable[Example], loss: Loss | No
         raise InputsError(
             f"critical_batch: two batches of one size are wanted at the least; there are {count}, of {sorted(sizes)} examples."
         )
-    (size,), small, large = sizes, sum(squares) / count, _square(sums) / count**2
+    (size,), small, large = sizes, sum(squares) / count, square_of(sums) / count**2
     noise = (small - large) / (1 / size - 1 / (count * size))
     signal = (count * size * large - size * small) / (count * size - size)
     if signal <= 0:
@@ -72,7 +70,3 @@ def critical_batch(model: nn.Module, batches: Iterable[Example], loss: Loss | No
             f"critical_batch: over {count} batches of {size} examples the gradient's mean is lost in its noise. Give more batches."
         )
     return CriticalBatch(noise / signal, signal, noise, count, perf_counter() - start)
-
-
-def _square(gradients: Iterable[Tensor | None]) -> float:
-    return sum(float(g.double().square().sum()) for g in gradients if g is not None)

@@ -6,7 +6,7 @@ found to be no better than chance (arXiv 2303.14753): score after some steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from effcompile.capture.mends import evaluating
 from effcompile.capture.training import Loss
 from effcompile.core.errors import InputsError, UsageError
-from effcompile.core.types import Args, Example, Kwargs, Outputs
+from effcompile.core.types import Args, Example, Kwargs
 from effcompile.loader.loaded import as_inputs
+from effcompile.search.training.work import loss_of
 
 Kind = Literal["grand", "el2n"]
 
@@ -66,10 +67,7 @@ def _gradient_norms(model: nn.Module, args: Args, kwargs: Kwargs, loss: Loss | N
     norms = []
     for place in range(count_of(args, kwargs)):
         one_args, one_kwargs = pytree.tree_map_only(Tensor, _alone(place), (tuple(args), dict(kwargs)))
-        outputs = model(*one_args, **one_kwargs)
-        value = loss_of(outputs) if loss is None else loss(outputs, one_kwargs or one_args)
-        gradients = torch.autograd.grad(value, parameters, allow_unused=True)
-        norms.append(sum(float(g.double().square().sum()) for g in gradients if g is not None) ** 0.5)
+        norms.append(square_of(gradients_of(model, parameters, one_args, one_kwargs, loss)) ** 0.5)
     return torch.tensor(norms)
 
 
@@ -92,10 +90,17 @@ def _error_norms(model: nn.Module, args: Args, kwargs: Kwargs, loss: Loss | None
     return errors.flatten(1).sum(1) / given.flatten(1).sum(1).clamp(min=1) if errors.dim() > 1 else errors
 
 
-def loss_of(outputs: Outputs) -> Tensor:
-    """The loss that a model returned."""
-    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
-    return found
+def gradients_of(
+    model: nn.Module, parameters: Sequence[Tensor], args: Args, kwargs: Kwargs, loss: Loss | None
+) -> tuple[Tensor | None, ...]:
+    """Of the loss of one batch; None for a parameter that it does not read."""
+    value = loss_of(model(*args, **kwargs), kwargs or args, loss)
+    return torch.autograd.grad(value, parameters, allow_unused=True)
+
+
+def square_of(gradients: Iterable[Tensor | None]) -> float:
+    """The squared norm of all of them together."""
+    return sum(float(g.double().square().sum()) for g in gradients if g is not None)
 
 
 def count_of(args: Args, kwargs: Kwargs) -> int:

@@ -18,12 +18,11 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from transformers import AutoTokenizer
 
 from effcompile.core.errors import UsageError
-from effcompile.core.stages import first_line
 from effcompile.runtime.generation.executable import open_generation
 from effcompile.runtime.generation.rows import SharedRows
+from effcompile.runtime.generation.spoken import tokenizer_in
 from effcompile.serving import protocol
 from effcompile.serving.desk import BusyError, Desk, End, Ticket
 from effcompile.serving.text import Text
@@ -104,13 +103,7 @@ def opened(directory: Path, tokenizer: Path, *, queue: int, prompts: int) -> Ser
     Raises:
         UsageError: no tokenizer there, or a model whose rows cannot share a batch. FormatError: a folder that is none of ours.
     """
-    model = open_generation(directory)
-    try:
-        words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    except Exception as error:  # whatever the many tokenizers raise
-        raise UsageError(
-            f"There is no tokenizer in {str(tokenizer)!r}: {first_line(error)}. Give the folder of the model that has one: --tokenizer DIR."
-        ) from error
+    model, words = open_generation(directory), tokenizer_in(tokenizer)
     ends = model.generation_config.eos_token_id
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     stops = frozenset([ends] if isinstance(ends, int) else ends or ())

@@ -81,11 +81,13 @@ class Builder:
             if source not in self._heads:
                 return False
             self._heads[node] = self._heads[source]
-            self._front ^= {node} if source not in self._front else set()
+            if source not in self._front:
+                self._front.add(node)
         elif node.target is aten.clone.default:
             if source in self._heads:
                 self._heads[node] = self._heads[source]
-                self._front |= {node} & ({node} if source in self._front else set())
+                if source in self._front:
+                    self._front.add(node)
         elif len(shape_of(node)) == 4 and source in self._front:
             heads, width = self._heads[node] = self._heads[source]
             self._front.add(node)

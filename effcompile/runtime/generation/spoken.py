@@ -28,13 +28,7 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, S
     Raises:
         UsageError: no tokenizer there. FormatError: a folder that is none of ours.
     """
-    opened = open_generation(directory)
-    try:
-        words = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    except Exception as error:  # whatever the many tokenizers raise
-        raise UsageError(
-            f"There is no tokenizer in {str(tokenizer)!r}: {first_line(error)}. Give the folder of the model that has one: --tokenizer DIR."
-        ) from error
+    opened, words = open_generation(directory), tokenizer_in(tokenizer)
 
     def spoken(prompt: str, new: int | None, drafts: int, say: Say | None) -> dict[str, Any]:
         ids = words(prompt, return_tensors="pt")["input_ids"]
@@ -52,6 +46,20 @@ def speak(directory: Path, tokenizer: Path) -> Callable[[str, int | None, int, S
         return {"text": words.decode(found[0], skip_special_tokens=True), "prompt_tokens": ids.shape[1], **rates}
 
     return spoken
+
+
+def tokenizer_in(folder: Path) -> Any:
+    """The tokenizer that stands in a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the many tokenizers raise
+        raise UsageError(
+            f"There is no tokenizer in {str(folder)!r}: {first_line(error)}. Give the folder of the model that has one: --tokenizer DIR."
+        ) from error
 
 
 class _Clock(BaseStreamer):
