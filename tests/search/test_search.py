@@ -56,7 +56,7 @@ def test_the_best_part_never_mixes():
 def test_options_of_several_passes_at_one_kind_are_all_measured(monkeypatch: pytest.MonkeyPatch):
     wanted = {}
     result = SimpleNamespace(method="none")
-    monkeypatch.setattr(pricing.sensitivity, "measure", lambda program, inputs, options, **_: wanted.update(options) or result)
+    monkeypatch.setattr(pricing.kept, "measured", lambda program, inputs, options, **_: wanted.update(options) or result)
     monkeypatch.setattr(pricing.sensitivity, "generate_inputs", lambda program, count: [])
     bf16, w8, tanh, mine, int8 = map(form, ("bf16", "w8g64", "tanh", "mine", "sdpa_int8"))
     passes = tuple(SimpleNamespace(measured_options=lambda given=given: given, replaced_weights=lambda program: {}) for given in (
