@@ -46,6 +46,10 @@ class Lowered(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Let go of memory that the next call can fill again from a file: another result is built or verified meanwhile."""
+        ...
+
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Peak bytes of weights and activations over one call, measured; None where this backend cannot."""
         ...

@@ -187,6 +187,8 @@ def _settle_all(
             return NotBuilt(times=plan.certificate.objective / best)
         if (same := next((o for o in built if o.plan.backend == backend.name and o.plan.options() == plan.options()), None)) is not None:
             return replace(same, plan=_priced_again(same.plan, plan))
+        for other in (*built, *outcomes):
+            other.lowered.rest()
         return settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building)
 
     return settle_all(plans, candidates, settled)

@@ -209,6 +209,7 @@ def _relaxed(shop: Workshop, backend: Backend, outcome: Outcome, replan: Callabl
     plan = replan(Constraints(round=2).with_errors_scaled(scale, note))
     if plan.certificate.objective > _WORTH_LOWERING * outcome.plan.certificate.objective:
         return outcome
+    outcome.lowered.rest()
     try:
         second = _lower_and_check(shop, backend, plan)
     except LoweringError:

@@ -150,8 +150,8 @@ def _check(run: Run, program: Program, case: Reference, goal: Goal) -> Check:
     mask = _mask(program, case.inputs)
     if len(found) != len(case.outputs):
         return failed(note=Because("{} outputs instead of {}", (len(found), len(case.outputs))))
-    pairs = list(zip(found, case.outputs, strict=True))
-    if unlike := [(at, _kind(a), _kind(b)) for at, (a, b) in enumerate(pairs) if _kind(a) != _kind(b)]:
+    kinds = zip(map(_kind, found), map(_kind, case.outputs), strict=True)  # an output that was put aside is read, and let go
+    if unlike := [(at, ours, theirs) for at, (ours, theirs) in enumerate(kinds) if ours != theirs]:
         return failed(note=Together.of([Because("output {} is {name} instead of {name}", each) for each in unlike]))
     if (plain := tuple(_plain(outputs))) != case.plain:
         return failed(note=Because("beside the tensors it returns {name} instead of {name}", (str(plain), str(case.plain))))

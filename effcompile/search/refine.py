@@ -74,4 +74,5 @@ def refine(
         result, learned = run(solve(constraints), constraints)
         if learned is None or constraints.round >= rounds:
             return result
+        del result  # the next is made without the memory of this one
         constraints = replace(learned, round=constraints.round + 1)

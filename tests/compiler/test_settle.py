@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -56,6 +57,9 @@ class Result:
     def tune(self, inputs):
         self.tuned, self.error = True, self.error * self.after_tuning
         return self.after_tuning != 1.0
+
+    def rest(self):
+        pass
 
     def __call__(self, *inputs):
         with torch.no_grad():
@@ -131,6 +135,30 @@ def test_a_wrong_prediction_is_corrected_solved_again_and_told():
     assert outcome.plan.certificate.rounds > 1
     assert outcome.plan.certificate.error_scale > 1
     assert any("solved again" in str(note) for note in outcome.plan.notes)
+
+
+def test_what_is_thrown_away_is_gone_before_the_next_is_lowered(monkeypatch):
+    """Each may hold the weights once more."""
+    alive, seen, init = WeakSet(), [], Result.__init__
+
+    def noted(self, *given):
+        init(self, *given)
+        seen.append(len(alive))
+        alive.add(self)
+
+    monkeypatch.setattr(Result, "__init__", noted)
+    settled(*bench(max_error=0.03, predicted_each=0.005), Noisy(0.015))
+    assert len(seen) > 1 and set(seen) == {0}
+
+
+def test_the_first_result_rests_while_one_that_was_ruled_out_is_lowered(monkeypatch):
+    rested = []
+    monkeypatch.setattr(Result, "rest", lambda self: rested.append(self))
+    search, shop = bench(max_error=0.03, predicted_each=0.03)
+    backend = Noisy(0.01)
+    outcome = settled(search, shop, backend)
+    assert len(backend.lowerings) == 2 and rested and rested[0] is not outcome.lowered
+    assert count_int8(outcome.plan) > count_int8(backend.lowerings[0])
 
 
 def test_a_corrected_plan_that_cannot_win_is_not_lowered():

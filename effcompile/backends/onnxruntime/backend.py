@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ import torch
 from effcompile.backends.base import Run
 from effcompile.backends.onnxruntime import kernels, session
 from effcompile.backends.onnxruntime.custom_ops import library_for
-from effcompile.backends.onnxruntime.session import Settings
 from effcompile.backends.onnxruntime.unsigned import INT8_WEIGHTS, SIGNED, products_saturate
 from effcompile.core.arrays import Array
 from effcompile.core.errors import LoweringError, UsageError
@@ -30,6 +29,9 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
 from effcompile.machine.target import KernelCall
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
@@ -100,8 +102,9 @@ class OnnxModel:
         self.applied, self.weight_bytes = dict(applied), weight_bytes
         self._path, self._names, self._told = path, names, dict(told)
         self._finalizer = weakref.finalize(self, remove, path.parent)
-        self._open(session.default_settings())
-        present = {value.name for value in self._session.get_inputs()}
+        self._session: onnxruntime.InferenceSession | None = None
+        self._chosen = session.default_settings()
+        present = {value.name for value in self._opened().get_inputs()}
         self._present = [name in present for name in names]  # an input that changes nothing is dropped by export
 
     @property
@@ -110,19 +113,27 @@ class OnnxModel:
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         feeds = self._feeds(inputs)
-        del self._session  # it holds the weights
+        self._session = None  # it holds the weights
         chosen, seconds = session.tune(self._path, feeds)
         self._told["tried"] = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
-        changed = chosen != self._chosen
-        self._open(chosen)
+        changed, self._chosen = chosen != self._chosen, chosen
+        self._opened()
         return changed
 
-    def _open(self, chosen: Settings) -> None:
-        self._chosen, self._session = chosen, session.open_session(self._path, chosen)
-        give_back()  # the file, read as a whole, beside what the session made of it
+    def rest(self) -> None:
+        """Close the session of a model that is large enough to be missed; the next call opens it again."""
+        if self.weight_bytes > session.BESIDE:
+            self._session = None
+            give_back()
+
+    def _opened(self) -> onnxruntime.InferenceSession:
+        if self._session is None:
+            self._session = session.open_session(self._path, self._chosen)
+            give_back()  # the file, read as a whole, beside what the session made of it
+        return self._session
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.from_numpy(np.asarray(array)) for array in session.run(self._session, self._feeds(inputs))]
+        return [torch.from_numpy(np.asarray(array)) for array in session.run(self._opened(), self._feeds(inputs))]
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Copy model.onnx, and the data of a large one beside it, into `directory`."""

@@ -19,16 +19,13 @@ from effcompile.backends.onnxruntime.export import OPSETS, OnnxExport, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul, weights_as_read
 from effcompile.backends.onnxruntime.quantise import found_formats, quantise
 from effcompile.backends.onnxruntime.ranges import input_ranges
-from effcompile.backends.onnxruntime.session import numpy_feeds, open_session, run
+from effcompile.backends.onnxruntime.session import BESIDE, numpy_feeds, open_session, run
 from effcompile.backends.onnxruntime.sparse import found_forms, make_sparse
 from effcompile.core.errors import LoweringError
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
 
-#: Bytes of weights above which they stand in a file beside the model. ONNX Runtime maps that file, one tensor at a time, where a model
-#: that holds its weights is serialised, read, parsed and copied whole: four times the weights at once.
-BESIDE = 64 << 20
 #: Bytes of a weight from which on it is worth a file's pages.
 _PAGES = 1 << 16
 

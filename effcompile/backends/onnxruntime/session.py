@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _open: weakref.WeakSet[onnxruntime.InferenceSession] = weakref.WeakSet()
 #: Bytes above which a protobuf message, as the quantisers take it, cannot be serialised.
 PROTOBUF_LIMIT = 2**31 - 2**20
+#: Bytes of weights above which they stand in a file beside the model. ONNX Runtime maps that file, one tensor at a time, where a model
+#: that holds its weights is serialised, read, parsed and copied whole: four times the weights at once.
+BESIDE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

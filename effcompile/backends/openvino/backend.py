@@ -132,6 +132,9 @@ class OpenVinoLowered:
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         return False  # its own plugin chooses
 
+    def rest(self) -> None:
+        """What it converted lies in memory, in no file."""
+
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Peak resident bytes over one call, in a process of its own (OpenVINO reports no memory); None off Linux.
 

@@ -52,6 +52,9 @@ class TorchLowered:
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         return False  # threads are the process's own, kernels were tuned while planning
 
+    def rest(self) -> None:
+        """Its weights are the program's, or packed from them: there is no file to read them from."""
+
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Weights plus the highest sum of live CPU allocations during one call, from the profiler's memory events."""
         self(*inputs)

@@ -15,7 +15,7 @@ import torch
 from form_names import form, forms, names
 from torch.utils import _pytree as pytree
 
-from effcompile.backends.onnxruntime import OnnxRuntime, lowering
+from effcompile.backends.onnxruntime import OnnxRuntime, lowering, session
 from effcompile.backends.onnxruntime.quantise import found_formats
 from effcompile.capture import capture
 from effcompile.core.errors import LoweringError
@@ -191,3 +191,15 @@ def test_weights_that_were_written_are_held_by_the_file_alone(monkeypatch):
     assert model.out.weight.data_ptr() == own
     assert relative(lowered(x)[0], model(x).detach()) < 1e-5
     assert "Transpose" not in {node.op_type for node in onnx.load(lowered._path).graph.node}
+
+
+def test_a_large_model_that_rests_holds_no_session_and_answers_as_before(monkeypatch):
+    monkeypatch.setattr(session, "BESIDE", 64)
+    monkeypatch.setattr(lowering, "BESIDE", 64)
+    model, x = Shared().eval(), torch.randn(2, 5, 320)
+    lowered = OnnxRuntime().lower(capture(model, (x,), {}), None, [])
+    before, held = lowered(x)[0], len(session._open)
+    lowered.rest()
+    assert len(session._open) == held - 1
+    assert torch.equal(lowered(x)[0], before)
+    assert len(session._open) == held
