@@ -128,6 +128,8 @@ def _best_of(task: Task, machine: Machine, backends: list[Backend], absent: dict
     best = _finish(shop, outcomes, told)
 
     def solved_again() -> Outcome:
+        for each in outcomes:
+            each.lowered.rest()
         again = replace(search, machine=machine.priced_anew(backends), _proposals={})
         solved, considered = plans_for(again, backends, absent, asked.progress)
         return _finish(shop, *_settle_all(shop, again, solved, considered, outcomes))
@@ -187,7 +189,7 @@ def _settle_all(
             return NotBuilt(times=plan.certificate.objective / best)
         if (same := next((o for o in built if o.plan.backend == backend.name and o.plan.options() == plan.options()), None)) is not None:
             return replace(same, plan=_priced_again(same.plan, plan))
-        for other in (*built, *outcomes):
+        for other in outcomes:
             other.lowered.rest()
         return settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building)
 
