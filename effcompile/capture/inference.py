@@ -23,7 +23,7 @@ from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InputsError, InternalError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.stages import first_line, stage
-from effcompile.core.torch_compat_export import functional
+from effcompile.core.torch_compat_functional import functional
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.export import allowed, grow, refresh_shapes, resized, shapes_for, sizes_of, unmet_guard
 from effcompile.ir.program import Program
@@ -207,15 +207,13 @@ def _export(subject: _Subject, attempt: _Attempt) -> Program:
     args, kwargs = grow(subject.args, subject.kwargs, attempt.axes)
     shapes = dict(attempt.given) if attempt.given else shapes_for(subject.model, args, kwargs, attempt.axes)
     with torch_compat.quiet_export():
-        exported = functional(torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False))
+        exported, module = functional(torch.export.export(subject.model, args, kwargs, dynamic_shapes=shapes, strict=False))
     with stage("tidy the captured graph"):
-        return _tidied(subject, attempt, exported)
+        return _tidied(subject, attempt, exported, module)
 
 
-def _tidied(subject: _Subject, attempt: _Attempt, exported: torch.export.ExportedProgram) -> Program:
+def _tidied(subject: _Subject, attempt: _Attempt, exported: torch.export.ExportedProgram, module: fx.GraphModule) -> Program:
     """What was exported as a Program: its boundary read, its graph cleaned."""
-    module = exported.module(check_guards=False)
-    assert isinstance(module, fx.GraphModule)
     module = fx.GraphModule(module, module.graph)  # without torch's hook that compares sizes with the traced ones
     found = dynamic_axes.read_boundary(exported, module.graph, subject.leaves, attempt.wanted, subject.output_names)
     stuck = [_stuck(leaf, spec.shape) for leaf, spec in zip(subject.leaves, found.inputs, strict=True)]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from threading import RLock, get_ident
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -22,71 +22,9 @@ _REGISTRIES: dict[tuple[Any, ...], Any] = {}
 _TURN = RLock()
 
 
-def functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """`exported.run_decompositions({})`: writes in place made values, no operator taken apart.
-
-    torch tells every composite operator that it knows, some 600 of them, not to be taken apart: 0.15 s, five times what a small model
-    itself costs. Only those of the graph are told here, where its other operators cannot lead to any that is not in it.
-    """
-    module = _module("torch.export.exported_program", "_collect_all_valid_cia_ops")
-    targets = {node.target for part in _graphs(exported) for node in part.nodes if node.op == "call_function"}
-    if module is None or any(_may_lead_elsewhere(target) for target in targets):
-        return exported.run_decompositions({})
-    collect, mine = vars(module)["_collect_all_valid_cia_ops"], get_ident()
-    narrow = {target for target in targets if _preservable(target)}
-    with _replaced(module, "_collect_all_valid_cia_ops", lambda: set(narrow) if get_ident() == mine else collect()):
-        return exported.run_decompositions({})
-
-
-def _graphs(exported: torch.export.ExportedProgram) -> list[fx.Graph]:
+def graphs_of(exported: torch.export.ExportedProgram) -> list[fx.Graph]:
+    """Its graph, and those that its operators on graphs call."""
     return [part.graph for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
-
-
-def _composite(operator: torch._ops.OpOverload) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return key in operator.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
-
-
-def _preservable(operator: object) -> bool:
-    """Whether torch keeps a composite operator whole: one that is known to write nothing and to give nothing of its inputs away."""
-    if not isinstance(operator, torch._ops.OpOverload) or not _composite(operator):
-        return False
-    schema = operator._schema
-    lies = torch.Tag.maybe_aliasing_or_mutating in operator.tags
-    return not (lies or schema.is_mutable or any(argument.alias_info is not None for argument in schema.arguments))
-
-
-#: Composite operators that torch always takes apart, into operators that are not composite.
-_INTO_PLAIN = frozenset(
-    getattr(getattr(aten, name), overload)
-    for name, overload in (
-        ("reshape", "default"),
-        ("dropout", "default"),  # in evaluation it is its input
-        ("contiguous", "default"),
-        ("flatten", "using_ints"),
-        ("expand_as", "default"),
-        ("view_as", "default"),
-        ("reshape_as", "default"),
-        ("to", "dtype"),
-        ("to", "device"),
-        ("to", "dtype_layout"),
-        ("chunk", "default"),
-        ("unflatten", "int"),
-        ("movedim", "int"),
-        ("swapaxes", "default"),
-        ("numpy_T", "default"),
-        ("narrow", "default"),
-    )
-)
-
-
-def _may_lead_elsewhere(operator: object) -> bool:
-    """Whether taking this operator apart, which torch will do, may give composite operators that stay whole."""
-    if not isinstance(operator, torch._ops.OpOverload):
-        return isinstance(operator, torch._ops.HigherOrderOperator)
-    if operator is aten.sym_numel.default:  # torch's way writes it as products of two, this one would as one of all sizes
-        return True
-    return _composite(operator) and not _preservable(operator) and operator not in _INTO_PLAIN
 
 
 @contextlib.contextmanager
@@ -97,7 +35,7 @@ def swift_onnx() -> Iterator[None]:
     tensors; a rewrite rule is matched where the operator is the one that it looks for. The table of translations is built once a process.
     """
     with kept_onnx_registry(), _only_promoted_nodes_rerun(), _rules_of_the_operator():
-        module = _module("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry")
+        module = private_module("torch.onnx._internal.exporter._fx_passes", "decompose_with_registry")
         if module is None:
             yield
             return
@@ -106,14 +44,14 @@ def swift_onnx() -> Iterator[None]:
         def unless_needless(exported: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
             return exported if _translated(exported, registry) else decompose(exported, registry)
 
-        with _replaced(module, "decompose_with_registry", unless_needless):
+        with replaced(module, "decompose_with_registry", unless_needless):
             yield
 
 
 @contextlib.contextmanager
 def _only_promoted_nodes_rerun() -> Iterator[None]:
     """Within, the pass that writes type promotions out runs a node only where it, or what it reads, was changed by one."""
-    module = _module("torch.onnx._internal.fx.passes.type_promotion", "_TypePromotionInterpreter", "get_type_promotion_rule")
+    module = private_module("torch.onnx._internal.fx.passes.type_promotion", "_TypePromotionInterpreter", "get_type_promotion_rule")
     interpreter: Any = vars(module)["_TypePromotionInterpreter"] if module is not None else None
     if not {"run_node", "_set_current_node", "_maybe_promote_node"} <= set(dir(interpreter)):
         yield
@@ -130,14 +68,14 @@ def _only_promoted_nodes_rerun() -> Iterator[None]:
             return node.meta["val"]
         return fx.Interpreter.run_node(self, node)
 
-    with _replaced(interpreter, "run_node", run_node):
+    with replaced(interpreter, "run_node", run_node):
         yield
 
 
 @contextlib.contextmanager
 def _rules_of_the_operator() -> Iterator[None]:
     """Within, onnxscript's matcher looks first at the operator: it goes through the whole graph, for some rules, before it does."""
-    module = _module("onnxscript.rewriter._matcher", "SimplePatternMatcher", "_basics")
+    module = private_module("onnxscript.rewriter._matcher", "SimplePatternMatcher", "_basics")
     matcher: Any = vars(module)["SimplePatternMatcher"] if module is not None else None
     if "match" not in vars(matcher or object) or not hasattr(vars(module)["_basics"], "MatchResult"):
         yield
@@ -148,14 +86,14 @@ def _rules_of_the_operator() -> Iterator[None]:
         wanted = self.pattern.output_nodes[0].op_identifier() if self.pattern.output_nodes else None
         return none if wanted is not None and wanted[:2] != (node.domain, node.op_type) else match(self, model, graph, node, **how)
 
-    with _replaced(matcher, "match", match_if_the_operator):
+    with replaced(matcher, "match", match_if_the_operator):
         yield
 
 
 def _translated(exported: torch.export.ExportedProgram, registry: Any) -> bool:
     """Whether every operator of the graph writes nothing and has a translation to ONNX of its own."""
     known = {found[0].fx_target for found in registry.functions.values() if found}
-    called = [node.target for part in _graphs(exported) for node in part.nodes if node.op == "call_function"]
+    called = [node.target for part in graphs_of(exported) for node in part.nodes if node.op == "call_function"]
     operators = [target for target in called if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))]
     return all(isinstance(target, torch._ops.OpOverload) and target in known and not target._schema.is_mutable for target in operators)
 
@@ -163,14 +101,14 @@ def _translated(exported: torch.export.ExportedProgram, registry: Any) -> bool:
 @contextlib.contextmanager
 def kept_onnx_registry() -> Iterator[None]:
     """Within, torch.onnx.export builds its table of ONNX functions once a process and opset."""
-    module = _module("torch.onnx._internal.exporter._registration", "ONNXRegistry")
+    module = private_module("torch.onnx._internal.exporter._registration", "ONNXRegistry")
     registry: Any = vars(module)["ONNXRegistry"] if module is not None else None
     if "from_torchlib" not in vars(registry or object):
         yield
         return
     build = registry.from_torchlib
     kept = staticmethod(lambda *args, **kwargs: _copied_registry(build, args, tuple(kwargs.items())))
-    with _replaced(registry, "from_torchlib", kept):
+    with replaced(registry, "from_torchlib", kept):
         yield
 
 
@@ -191,7 +129,7 @@ def recurrent_dropout() -> Iterator[None]:
     torch's own trace of them leaves that dropout out: `_rnn_helper` compares the number of layers with the wrong side (torch 2.13).
     So it is asked for one layer after the other, and the dropout is put between.
     """
-    module = _module("torch._decomp.decompositions", "_rnn_helper")
+    module = private_module("torch._decomp.decompositions", "_rnn_helper")
     if module is None:
         yield
         return
@@ -209,7 +147,7 @@ def recurrent_dropout() -> Iterator[None]:
             last += ended
         return x.transpose(0, 1) if batch_first else x, last
 
-    with _replaced(module, "_rnn_helper", layer_by_layer):
+    with replaced(module, "_rnn_helper", layer_by_layer):
         yield
 
 
@@ -227,7 +165,7 @@ def _overloads(pairs: Iterable[tuple[str, str]]) -> dict[Any, Any]:
 _SYNONYMS = _overloads((("__and__", "bitwise_and"), ("__or__", "bitwise_or"), ("__xor__", "bitwise_xor")))
 
 
-def _module(name: str, *needed: str) -> ModuleType | None:
+def private_module(name: str, *needed: str) -> ModuleType | None:
     """A private module of torch; None where this torch has none, or none with these names."""
     try:
         found = importlib.import_module(name)
@@ -237,7 +175,8 @@ def _module(name: str, *needed: str) -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Within, `owner` has another value by this name; one thread at a time replaces names."""
     with _TURN:
         kept = vars(owner)[name]
         setattr(owner, name, value)
