@@ -49,6 +49,9 @@ def linears_as_matmul(exported: OnnxExport, quantised: Collection[str]) -> None:
             _split_gemm(graph, node)
         elif node.op_type == "MatMul" and (weight := behind_transpose(node.inputs[1])) is not None:
             node.replace_input_with(1, _transposed(graph, weight))
+    for node in [node for node in graph if node.name in planned and node.op_type == "MatMul" and _constant(node.inputs[1])]:
+        if (weight := node.inputs[1]) is not None and weight.dtype == ir.DataType.DOUBLE:
+            _in_single(graph, node, weight)
     ir.passes.common.RemoveUnusedNodesPass()(exported.model)
 
 
@@ -185,6 +188,22 @@ def _split_gemm(graph: ir.Graph, gemm: ir.Node) -> None:
     else:
         ir.convenience.replace_all_uses_with(gemm.outputs[0], matmul.outputs[0], replace_graph_outputs=True)
         graph.remove(gemm, safe=True)
+
+
+def _in_single(graph: ir.Graph, matmul: ir.Node, weight: ir.Value) -> None:
+    """Have a float64 product taken in float32 between casts: the kernels of quantised weights are given nothing else."""
+    constant, name = weight.const_value, f"{weight.name}.single"
+    assert constant is not None
+    tensor = ir.tensor(constant.numpy().astype(np.float32), name=name)
+    single = ir.Value(name=name, const_value=tensor, type=ir.TensorType(ir.DataType.FLOAT), shape=weight.shape)
+    graph.register_initializer(graph.initializers.get(name, single))
+    before = ir.node("Cast", [matmul.inputs[0]], {"to": ir.DataType.FLOAT}, name=f"{matmul.name}_in_single")
+    product = ir.node("MatMul", [before.outputs[0], graph.initializers[name]], name=matmul.name)
+    product.metadata_props.update(matmul.metadata_props)
+    product.outputs[0].type, product.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), matmul.outputs[0].shape
+    product.outputs[0].name = f"{matmul.outputs[0].name}_single"
+    graph.insert_before(matmul, [before, product])
+    replace(graph, matmul, ir.node("Cast", product.outputs, {"to": ir.DataType.DOUBLE}, name=f"{matmul.name}_in_double"))
 
 
 def _transposed(graph: ir.Graph, weight: ir.Value | None) -> ir.Value:

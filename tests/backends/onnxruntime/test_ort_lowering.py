@@ -203,3 +203,34 @@ def test_a_large_model_that_rests_holds_no_session_and_answers_as_before(monkeyp
     assert len(session._open) == held - 1
     assert torch.equal(lowered(x)[0], before)
     assert len(session._open) == held
+
+
+class Masked(torch.nn.Module):
+    """Attention under a mask of one row for all queries, as a padding mask is."""
+
+    def forward(self, q, mask):
+        heads = q.unflatten(-1, (2, -1)).transpose(1, 2)
+        bias = torch.where(mask[:, None, None] > 0, 0.0, -1e9)
+        return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, bias).transpose(1, 2).flatten(2)
+
+
+def test_an_example_of_length_one_hides_no_operator_that_fails_at_other_lengths():
+    """ONNX Runtime's Attention takes no mask that broadcasts over the queries; at one query none does."""
+    program = capture(Masked().eval(), (torch.randn(1, 1, 16), torch.ones(1, 1)), {})
+    lowered = OnnxRuntime().lower(program, None, [])
+    q, mask = torch.randn(2, 5, 16), torch.tensor([[1.0, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
+    assert relative(lowered(q, mask)[0], Masked()(q, mask)) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["w4", "w8", "int8_dynamic"])
+def test_quantised_weights_in_a_model_of_float64(name):
+    """Their kernels take float32 alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 48)).eval().double()
+    x = torch.randn(3, 64).double()
+    program = capture(model, (x,), {})
+    tagged = program.tagged({site.site: form(name) for site in sites.linears(program)}, "quantize")
+    lowered = OnnxRuntime().lower(tagged, None, [[x]])
+    assert names(lowered.applied) == {site.site: name for site in sites.linears(program)}
+    found = lowered(x)[0]
+    assert found.dtype == torch.float64 and relative(found, model(x).detach()) < (0.2 if name.startswith("w4") else 0.03)
