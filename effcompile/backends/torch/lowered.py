@@ -46,7 +46,7 @@ class TorchLowered:
     weight_bytes: int
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # else a caller within inference_mode has everything compiled once more
             return list(self.run(*inputs))
 
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
@@ -152,7 +152,7 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any
     run = _compile(fx.GraphModule(module, module.graph), None) if inductor else pack(module)
 
     def call(*args: object, **kwargs: object) -> Any:
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             return run(*args, **kwargs)
 
     return exported, call
@@ -216,7 +216,7 @@ class _Shaped:
 
     def __call__(self, *inputs: torch.Tensor) -> Outputs:
         if [(t.shape, t.dtype, t.device) for t in inputs] == self._shapes:
-            return self._compiled(*inputs)
+            return self._compiled(*(t.clone() if t.is_inference() else t for t in inputs))  # it was compiled for what is none
         if self._eager is None:
             self._eager = pack(flatten(self._program))
         return self._eager(*inputs)

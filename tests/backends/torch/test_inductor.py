@@ -8,6 +8,7 @@ import pytest
 import torch
 from form_names import form
 from torch import nn
+from torch._dynamo.utils import counters
 from torch_formats import lacking
 
 from effcompile.backends.torch import TorchInductor
@@ -30,6 +31,11 @@ def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(model: nn.
         with torch.no_grad():
             reference = model(ids)
         assert float((lowered(ids)[0] - reference).norm() / reference.norm()) < 5e-2
+    compiled = counters["stats"]["unique_graphs"]
+    with torch.inference_mode():  # Dynamo knows whether it is on: a caller's would have all compiled again
+        lowered(program.args[0])
+        lowered(program.args[0].clone())
+    assert counters["stats"]["unique_graphs"] == compiled > 0
 
 
 def test_precision_lost_by_the_compiler_is_reported(program: Program) -> None:
