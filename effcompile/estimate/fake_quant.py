@@ -20,7 +20,7 @@ Range = tuple[float, float]
 def per_tensor(w: torch.Tensor, peak: float | None = None) -> torch.Tensor:
     """s8 with one scale. `peak`: the largest magnitude to scale by, where other tensors share the scale."""
     scale = (peak_of(w) if peak is None else peak) / 127
-    return torch.round(w / scale).mul_(scale) if scale > 0 else w
+    return torch.div(w, scale).round_().mul_(scale) if scale > 0 else w
 
 
 def peak_of(w: torch.Tensor) -> float:
@@ -31,9 +31,14 @@ def peak_of(w: torch.Tensor) -> float:
 
 def per_channel(w_nk: torch.Tensor) -> torch.Tensor:
     """s8 with one scale per row."""
-    scale = w_nk.abs().amax(dim=1, keepdim=True).div_(127)
+    scale = _largest(w_nk, 1).div_(127)
     scale[scale == 0] = 1
-    return torch.round(w_nk / scale).mul_(scale)
+    return torch.div(w_nk, scale).round_().mul_(scale)
+
+
+def _largest(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The largest magnitude along a dimension, which is kept; nothing of x's size is made for it, as |x| would be."""
+    return torch.maximum(x.amax(dim, keepdim=True), x.amin(dim, keepdim=True).neg_())
 
 
 def grouped(w_nk: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
@@ -43,15 +48,15 @@ def grouped(w_nk: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
     half = 2 ** (bits - 1)
     scale = torch.where(high > -low, high, low).div_(-half)
     scale[scale == 0] = 1
-    return torch.round(groups / scale).clamp_(-half, half - 1).mul_(scale).view(w_nk.shape)
+    return torch.div(groups, scale).round_().clamp_(-half, half - 1).mul_(scale).view(w_nk.shape)
 
 
 def block_int8(x: torch.Tensor, group_size: int) -> torch.Tensor:
     """s8 activations with one scale per group along the last axis, as MatMulNBits rounds them at accuracy_level 4."""
     groups = x.reshape(*x.shape[:-1], -1, group_size)
-    scale = groups.abs().amax(dim=-1, keepdim=True).div_(127)
+    scale = _largest(groups, -1).div_(127)
     scale[scale == 0] = 1
-    return torch.round(groups / scale).mul_(scale).view(x.shape)
+    return torch.div(groups, scale).round_().mul_(scale).view(x.shape)
 
 
 def bf16(x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +77,7 @@ def uint8(x: torch.Tensor, within: Range | None = None) -> torch.Tensor:
     if scale == 0:
         return x
     zero = round(min(max(-low / scale, 0.0), 255.0))
-    return torch.round(x / scale).add_(zero).clamp_(0, 255).sub_(zero).mul_(scale)
+    return torch.div(x, scale).round_().add_(zero).clamp_(0, 255).sub_(zero).mul_(scale)
 
 
 def weight(w_nk: torch.Tensor, held: WeightFormat, peak: float | None = None) -> torch.Tensor:

@@ -36,7 +36,7 @@ def quantize(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scales = exact.to(torch.bfloat16)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     most = 7 if bits == 4 else 127
-    codes = torch.round(groups / scales.float()[..., None]).nan_to_num(0.0, 0.0, 0.0).clamp(-8 if bits == 4 else -127, most)
+    codes = torch.div(groups, scales.float()[..., None]).round_().nan_to_num_(0.0, 0.0, 0.0).clamp_(-8 if bits == 4 else -127, most)
     return codes.to(torch.int8).view(n, -1)[:, :k].contiguous(), scales
 
 
@@ -77,7 +77,10 @@ def unpack(packed: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _dequantized(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales.float().repeat_interleave(GROUP, 1)[:, : codes.shape[1]]
+    n, k = codes.shape
+    if k % GROUP:
+        return codes.float() * scales.float().repeat_interleave(GROUP, 1)[:, :k]
+    return codes.float().view(n, -1, GROUP).mul_(scales.float()[..., None]).view(n, k)
 
 
 def linear_by_torch(x: Tensor, weight: Tensor, n: int, bias: Tensor | None, after: str) -> Tensor:
