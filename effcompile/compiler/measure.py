@@ -16,7 +16,7 @@ from effcompile.ir.plan import Totals
 from effcompile.ir.program import Program
 
 #: Seconds that comparing may take, and the least and most rounds it is done in.
-_BUDGET, _LEAST, _MOST = 5.0, 4, 40
+_BUDGET, _LEAST, _MOST = 5.0, 3, 40
 
 ORIGINAL = "original"
 

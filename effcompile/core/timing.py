@@ -9,6 +9,8 @@ from time import perf_counter
 PATIENCE = 1.0
 #: Samples before which no figure has settled.
 _FEWEST = 8
+#: Seconds of a call from which on it need not find the caches as it left them.
+_LONG = 0.1
 #: Samples of a call that takes longer than all of them should.
 _OF_LONG = 3
 
@@ -61,7 +63,7 @@ def interleaved(fns: Mapping[str, Callable[[], object]], rounds: int, *, repeats
     """Time several callables in turn, so that a slow minute of the machine falls on all of them alike.
 
     Each round runs all of them, starting one further each time; each is called once untimed after the switch
-    (another model has just used the caches), then timed `repeats` times.
+    (another model has just used the caches, which of a long call is little), then timed `repeats` times.
 
     Returns:
         name → seconds of every timed call, `rounds · repeats` each, in the order measured.
@@ -71,7 +73,8 @@ def interleaved(fns: Mapping[str, Callable[[], object]], rounds: int, *, repeats
     for turn in range(rounds):
         first = turn % len(names) if names else 0
         for name in names[first:] + names[:first]:
-            fns[name]()
+            if not samples[name] or samples[name][-1] < _LONG:
+                fns[name]()
             for _ in range(repeats):
                 start = perf_counter()
                 fns[name]()

@@ -89,10 +89,20 @@ def test_interleaved_rotates_and_attributes_the_time(clock):
 
         return fn
 
-    samples = interleaved({"a": runner("a", 1.0), "b": runner("b", 2.0), "c": runner("c", 3.0)}, 3)
-    assert {name: set(s) for name, s in samples.items()} == {"a": {1.0}, "b": {2.0}, "c": {3.0}}
+    samples = interleaved({"a": runner("a", 2**-6), "b": runner("b", 2**-5), "c": runner("c", 2**-4)}, 3)
+    assert {name: set(s) for name, s in samples.items()} == {"a": {2**-6}, "b": {2**-5}, "c": {2**-4}}
     assert {len(s) for s in samples.values()} == {6}
     assert [order[i] for i in (0, 9, 18)] == ["a", "b", "c"]
+
+
+def test_a_long_call_does_not_warm_up_at_every_turn(clock):
+    calls = []
+    long, short = (
+        lambda name=name, s=s: (calls.append(name), setattr(clock, "now", clock.now + s)) for name, s in (("long", 1.0), ("", 2**-6))
+    )
+    samples = interleaved({"long": long, "short": short}, 3)
+    assert len(samples["long"]) == len(samples["short"]) == 6
+    assert calls.count("long") == 7 and calls.count("") == 9
 
 
 def test_interleaved_of_nothing():
