@@ -130,10 +130,10 @@ def settle(
         VerificationError: no round came within the limit, or only by a plan that is not worth building.
         LoweringError: it could not be built.
     """
-    start = Constraints(error_scale=plan.certificate.error_scale)
+    start, emulated = Constraints(error_scale=plan.certificate.error_scale), None
     if replan is not None and shop.rehearsal is not None and not shop.goal.exact:
         with shop.progress.step(f"rehearse for {backend.name}"):
-            plan, start = rehearsed(shop, shop.rehearsal, plan, start, replan)
+            plan, start, emulated = rehearsed(shop, shop.rehearsal, plan, start, replan)
         if plan.certificate.objective > worth_building:
             raise VerificationError(f"{start.notes[-1]}; the plan that allows for it is not built, for another backend's is better")
 
@@ -147,9 +147,11 @@ def settle(
 
     def run(made: Plan, constraints: Constraints) -> tuple[Outcome, Constraints | None]:
         outcome = _lower_and_check(shop, backend, made)
-        if all(check.passed for check in outcome.checks):
-            return _relaxed(shop, backend, outcome, replan) if replan is not None and constraints.round == 1 else outcome, None
         measured, predicted = worst(outcome.checks), made.predicted.error or 0.0
+        if all(check.passed for check in outcome.checks):
+            foretold = emulated is not None and measured**2 >= _WORTH_CORRECTING * emulated**2  # what that allows was rehearsed, too
+            relaxing = replan is not None and constraints.round == 1 and not foretold
+            return _relaxed(shop, backend, outcome, replan) if relaxing and replan is not None else outcome, None
         if replan is None or predicted == 0.0 or not measured < float("inf") or constraints.round == MAX_ROUNDS:
             raise _failed(outcome)
         return outcome, corrected(constraints, measured, predicted, shop.goal)
@@ -159,25 +161,28 @@ def settle(
 
 def rehearsed(
     shop: Workshop, rehearsal: Rehearsal, plan: Plan, start: Constraints, replan: Callable[[Constraints], Plan]
-) -> tuple[Plan, Constraints]:
+) -> tuple[Plan, Constraints, float | None]:
     """The plan to lower first, and the constraints that it holds to: the error model corrected by what emulation shows, in both ways.
 
-    An emulated call takes about as long as three of the model, lowering as long as a hundred.
+    With them the error that was emulated of that plan, None where none was. An emulated call takes about as long as two of the model,
+    lowering as long as a hundred.
     """
-    held: tuple[Plan, Constraints] | None = None
+    held: tuple[Plan, Constraints, float] | None = None
     constraints = start
+    errors: dict[frozenset[tuple[str, str]], float | None] = {}
     for turn in range(1, MAX_ROUNDS + 1):
-        emulate, predicted = rehearsal.of(plan), plan.predicted.error or 0.0
-        if emulate is None or predicted == 0.0:
-            break
-        error = max((distance(emulate(*case.inputs), shop.program, case, shop.goal) for case in shop.cases), default=0.0)
-        if not math.isfinite(error):
+        chosen, predicted = frozenset(plan.options().items()), plan.predicted.error or 0.0
+        if chosen not in errors:  # correcting in both ways may come back to a plan
+            errors[chosen] = _emulated(shop, rehearsal, plan) if predicted else None
+        if (error := errors[chosen]) is None:
             break
         if fits := error <= shop.goal.tolerance:
             scale = (error / predicted) ** 2 * _MARGIN
+            if held is not None and held[0].certificate.objective <= plan.certificate.objective:
+                return held
             if held is not None or scale >= _WORTH_CORRECTING:
-                return plan, constraints
-            held = plan, constraints
+                return plan, constraints, error
+            held = plan, constraints, error
             note = Corrected(round=turn, measured=error, predicted=predicted, factor=scale**0.5, emulated=True)
             learned = constraints.with_errors_scaled(scale, note)
         else:
@@ -189,7 +194,17 @@ def rehearsed(
         if fits and better.certificate.objective > _WORTH_LOWERING * plan.certificate.objective:
             break
         plan, constraints = better, replace(learned, round=1)
-    return held or (plan, constraints)
+    return held or (plan, constraints, errors.get(frozenset(plan.options().items())))
+
+
+def _emulated(shop: Workshop, rehearsal: Rehearsal, plan: Plan) -> float | None:
+    """The plan's largest error over the cases that it will be verified with; None where it is not emulated, or not finite."""
+    emulate = rehearsal.of(plan)
+    if emulate is None:
+        return None
+    outputs = emulate([case.inputs for case in shop.cases])
+    error = max((distance(found, shop.program, case, shop.goal) for found, case in zip(outputs, shop.cases, strict=True)), default=0.0)
+    return error if math.isfinite(error) else None
 
 
 def corrected(constraints: Constraints, measured: float, predicted: float, goal: Goal, *, emulated: bool = False) -> Constraints:

@@ -15,6 +15,9 @@ from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges
 
+#: Kinds of sites whose result follows from what enters them alone: under an option theirs takes its place (`result_of`).
+REPLACED = ("linear", "gelu")
+
 #: int8_dynamic with the weight scale that a merge with its neighbours would impose.
 MERGED = Form(word="merged", weights=INT8_DYNAMIC)
 
@@ -100,26 +103,35 @@ def _shared_peaks(program: Program, sites: list[LinearSite]) -> dict[str, float]
     return peaks
 
 
+def is_static(option: Form) -> bool:
+    """Whether what enters a linear is rounded within a range that is fixed."""
+    return option.weights is not None and option.weights.activation == "static int8"
+
+
 @torch.no_grad()
 def delta_of(site: Site, option: Form, record: ErrorRecord, limits: fake_quant.Range | None) -> torch.Tensor:
     """What the option adds to the site's result on this input."""
     result = record.results[site.node].detach()
+    if site.kind in REPLACED:
+        bias = None if site.bias is None else record.biases[site.node]
+        return result_of(site, option, record.entering[site.node], bias, limits).sub_(result)
     if site.kind == "embedding":
         assert site.weight is not None
         assert option.weights is not None
         return fake_quant.table_rows(result, option.weights, fake_quant.range_of(site.weight.detach())) - result
-    if site.kind == "attention":
-        return fake_quant.uint8(result) - result
-    x = record.entering[site.node]
+    return fake_quant.uint8(result) - result
+
+
+@torch.no_grad()
+def result_of(site: Site, option: Form, x: torch.Tensor, bias: torch.Tensor | None, limits: fake_quant.Range | None) -> torch.Tensor:
+    """What a linear or a GELU gives under the option, of what enters it."""
     if site.kind == "gelu":
-        return F.gelu(x, approximate="tanh") - result
+        return F.gelu(x, approximate="tanh")
     held = option.weights
     moved = F.linear(x if held is None else fake_quant.activation(x, held, limits), _stored(site, option))
     if held is not None and held.activation == "bf16":  # the product is rounded before the bias is added, in fp32
         moved = fake_quant.bf16(moved)
-    if site.bias is not None:
-        moved += record.biases[site.node]
-    return moved.sub_(result)
+    return moved if bias is None else moved.add_(bias)
 
 
 def _stored(site: Site, option: Form) -> torch.Tensor:

@@ -7,7 +7,7 @@ compute (estimate/perturb.py), and so is no proof: that remains to the compariso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -15,12 +15,18 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.estimate import fake_quant
-from effcompile.estimate.perturb import MERGED, ErrorRecord, Site, Weights, delta_of, find_sites
+from effcompile.estimate.perturb import MERGED, REPLACED, ErrorRecord, Site, Weights, delta_of, find_sites, is_static, result_of
 from effcompile.ir.export import LENIENT
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
-from effcompile.sites.parts import merges
+from effcompile.sites.parts import linears, merges
+
+#: Flat inputs of several calls → what the model returns for each, its tensors alone.
+Emulation = Callable[[Sequence[Sequence[torch.Tensor]]], Iterator[list[torch.Tensor]]]
+
+#: Calls that are emulated together at the most, and bytes of their activations.
+_MOST_AT_ONCE, _BYTES_AT_ONCE = 8, 128 << 20
 
 
 class Rehearsal:
@@ -38,20 +44,24 @@ class Rehearsal:
     ) -> None:
         self._program, self._calibration = program, calibration
         self._options, self._weights = options, weights
+        self._ranges: dict[fx.Node, fake_quant.Range] = {}
 
-    def of(self, plan: Plan) -> Callable[..., list[torch.Tensor]] | None:
-        """Flat inputs → the tensors that the model returns, under this plan; None for one that reduces nothing, or what is not emulated."""
+    def of(self, plan: Plan) -> Emulation | None:
+        """How the model runs under this plan; None for one that reduces nothing, or what is not emulated."""
         chosen = self._chosen(plan)
         known = {site.name for site, _ in chosen} | {group.site for group in merges(self._program)}
         if not chosen or any(decision.cost.error_squared > 0 and decision.site not in known for decision in plan.decisions):
             return None
-        ranges = self._ranges([site for site, form in chosen if form.weights is not None and form.weights.activation == "static int8"])
+        self._watch([site for site, form in chosen if is_static(form)])
+        activations = (plan.predicted.peak_bytes or 0) - (plan.predicted.weight_bytes or 0)
+        at_once = max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // max(activations, 1)))
 
-        def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
-            actor = _Actor(self._program.module, chosen, ranges)
-            with torch.no_grad():
-                outputs = pytree.tree_leaves(actor.run(*self._program.leaves_with(inputs), enable_io_processing=False))
-            return [value for value in outputs if isinstance(value, torch.Tensor)]
+        def run(cases: Sequence[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+            for at in range(0, len(cases), at_once):
+                part = cases[at : at + at_once]
+                actors = [_Actor(self._program.module, chosen, self._ranges) for _ in part]
+                for outputs in _in_step(actors, [self._program.leaves_with(inputs) for inputs in part]):
+                    yield [value for value in pytree.tree_leaves(outputs) if isinstance(value, torch.Tensor)]
 
         return run
 
@@ -70,15 +80,18 @@ class Rehearsal:
                 chosen.append((site, form))
         return chosen
 
-    def _ranges(self, static: Sequence[Site]) -> dict[fx.Node, fake_quant.Range]:
-        """Range of what enters each of these sites over the calibration inputs."""
-        ranges: dict[fx.Node, fake_quant.Range] = {}
-        entering = {site.x: site.node for site in static if site.x is not None}
-        watcher = _Watcher(self._program.module, frozenset(entering), ranges)
-        for inputs in self._calibration if entering else ():
+    def _watch(self, static: Sequence[Site]) -> None:
+        """Know the range of what enters each of these sites over the calibration inputs.
+
+        Where one is not known yet, those of all linears are found: the next plan may make others static, and a call takes as long.
+        """
+        if all(site.x in self._ranges for site in static):
+            return
+        entering = {site.x for site in linears(self._program)}
+        watcher = _Watcher(self._program.module, frozenset(entering), self._ranges)
+        for inputs in self._calibration:
             with torch.no_grad():
                 watcher.run(*self._program.leaves_with(inputs), enable_io_processing=False)
-        return {site.node: ranges[site.x] for site in static if site.x in ranges}
 
 
 class _Interpreter(fx.Interpreter):
@@ -103,21 +116,41 @@ class _Watcher(_Interpreter):
 
 
 class _Actor(_Interpreter):
-    """Adds to the result of each chosen site what its option changes there."""
+    """Puts what each chosen option gives in the place of a site's result."""
 
     def __init__(self, module: fx.GraphModule, chosen: Sequence[tuple[Site, Form]], ranges: Mapping[fx.Node, fake_quant.Range]) -> None:
         super().__init__(module)
         self._ranges = ranges
-        self._chosen: dict[fx.Node, list[tuple[Site, Form]]] = {}
+        self.chosen: dict[fx.Node, list[tuple[Site, Form]]] = {}
         for site, form in chosen:
-            self._chosen.setdefault(site.node, []).append((site, form))
+            self.chosen.setdefault(site.node, []).append((site, form))
 
     def run_node(self, n: fx.Node) -> Outputs:
-        value = super().run_node(n)
-        for site, form in self._chosen.get(n, ()):
-            entering = {n: self.env[site.x]} if site.x is not None else {}
-            biases = {n: self.env[site.bias]} if site.bias is not None else {}
-            record = ErrorRecord(inputs=[], outputs=[], results={n: value}, entering=entering, biases=biases, batch=1)
-            value = value + delta_of(site, form, record, self._ranges.get(n))
-            site.cache.clear()  # a second copy of all weights is not needed
+        replaced = next((pair for pair in self.chosen.get(n, ()) if pair[0].kind in REPLACED), None)
+        value = super().run_node(n) if replaced is None else self._result(*replaced)
+        for site, form in self.chosen.get(n, ()):
+            if site.kind not in REPLACED:
+                record = ErrorRecord(inputs=[], outputs=[], results={n: value}, entering={}, biases={}, batch=1)
+                value = value + delta_of(site, form, record, None)
         return value
+
+    def _result(self, site: Site, form: Form) -> torch.Tensor:
+        assert site.x is not None, "what replaces a result follows from what enters"
+        bias = None if site.bias is None else self.env[site.bias]
+        return result_of(site, form, self.env[site.x], bias, self._ranges.get(site.x) if is_static(form) else None)
+
+
+@torch.no_grad()
+def _in_step(actors: Sequence[_Actor], inputs: Sequence[Sequence[Value]]) -> list[Outputs]:
+    """Run each with its inputs, node by node together, so that a weight is rounded once for all; what each returns."""
+    for actor, given in zip(actors, inputs, strict=True):
+        actor.args_iter = iter(given)
+    graph = actors[0].graph
+    for node in graph.nodes:
+        for actor in actors:
+            actor.env[node] = actor.run_node(node)
+            for dead in actor.user_to_last_uses.get(node, ()):
+                del actor.env[dead]
+        for site, _ in actors[0].chosen.get(node, ()):
+            site.cache.clear()  # a second copy of all weights is not needed
+    return [actor.env[graph.output_node()] for actor in actors]

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.types import Args, Arguments, Outputs, Value
 from effcompile.estimate.inputs import Inputs, describe_generated, generate_inputs
-from effcompile.estimate.perturb import MERGED, ErrorRecord, Site, Weights, delta_of, find_sites, static_range
+from effcompile.estimate.perturb import MERGED, ErrorRecord, Site, Weights, delta_of, find_sites, is_static, static_range
 from effcompile.ir.export import LENIENT
 from effcompile.ir.formats import INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
@@ -289,8 +289,7 @@ def _price(task: _Task, sites: list[Site], clock: _Clock) -> tuple[dict[tuple[st
 
 def _deltas(task: _Task, site: Site, option: Form, used: list[ErrorRecord]) -> Iterator[tuple[ErrorRecord, torch.Tensor]]:
     """δ on each input, one at a time."""
-    fixed = option.weights is not None and option.weights.activation == "static int8"
-    limits = static_range(site, task.records) if fixed else None
+    limits = static_range(site, task.records) if is_static(option) else None
     for record in used:
         yield record, delta_of(site, option, record, limits)
 

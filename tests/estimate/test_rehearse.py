@@ -13,6 +13,7 @@ from torch_formats import where_there
 
 from effcompile.backends import load_backend
 from effcompile.capture import capture
+from effcompile.estimate import fake_quant
 from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.formats import LINEAR_FORMATS, Form
 from effcompile.ir.program import Program
@@ -42,11 +43,11 @@ def program() -> Program:
     return capture(Block().eval(), (torch.randn(2, 16, 64),))
 
 
-def plan_of(options: dict[str, str], *, error_squared: float = 1e-4, given: dict[str, Form] | None = None) -> Any:
+def plan_of(options: dict[str, str], *, error_squared: float = 1e-4, given: dict[str, Form] | None = None, peak_bytes: int = 0) -> Any:
     named = given or {}
     cost = SimpleNamespace(error_squared=error_squared)
     decisions = [SimpleNamespace(site=s, option=o, form=named.get(s, form(o)), cost=cost) for s, o in options.items()]
-    return SimpleNamespace(decisions=decisions)
+    return SimpleNamespace(decisions=decisions, predicted=SimpleNamespace(peak_bytes=peak_bytes, weight_bytes=0))
 
 
 def rehearsal_of(program: Program) -> Rehearsal:
@@ -74,7 +75,7 @@ def test_as_far_off_as_the_artifact(program: Program, backend: str, option: str)
     assert emulate is not None
     inputs = program.flat_inputs()
     lowered = load_backend(backend).lower(program.tagged(forms(options), "test"), None, [inputs])  # type: ignore[arg-type]
-    measured, rehearsed = distance(lowered(*inputs), program), distance(emulate(*inputs), program)
+    measured, rehearsed = distance(lowered(*inputs), program), distance(next(emulate([inputs])), program)
     assert measured > 1e-5 and rehearsed == pytest.approx(measured, rel=0.1)
 
 
@@ -94,7 +95,26 @@ def test_members_of_a_merge_share_a_scale(program: Program) -> None:
     together = rehearsal.of(plan_of({**options, group.site: MERGED}, given={group.site: Form(word=MERGED)}))
     assert apart is not None and together is not None
     inputs = small.flat_inputs()
-    assert not torch.equal(apart(*inputs)[0], together(*inputs)[0])
+    assert not torch.equal(next(apart([inputs]))[0], next(together([inputs]))[0])
+
+
+def test_calls_that_go_together_come_out_as_by_themselves_and_round_each_weight_once(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(
+        zip([site.site for site in linears(program)], ["int8_static", "int8_dynamic", "w4", "bf16", "int8_channel"], strict=True)
+    )
+    rounded: list[torch.Tensor] = []
+    weight = fake_quant.weight
+    monkeypatch.setattr(fake_quant, "weight", lambda w, *more: (rounded.append(w), weight(w, *more))[1])
+    cases = [[torch.randn(batch, 16, 64)] for batch in (2, 1, 3)]
+    rehearsal = rehearsal_of(program)
+    together, alone = rehearsal.of(plan_of(options)), rehearsal.of(plan_of(options, peak_bytes=1 << 40))
+    assert together is not None and alone is not None
+    found = list(together(cases))
+    assert len(rounded) == len(options) and [len(outputs[0]) for outputs in found] == [2, 1, 3]
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(found, alone(cases), strict=True))
+    assert len(rounded) == 4 * len(options)  # too large to go together, each has its weights rounded anew
 
 
 def test_an_exact_plan_and_one_with_what_nobody_emulates_are_not_rehearsed(program: Program) -> None:
