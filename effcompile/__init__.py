@@ -8,10 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from effcompile.core import errors
-from effcompile.core.reasons import Reason
-from effcompile.ir.plan import Plan
-from effcompile.ir.sparsity import SparsityFigures
+from effcompile.core import spoken
 
 if TYPE_CHECKING:
     __version__: str
@@ -33,7 +30,10 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from effcompile.core.goal import Goal
+    from effcompile.core.reasons import Reason
     from effcompile.dynamo import compilations
+    from effcompile.ir.plan import Plan
+    from effcompile.ir.sparsity import SparsityFigures
     from effcompile.ir.strategy import Strategy
     from effcompile.machine.cluster import Cluster
     from effcompile.machine.target import Target
@@ -60,6 +60,7 @@ _HOME = {
     "compilations": "dynamo",
     "DynamicSparsity": "sparse.controller",
     "Goal": "core.goal",
+    "Plan": "ir.plan",
     "Strategy": "ir.strategy",
     "Cluster": "machine.cluster",
     "Target": "machine.target",
@@ -156,13 +157,11 @@ def _reason_words(reason: Reason) -> str:
     return words(reason)
 
 
-def _infeasible_words(error: errors.InfeasibleError) -> str:
+def _infeasible_words(error: InfeasibleError) -> str:
     from effcompile.report.causes import message
 
     return message(error)
 
 
-Plan.printer = staticmethod(_print)
-errors.InfeasibleError.words = staticmethod(_infeasible_words)
-Reason.words = staticmethod(_reason_words)
-SparsityFigures.printer = staticmethod(_print_sparsity)
+spoken.print_plan, spoken.print_sparsity = _print, _print_sparsity
+spoken.of_infeasible, spoken.of_reason = _infeasible_words, _reason_words

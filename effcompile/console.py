@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import msgspec
 import typer
@@ -21,7 +22,9 @@ from rich.text import Text
 
 from effcompile import report
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
-from effcompile.core.goal import Goal
+
+if TYPE_CHECKING:
+    from effcompile.core.goal import Goal
 
 #: Seconds after which a signal that a library swallowed is told again.
 _AGAIN = 0.5

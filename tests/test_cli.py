@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from effcompile import cli, console
+from effcompile.cli import commands
 from effcompile.core.causes import Said
 from effcompile.core.cost import Cost
 from effcompile.core.errors import EffcompileError, InfeasibleError
@@ -114,6 +115,19 @@ def test_every_command_has_help_and_json(capsys: pytest.CaptureFixture[str]) -> 
         outcome = Outcome(capsys, name, "--help")
         assert outcome.status == 0
         assert "--json" in outcome.out
+
+
+def test_a_list_of_the_commands_loads_none_and_tells_the_first_line_of_each() -> None:
+    for name, (_, _, first) in commands.COMMANDS.items():
+        assert commands.loaded(name).help.split("\n\n")[0] == first
+    code = (
+        "import sys; from effcompile.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted(m for m in sys.modules if m.startswith(('effcompile.cli.', 'effcompile.ir', 'effcompile.report.'))), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr.strip() == "['effcompile.cli.commands']"
 
 
 def test_targets_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,33 +15,20 @@ from typing import Annotated
 import typer
 
 from effcompile import console
-from effcompile.cli import deciding, ranks, reading, running, upkeep
+from effcompile.cli import commands
 from effcompile.core.errors import EffcompileError, InternalError
 
 app = typer.Typer(
+    cls=commands.Commands,
     help="Declare the budget; get the fastest transformer that fits, with proof.",
     epilog="Start with:  effcompile optimize examples/bert.py --max-error 0.031 -o out/bert\n\n"
     "or, to train:  effcompile optimize examples/train_gpt2.py --mode training --memory 1150MiB -o out/train",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=commands.HELP_NAMES,
 )
-
-app.command()(deciding.optimize)
-app.command("plan")(deciding.plan)
-app.command()(deciding.frontier)
-app.command()(reading.explain)
-app.command()(reading.diff)
-app.command()(reading.targets)
-app.command()(running.run)
-app.command()(running.serve)
-app.command()(ranks.verify)
-app.command()(ranks.export)
-app.command()(running.calibrate)
-app.command()(upkeep.passes)
-app.command()(upkeep.cache)
-app.command()(upkeep.doctor)
+commands.add_all(app)
 
 
 @app.callback(invoke_without_command=True)

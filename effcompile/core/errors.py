@@ -21,7 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
+
+from effcompile.core import spoken
 
 if TYPE_CHECKING:
     from effcompile.core.causes import Cause
@@ -106,9 +108,6 @@ class InfeasibleError(EffcompileError):
         untried: what was not tried, and the like.
     """
 
-    #: How an error words itself; `effcompile/__init__.py` puts the report layer's words here, as imports only go down.
-    words: ClassVar[Callable[[InfeasibleError], str] | None] = None
-
     def __init__(
         self, *why: Cause, binding: tuple[str, ...] = (), nearest: Mapping[str, float] | None = None, untried: tuple[Cause, ...] = ()
     ) -> None:
@@ -116,8 +115,7 @@ class InfeasibleError(EffcompileError):
         self.why, self.binding, self.nearest, self.untried = why, binding, dict(nearest or {}), untried
 
     def __str__(self) -> str:
-        assert InfeasibleError.words is not None, "effcompile/__init__.py has set it"
-        return InfeasibleError.words(self)
+        return spoken.of_infeasible(self)
 
     @property
     def needed(self) -> int:

@@ -7,10 +7,11 @@ may have holes for figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from string import Formatter
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
+
+from effcompile.core import spoken
 
 #: What may stand in a hole of a text, and so how it is printed: a plain number, bytes, seconds, an error, a share, the name of a place,
 #: any other name or somebody else's words.
@@ -25,12 +26,8 @@ class Reason:
 
     __slots__ = ()
 
-    #: How a reason words itself; `effcompile/__init__.py` puts the report layer's words here, as imports only go down.
-    words: ClassVar[Callable[[Reason], str] | None] = None
-
     def __str__(self) -> str:
-        assert Reason.words is not None, "effcompile/__init__.py has set it"
-        return Reason.words(self)
+        return spoken.of_reason(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
+from effcompile.core import spoken
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError, clipped
 from effcompile.core.files import read_bounded, write_atomically
@@ -233,9 +234,6 @@ class Plan:
     fit: Fit | None = None  # of a training step on a machine that is not here
     distributed: Distributed | None = None  # of a training step on many devices
 
-    #: How a plan prints itself; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
-    printer: ClassVar[Callable[..., None] | None] = None
-
     def __post_init__(self) -> None:
         _check_reasons("a note", *self.notes)
         _check_reasons("a backend", *(candidate.note for candidate in self.candidates))
@@ -355,14 +353,8 @@ class Plan:
         return cls.from_dict(data, source=repr(str(file)))
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
-        """Print the plan; see effcompile.report.
-
-        Raises:
-            UsageError: `effcompile` itself was not imported, which brings the words.
-        """
-        if Plan.printer is None:
-            raise UsageError("No printer is installed: `import effcompile` first.")
-        Plan.printer(self, console, verbose)
+        """Print the plan; see effcompile.report."""
+        spoken.print_plan(self, console, verbose)
 
     def _repr_html_(self) -> str:
         """The report, as a notebook shows the value of a cell."""

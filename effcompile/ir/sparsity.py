@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
-from effcompile.core.errors import UsageError
+from effcompile.core import spoken
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.units import format_count
 
@@ -124,9 +123,6 @@ class SparsityFigures:
     flops: StepFlops
     efficiency: Efficiency | None = None
 
-    #: How figures print themselves; `effcompile/__init__.py` puts the report layer's printer here, as imports only go down.
-    printer: ClassVar[Callable[..., None] | None] = None
-
     @property
     def density(self) -> float:
         return sum(_weights(layer) * layer.density for layer in self.layers) / sum(map(_weights, self.layers))
@@ -142,14 +138,8 @@ class SparsityFigures:
         return MATCHED_BREAK_EVEN.get(self.block) if abs(self.sparsity - 0.9) < 0.01 else None
 
     def print(self, console: object = None) -> None:
-        """Print them; see effcompile.report.
-
-        Raises:
-            UsageError: `effcompile` itself was not imported, which brings the words.
-        """
-        if SparsityFigures.printer is None:
-            raise UsageError("No printer is installed: `import effcompile` first.")
-        SparsityFigures.printer(self, console)
+        """Print them; see effcompile.report."""
+        spoken.print_sparsity(self, console)
 
 
 def _weights(layer: LayerFigures) -> int:
