@@ -16,6 +16,7 @@ from effcompile.as_module import as_module
 from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
 from effcompile.compiler import QUIET, AnyOptimizer, Batch, Dynamic, Executable, OnChange, Progress, Request, TrainingExecutable, load
+from effcompile.core.effort import Effort
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal, GoalFields, GoalLimits, Mode
 from effcompile.core.types import Example, Inputs, Outputs
@@ -55,6 +56,7 @@ class Options(GoalLimits, total=False):
     keep_outputs: bool
     on_change: OnChange | None
     mesh: DeviceMesh | None
+    effort: Effort
     progress: bool | Progress
 
 
@@ -119,6 +121,7 @@ def optimize(
     on_change: OnChange | None = None,
     mesh: DeviceMesh | None = None,
     shapes: Shapes | None = None,
+    effort: Effort = "normal",
     progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> Executable | TrainingExecutable | Bucketed | GenerationExecutable | Deferred | Decorator | Callable[..., Deferred]:
@@ -158,6 +161,7 @@ def optimize(
             made for all, `memory` is each rank's, and the model's parameters become DTensors: make the optimizer of those of the result.
         shapes: in training (examples, tokens) of the batches that come, [(8, 128), (8, 256)]: each is planned now, smaller batches are
             padded where that is exact, and others run eagerly with a word; "auto" chooses them for the batches of a loader, `inputs`.
+        effort: how long planning searches, 15, 60 or 600 seconds at the most: "low", "normal", "high". What is not proven then is told.
         progress: True to show on stderr what is being done, or a Progress that is told.
         **goal_fields: mode="training", memory="6GiB", minimize="memory", max_error=0.01, reads="last".
 
@@ -184,6 +188,7 @@ def optimize(
         lr=lr,
         on_change=on_change,
         mesh=mesh,
+        effort=effort,
         progress=_told(progress),
     )
     if mesh is not None and (model is None or inputs is None):
@@ -222,6 +227,7 @@ def plan(
     strategy: Strategy | StrategyFields | None = None,
     global_batch: int | None = None,
     batch_tokens: int | None = None,
+    effort: Effort = "normal",
     progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> Plan:
@@ -246,6 +252,7 @@ def plan(
         optimizer=optimizer,
         batch=batch,
         lr=lr,
+        effort=effort,
         progress=_told(progress),
         devices=_devices(devices, nodes, strategy, global_batch, batch_tokens),
     )
@@ -282,6 +289,7 @@ def frontier(
     calibration: Iterable[Example] | None = None,
     loss: Loss | None = None,
     keep_outputs: bool = False,
+    effort: Effort = "normal",
     progress: bool | Progress = False,
     **goal_fields: Unpack[GoalFields],
 ) -> list[Plan]:
@@ -297,7 +305,7 @@ def frontier(
     request = Request(
         goal=declare(goal, goal_fields), target=target, backend=backend, passes=passes, dynamic=dynamic,
         calibration=_calibration(calibration), loss=loss, keep_outputs=keep_outputs, optimizer=optimizer,
-        progress=_told(progress),
+        effort=effort, progress=_told(progress),
     )  # fmt: skip
     return make_frontier(request, _ready(as_module(model), request), *as_inputs(inputs), points)
 

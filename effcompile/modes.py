@@ -11,6 +11,7 @@ from torch import nn
 from effcompile import compiler
 from effcompile.compiler import Executable, Request, TrainingExecutable
 from effcompile.compiler.generation import generating
+from effcompile.core import effort
 from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Plan
@@ -25,7 +26,7 @@ Planned = Executable | TrainingExecutable
 
 def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Planned:
     """Capture, plan, lower and verify the model at these inputs. One thread at a time: others wait."""
-    with PLANNING:
+    with PLANNING, effort.within(request.effort):
         if request.goal.mode == "generation":
             return generating().optimize_generation(model, args, kwargs, **request.whole)
         if request.training:
@@ -37,7 +38,7 @@ def carry_out(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) ->
 
 def make_plan(request: Request, model: nn.Module, args: Args, kwargs: Kwargs) -> Plan:
     """Decide at these inputs; nothing is lowered."""
-    with PLANNING:
+    with PLANNING, effort.within(request.effort):
         if request.devices is not None:
             return compiler.plan_devices(model, args, kwargs, request, progress=request.progress)
         if request.goal.mode == "generation":
@@ -54,5 +55,5 @@ def make_frontier(request: Request, model: nn.Module, args: Args, kwargs: Kwargs
     if request.goal.mode == "generation":
         raise UsageError("There is no front of generation plans yet. Ask for one plan at each memory: effcompile.plan(..., memory=...).")
     made = compiler.frontier_training if request.training else compiler.frontier
-    with PLANNING:
+    with PLANNING, effort.within(request.effort):
         return made(model, args, kwargs, **request.asked) if points is None else made(model, args, kwargs, points=points, **request.asked)

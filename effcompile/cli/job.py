@@ -23,6 +23,7 @@ from effcompile.cli.options import (
     DeviceCount,
     Dynamic,
     GlobalBatch,
+    HowLong,
     KeepOutputs,
     LearningRate,
     MaxError,
@@ -165,6 +166,7 @@ class Job:
     backend: BackendName = None
     passes: PassNames = None
     dynamic: Dynamic = None
+    effort: HowLong = "normal"
 
     @property
     def changes(self) -> dict[str, object]:
@@ -238,6 +240,7 @@ class Job:
             optimizer=loaded.optimizer if training else None,
             batch=self.batch,
             lr=None if self.lr is None else parsed_rate(self.lr),
+            effort=self.effort,
             progress=steps,
         )
         return Wanted(loaded=loaded, request=request)

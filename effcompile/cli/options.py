@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from effcompile.core.effort import Effort
+
 GOAL, HOW, OUTPUT = "The goal", "How to get there", "Output"
 
 ModelFile = Annotated[
@@ -57,6 +59,10 @@ PassNames = Annotated[
 ]
 Dynamic = Annotated[
     bool | None, typer.Option("--dynamic/--static", help="Keep batch and sequence free, or fix every shape.", rich_help_panel=HOW)
+]
+HowLong = Annotated[
+    Effort,
+    typer.Option("--effort", metavar="low|normal|high", help="Search 15, 60 or 600 seconds at the most.", rich_help_panel=HOW),
 ]
 KeepOutputs = Annotated[
     bool, typer.Option("--keep-outputs", help="Training: return logits too, not the loss alone; takes memory.", rich_help_panel=GOAL)

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import z3
 
+from effcompile.core import effort
 from effcompile.core.errors import EffcompileError, UsageError
 from effcompile.planner.infeasible import explain, with_objective
 from effcompile.planner.optimise import Impossible, SolverOutcome, Undecided, optimise
@@ -50,7 +51,7 @@ def solve_checked(problem: Problem, *, gap: float, timeout: float) -> Solution:
     Raises:
         InfeasibleError: nothing is within the limits. UndecidedError: the solver stopped, or ran out of time, before it found a choice.
     """
-    start = time.monotonic()
+    start, timeout = time.monotonic(), effort.allowed(timeout)
     reduced = reduce_problem(problem)
     base = int(Fraction(problem.base_objective) * reduced.scale)
     try:
@@ -77,6 +78,7 @@ def _solution(problem: Problem, outcome: SolverOutcome, scale: int, gap: float, 
     value, bound = Fraction(outcome.value, scale), Fraction(outcome.bound, scale)
     proven = value - bound <= Fraction(gap) * abs(value)
     alternatives = sum(len(a) for a in problem.sites.values())
+    effort.spend(took := time.monotonic() - start)
     return Solution(
         choice=choice,
         objective=float(value),
@@ -85,7 +87,7 @@ def _solution(problem: Problem, outcome: SolverOutcome, scale: int, gap: float, 
         status=SINGLE if alternatives == len(problem.sites) else OPTIMAL if proven else UNPROVEN,
         sites=len(problem.sites),
         alternatives=alternatives,
-        seconds=time.monotonic() - start,
+        seconds=took,
         solver=f"z3 {z3.get_version_string()}",
         resources={r: float(problem.used(choice, r)) for r in problem.resource_names()},
     )

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from effcompile.capture.training import Loss
+from effcompile.core import effort
+from effcompile.core.effort import Effort
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.types import Args, Inputs, Kwargs
@@ -71,6 +73,7 @@ class Request:
         lr: a learning rate and the batch that it is good for, from which the plan says one for the batch that is chosen.
         on_change: what a call does that the plan does not hold for.
         mesh: the processes that run a step together, each on a part of the batch of its own; None for this one alone.
+        effort: "low", "normal" or "high": how many seconds planning may search, see core/effort.py.
         progress: is told what is being done.
         devices: the step is divided among so many; None: one device.
 
@@ -92,6 +95,7 @@ class Request:
     lr: tuple[float, ...] | None = None
     on_change: OnChange | None = None
     mesh: DeviceMesh | None = None
+    effort: Effort = "normal"
     progress: Progress = QUIET
     devices: ManyDevices | None = None
 
@@ -99,6 +103,7 @@ class Request:
         if self.goal.mode == "generation" and self.batch is not None:  # there it is what the cache has room for
             object.__setattr__(self, "goal", Goal.of(self.goal, batch=_count(self.batch)))
             object.__setattr__(self, "batch", None)
+        effort.check(self.effort)
         if self.calibration is not None:  # read more than once
             object.__setattr__(self, "calibration", tuple(self.calibration))
         if self.on_change not in (None, *get_args(OnChange)):

@@ -27,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import z3
 
+from effcompile.core import effort
 from effcompile.core.errors import UsageError
 from effcompile.planner.remat import kept
 from effcompile.planner.remat.grid import Grid
@@ -83,10 +84,12 @@ def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
     check_block(problem)
     if not (math.isfinite(timeout) and timeout > 0) or points < 3:
         raise UsageError(f"timeout = {timeout!r}, points = {points!r}: give a positive number of seconds, and at least 3 points.")
+    timeout = effort.allowed(timeout)
     key = hashed(problem, points)
     given, front = _known.get(key) or _read(key, problem)
     if front is None or (timeout > given and not front.proven):
         given, front = timeout, _found(problem, timeout, points)
+        effort.spend(front.seconds)
         if front.seconds > _WORTH_KEEPING:
             _fresh[key] = _as_kept(problem, given, front)
     if len(_known) >= _MOST_KNOWN:

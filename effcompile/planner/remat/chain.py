@@ -22,6 +22,7 @@ from fractions import Fraction
 
 import z3
 
+from effcompile.core import effort
 from effcompile.core.errors import UsageError
 from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN
 from effcompile.planner.remat.count import Certifier
@@ -83,7 +84,7 @@ def solve_chain(problem: ChainProblem, *, reference_seconds: float, gap: float =
             f"gap = {gap!r}, timeout = {timeout!r}, reference_seconds = {reference_seconds!r}: "
             "gap must be ≥ 0 (0.01 is 1 % of the reference), the others positive numbers of seconds."
         )
-    start = time.monotonic()
+    start, timeout = time.monotonic(), effort.allowed(timeout)
     chains = variants(problem)
     budget = UNLIMITED if problem.budget is None else problem.budget
     possible = [(links, choice) for links in chains if (choice := feasible(links, budget)) is not None]
@@ -146,6 +147,7 @@ def _solution(problem: ChainProblem, state: _State, smallest: int, reference: fl
     proven = (state.value - state.bound) * state.links.tick <= Fraction(gap) * Fraction(reference)
     by_walk = proven and (state.value - min(state.z3_lower)) * state.links.tick > Fraction(gap) * Fraction(reference)
     single = len(state.chains) == 1 and all(len(problem.options[s.kind]) == 1 for s in problem.stages)
+    effort.spend(took := time.monotonic() - start)
     return ChainSolution(
         choice=choice,
         groups=state.links.groups,
@@ -157,7 +159,7 @@ def _solution(problem: ChainProblem, state: _State, smallest: int, reference: fl
         instant=highest(problem, state.links, state.choice)[0],
         smallest=smallest,
         solver=f"z3 {z3.get_version_string()}" + (", exact dynamic program" if by_walk else ""),
-        solve_seconds=time.monotonic() - start,
+        solve_seconds=took,
         host=sum(problem.options[s.kind][i].host_bytes for s, i in zip(problem.stages, choice, strict=True)),
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
+from effcompile.core import effort
 from effcompile.core.errors import InfeasibleError, UnknownNameError
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.footprint import excess
@@ -109,6 +110,7 @@ def lever_rows(
     none, *alone = _reached(subsets, [(), *((name,) for name in names)], budget, progress)
     order = {row.levers[0]: rank for rank, row in enumerate(sorted(alone, key=_rank))}
     ordered = sorted(combinations(names, 2), key=lambda pair: sorted((order[name] for name in pair), reverse=True))
+    seconds = effort.allowed(seconds)
     pairs = _reached(subsets, ordered if len(names) > 2 else [], budget, progress, deadline=time.monotonic() + seconds)
     cut = 0 < len(pairs) < len(ordered)
     text = "the pair of levers is the best of {} of {}, which were looked at within {seconds}"
