@@ -67,7 +67,7 @@ COMMANDS = {
 class Commands(TyperGroup):
     """The group of the commands, which are loaded when they are run."""
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name, and those that are left for it."""
         name, command, left = super().resolve_command(ctx, args)
         return name, loaded(name) if name in COMMANDS else command, left
