@@ -49,6 +49,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.names import check_backend, check_passes
 from effcompile.ir.plan import Plan
 from effcompile.loader.source import Reading, find
+from effcompile.loader.weights import check_source
 from effcompile.machine.cluster import parse_nodes
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class Job:
                 from effcompile.machine.machines import load_target
 
                 load_target(name)
-        find(self.model)
+        check_source(find(self.model), self.reading)
 
     def load(self, steps: report.ProgressSteps, plan: Plan | None = None) -> Wanted:
         """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,7 @@ from effcompile.core.stages import first_line
 from effcompile.loader.derive import Derived, derive
 from effcompile.loader.loaded import Loaded
 from effcompile.loader.source import ModelSource, Reading, config_of
-
-#: Task, as transformers' pipelines name it → the class that has its head.
-TASKS = {
-    "feature-extraction": "AutoModel",
-    "text-generation": "AutoModelForCausalLM",
-    "fill-mask": "AutoModelForMaskedLM",
-    "text-classification": "AutoModelForSequenceClassification",
-    "token-classification": "AutoModelForTokenClassification",
-    "question-answering": "AutoModelForQuestionAnswering",
-    "multiple-choice": "AutoModelForMultipleChoice",
-    "text2text-generation": "AutoModelForSeq2SeqLM",
-    "translation": "AutoModelForSeq2SeqLM",
-    "summarization": "AutoModelForSeq2SeqLM",
-    "image-classification": "AutoModelForImageClassification",
-    "object-detection": "AutoModelForObjectDetection",
-    "automatic-speech-recognition": "AutoModelForSpeechSeq2Seq",
-    "audio-classification": "AutoModelForAudioClassification",
-}
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "diffusion_pytorch_model.bin")
+from effcompile.loader.weights import TASKS, check_source, check_task, check_weights
 
 
 def load_folder(source: ModelSource, reading: Reading) -> Loaded:
@@ -52,7 +33,7 @@ def load_folder(source: ModelSource, reading: Reading) -> Loaded:
 
 def load_diffusers(source: ModelSource, reading: Reading) -> Loaded:
     """A model of diffusers from its folder. Raises as `load_folder` does."""
-    _check_weights(source.path, reading)
+    check_weights(source.path, reading)
     diffusers = _imported("diffusers")
     name = str(config_of(source.path)["_class_name"])
     kind = getattr(diffusers, name, None)
@@ -66,12 +47,7 @@ def load_diffusers(source: ModelSource, reading: Reading) -> Loaded:
 def load_safetensors(source: ModelSource, reading: Reading) -> Loaded:
     """The weights of one file, in the model of the config beside it. Raises as `load_folder` does."""
     folder = source.path.parent
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"{str(source.path)!r} holds weights alone: there is no config.json beside it that says whose. Put the model's config.json "
-            "there, or load the weights in a model.py of yours (model.load_state_dict(safetensors.torch.load_file(path)))."
-        )
-    check_safetensors(source.path)
+    check_source(source, reading)
     from safetensors.torch import load_file
 
     weights = load_file(source.path)
@@ -86,7 +62,7 @@ def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] 
         UsageError: see `load_folder`.
     """
     if weights is None:
-        _check_weights(folder, reading)
+        check_weights(folder, reading)
     transformers = _imported("transformers")
     kind = _class_of(transformers, folder, reading)
     with _blaming(folder), _quiet(transformers.utils.logging):
@@ -107,31 +83,12 @@ def pretrained(folder: Path, reading: Reading, weights: dict[str, torch.Tensor] 
     return model.eval(), tuple(notes)
 
 
-def check_safetensors(file: Path) -> None:
-    """Open a file as far as it takes to see that it is whole.
-
-    Raises:
-        UsageError: it is not.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise UsageError(
-            f"{str(file)!r} is not a whole safetensors file ({first_line(error)}; {file.stat().st_size:,} bytes). It may be cut off: "
-            "download or copy it again."
-        ) from error
-
-
 def _class_of(transformers: Any, folder: Path, reading: Reading) -> Any:
     """The class to load: that of the task, or the first of the config's architectures."""
     config = config_of(folder)
     remote = config.get("auto_map")
     if reading.task is not None:
-        if reading.task not in TASKS:
-            raise UsageError(f"No task is named {reading.task!r}. Known: {', '.join(TASKS)}.")
+        check_task(reading.task)
         name = TASKS[reading.task]
     else:
         named = config.get("architectures")
@@ -156,33 +113,6 @@ def _class_of(transformers: Any, folder: Path, reading: Reading) -> Any:
             f"transformers {version} has no architecture {name!r}, which {where!r} names. Choose one with --task: {', '.join(TASKS)}."
         )
     return getattr(transformers, name)
-
-
-def _check_weights(folder: Path, reading: Reading) -> None:
-    """Weights that are there, whole, and no pickles. Raises UsageError otherwise."""
-    found = sorted(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):
-        found += [folder / name for name in _shards(index) if folder / name not in found]
-    for file in found:
-        if not file.is_file():
-            raise UsageError(f"{str(file)!r} is missing, which the index beside it names. Download the model again.")
-        check_safetensors(file)
-    pickles = [name for name in _PICKLES if (folder / name).is_file()]
-    if found or (pickles and reading.allow_pickle):
-        return
-    if pickles:
-        raise UsageError(
-            f"The weights in {str(folder)!r} are a pickle ({pickles[0]}), which may run code when it is opened. If you trust where it came "
-            "from, give --allow-pickle; model.save_pretrained(folder) then writes safetensors."
-        )
-    raise UsageError(f"{str(folder)!r} has a config.json and no weights: there is no model.safetensors. Download the model again.")
-
-
-def _shards(index: Path) -> list[str]:
-    try:
-        return sorted({Path(str(name)).name for name in json.loads(index.read_bytes())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UsageError(f"{str(index)!r} is no index of weights. Download the model again.") from error
 
 
 @contextlib.contextmanager

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from effcompile.core.errors import UsageError
 from effcompile.core.files import read_bounded
 from effcompile.loader.derive import derive
-from effcompile.loader.huggingface import check_safetensors, pretrained
+from effcompile.loader.huggingface import pretrained
 from effcompile.loader.loaded import Loaded
 from effcompile.loader.source import ModelSource, Reading, config_of
+from effcompile.loader.weights import check_safetensors
 
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize")
 _LEAST = 1e-9

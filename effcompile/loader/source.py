@@ -109,8 +109,11 @@ def _folder(folder: Path, spec: str) -> ModelSource:
     if (folder / "model_index.json").is_file():
         parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
         raise UsageError(f"{spec!r} is a diffusers pipeline of several models. Name one: {', '.join(f'{spec}/{part}' for part in parts)}.")
-    hint = f" Or name one of its files: {', '.join(f'{spec}/{name}' for name in scripts[:3])}." if scripts else ""
-    raise UsageError(f"{spec!r} is a folder without a config.json: no model of HuggingFace is saved there.{hint}")
+    hint = f", or name one of its files: {', '.join(f'{spec}/{name}' for name in scripts[:3])}" if scripts else ", or a model.py"
+    raise UsageError(
+        f"{spec!r} is a folder without a config.json: no model of HuggingFace is saved there. Give the folder that "
+        f"model.save_pretrained wrote{hint}."
+    )
 
 
 def _may_be_an_id(spec: str) -> bool:

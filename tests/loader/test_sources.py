@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from torch import nn
 
 from effcompile.core.errors import EffcompileError, InputsError, UsageError
 from effcompile.loader.reading import load
-from effcompile.loader.source import Reading
+from effcompile.loader.source import Reading, find
+from effcompile.loader.weights import check_source
 
 transformers = pytest.importorskip("transformers")
 
@@ -286,8 +289,20 @@ BAD = {
 @pytest.mark.parametrize("kind", BAD)
 def test_what_cannot_be_read_is_said(kind: str, copied: Path) -> None:
     make, said = BAD[kind]
+    spec = make(copied)
+    if kind not in ("remote code", "unknown type", "unknown architecture"):  # of these transformers has to be asked
+        with pytest.raises(UsageError, match=said):
+            check_source(find(spec), Reading())
     with pytest.raises(UsageError, match=said):
-        load(make(copied))
+        load(spec)
+
+
+def test_a_folder_is_looked_at_before_torch_loads(bert: Path) -> None:
+    code = (
+        "import sys; from effcompile.loader.source import Reading, find; from effcompile.loader.weights import check_source\n"
+        f"check_source(find({str(bert)!r}), Reading()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_pickle_that_is_allowed(bert: Path, copied: Path) -> None:
