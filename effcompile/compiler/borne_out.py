@@ -8,6 +8,7 @@ from dataclasses import replace
 from effcompile.compiler.settle import Outcome
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Candidate, Plan
+from effcompile.machine.load import busy
 from effcompile.search.machine import Machine
 
 #: A backend predicted this much slower than it is measured has kernel times that do not hold.
@@ -20,7 +21,7 @@ def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again
 
     First the chosen plan and the runners-up are timed once more, in turn: the measurement may have been the busy minute. If that does
     not bear the prediction out, kernels are timed and the plan is solved anew, and the faster of the two is taken, each in units of the
-    original that was timed beside it; the same plan is taken with its new prices.
+    original that was timed beside it; the same plan is taken with its new prices. While the machine is busy it is only said.
 
     Args:
         best: as chosen and measured.
@@ -33,6 +34,8 @@ def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again
     best = measured_again()
     if best.plan.misjudged is None:
         return _noted(best, Because("measured again: " + _TIMES + " did not hold; " + _TIMES + " does", (*first, *_times(best.plan))))
+    if others := busy():  # of such a minute prices are as good as those that there are
+        return _noted(best, Because(_TIMES + " do not agree, and the machine is busy: {name}", (*_times(best.plan), others)))
     second = solved_again()
     same = second.plan.backend == best.plan.backend and second.plan.options() == best.plan.options()
     taken, other = (second, best) if same or _share(second.plan) <= _share(best.plan) else (best, second)

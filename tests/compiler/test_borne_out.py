@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from effcompile.compiler import borne_out as borne_out_module
 from effcompile.compiler.borne_out import confirmed
 from effcompile.compiler.settle import Outcome
 from effcompile.core.goal import Goal
@@ -18,6 +19,7 @@ from effcompile.report.figures import borne_out
 @pytest.fixture(autouse=True)
 def _far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("effcompile.ir.plan.FAR_APART", 1.5)
+    monkeypatch.setattr(borne_out_module, "busy", lambda: "")
 
 
 def outcome(predicted: float, measured: float, original: float = 1.0, note: str = "", backend: str = "torch-eager") -> Outcome:
@@ -66,6 +68,13 @@ def test_prices_of_another_minute_are_taken_again_and_the_faster_plan_stays(seco
     assert found.plan.measured is not None and found.plan.measured.seconds == 2 * share
     assert {Because("first"), Because("second")} <= set(found.plan.notes)
     assert any("timed again and the plan was solved again" in str(note) for note in found.plan.notes)
+
+
+def test_nothing_is_solved_again_while_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(borne_out_module, "busy", lambda: "load 7.0 on 2 cores")
+    found = confirmed(outcome(4.0, 1.0), lambda: outcome(4.0, 1.1), never)
+    assert found.plan.measured is not None and found.plan.measured.seconds == 1.1
+    assert any("the machine is busy: load 7.0 on 2 cores" in str(note) for note in found.plan.notes)
 
 
 def test_the_same_plan_is_taken_with_its_new_prices() -> None:
