@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_error, format_seconds
 from effcompile.ir.plan import Certificate, Plan, Totals
 from effcompile.ir.step_figures import Fit
@@ -165,15 +166,17 @@ def borne_out(plan: Plan) -> list[str]:
     return [f"predicted ÷ measured time is {format_ratio(ratio)}: the proof is of the predicted times, which this run does not bear out"]
 
 
-def proof(certificate: Certificate, objective: str) -> list[str]:
+def proof(certificate: Certificate, goal: Goal) -> list[str]:
     """What the certificate says, no more than it says; one line per statement."""
-    better = "faster" if objective == "time" else "smaller"
+    leanest = goal.mode == "training" and goal.minimize == "memory"  # first the least bytes are found, then the fastest step within them
+    better = "faster" if goal.minimize == "time" or leanest else "smaller"
+    within = "within the least memory that was found to do" if leanest else "within this budget"
     facts = f"({certificate.solver}, {certificate.seconds:.1f} s, {certificate.sites} sites, {certificate.alternatives} alternatives)"
     if certificate.status == "only one alternative":
         lines = [f"there was only one alternative at every site: nothing to choose {facts}"]
     elif certificate.status == "optimal within gap":
         by = f"more than {math.ceil(1000 * certificate.gap - 1e-6) / 10:.1f} % " if certificate.gap > 1e-9 else ""
-        lines = [f"no plan is {by}{better} within this budget {facts}"]
+        lines = [f"no plan is {by}{better} {within} {facts}"]
     else:
         lines = [f"{certificate.status}: the best plan found {facts}"]
         slack = 1 - certificate.bound / certificate.objective if certificate.objective > 0 else None

@@ -201,9 +201,7 @@ def _error_chart(plan: Plan) -> str:
 
 
 def _proof(plan: Plan) -> str:
-    return section(
-        "Proof", "".join(f"<p>{escape(line)}</p>" for line in (*f.proof(plan.certificate, plan.goal.minimize), *f.borne_out(plan)))
-    )
+    return section("Proof", "".join(f"<p>{escape(line)}</p>" for line in (*f.proof(plan.certificate, plan.goal), *f.borne_out(plan))))
 
 
 def _backends(plan: Plan) -> str:

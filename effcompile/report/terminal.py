@@ -46,7 +46,7 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
     print_memory(page, plan)
     print_levers(page, plan)
     page.blank()
-    page.fields("proof", [*f.proof(plan.certificate, plan.goal.minimize), *f.borne_out(plan)])
+    page.fields("proof", [*f.proof(plan.certificate, plan.goal), *f.borne_out(plan)])
     _backends(page, plan)
     _decisions(page, plan, verbose)
     _declined(page, plan, verbose)

@@ -20,6 +20,7 @@ from effcompile.core.errors import FormatError, InfeasibleError, InputsError, Un
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Decision, Plan
 from effcompile.machine.machines import load_target
+from effcompile.report import figures
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 EXACTLY = ["no-pointwise"]
@@ -64,6 +65,21 @@ def test_predicted_and_measured_peaks_stay_within_every_budget(made: Any, name: 
         if all(d.option == d.baseline for d in plan.decisions if d.kind == "loss head"):  # chunks are summed in another order
             assert differing(measured(lambda: loss_of(executable(**batch)), model, 0)[0], eager(model, batch)) == []  # noqa: B023
     assert seconds[-1] <= seconds[0] * 1.01
+
+
+def test_the_least_memory_is_that_below_which_nothing_fits(made: Any) -> None:
+    """Asked for nothing but least memory, the step takes what an impossible budget is answered with, and is the fastest of such."""
+    model, batch = made["gpt2"]
+    with pytest.raises(InfeasibleError) as refused:
+        plan_training(model, (), batch, goal=goal(1), passes=EXACTLY)
+    least = int(refused.value.nearest["memory"])
+    smallest = plan_training(model, (), batch, goal=goal(minimize="memory"), passes=EXACTLY)
+    assert (smallest.predicted.peak_bytes or 0) <= least < whole(made, "gpt2")
+    within = plan_training(model, (), batch, goal=goal(least), passes=EXACTLY)
+    assert smallest.predicted.seconds == pytest.approx(within.predicted.seconds) and smallest.options() == within.options()
+    assert "no plan is faster within the least memory that was found to do" in figures.proof(smallest.certificate, smallest.goal)[0]
+    with pytest.raises(InfeasibleError):
+        plan_training(model, (), batch, goal=goal(least - 1, minimize="memory"), passes=EXACTLY)
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

@@ -133,11 +133,20 @@ class Branches:
         return next((made for made in self.made if any(p.case is joint.case for p in made.variants)), self.whole)
 
     def solve(self, budget: int | None) -> Joint:
-        """The fastest plan within the budget.
+        """The fastest plan within the budget; where the goal is least memory, within the least that anything fits.
 
         Raises:
             InfeasibleError: nothing fits. RequestError: the user wants what cannot be.
         """
+        if self.work.goal.minimize == "time":
+            return self._fastest(budget)
+        try:
+            least = self._fastest(1).peak_bytes
+        except InfeasibleError as error:  # a step takes more than a byte
+            least = error.needed
+        return self._fastest(least if budget is None else min(least, budget))
+
+    def _fastest(self, budget: int | None) -> Joint:
         record, late = recorded(budget, self.work.progress), [branch for branch in self.all if any(each.changes for each in branch)]
         for branch in self.all:
             options = {each.choice.kind: each.option.name for each in branch}
