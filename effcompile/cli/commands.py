@@ -6,10 +6,9 @@ torch takes seconds to import, and what the commands stand on a quarter of one.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
@@ -67,18 +66,22 @@ COMMANDS = {
 class Commands(TyperGroup):
     """The group of the commands, which are loaded when they are run."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+    def resolve_command(  # type: ignore[override]  # typer hands it a context of its own
+        self, ctx: typer.Context, args: list[str]
+    ) -> tuple[str | None, TyperCommand | None, list[str]]:
         """The command that the arguments name, and those that are left for it."""
-        name, command, left = super().resolve_command(ctx, args)
-        return name, loaded(name) if name in COMMANDS else command, left
+        name, _, left = super().resolve_command(ctx, args)
+        return name, None if name is None else loaded(name), left
 
 
-def loaded(name: str) -> Any:
+def loaded(name: str) -> TyperCommand:
     """A command with its options."""
     module, function, _ = COMMANDS[name]
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False, context_settings=HELP_NAMES)
     alone.command(name)(getattr(import_module(f"effcompile.cli.{module}"), function))
-    return typer.main.get_command(alone)
+    made = typer.main.get_command(alone)
+    assert isinstance(made, TyperCommand), "an app of one command is that command"
+    return made
 
 
 def add_all(app: typer.Typer) -> None:

@@ -6,10 +6,10 @@ That file runs before any other of the package, and so loads neither the report 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 
-def _nobody(*what: object) -> Any:
+def _nobody(*what: object) -> NoReturn:
     raise AssertionError("effcompile/__init__.py says who words this")
 
 
