@@ -131,24 +131,20 @@ def run(session: onnxruntime.InferenceSession, feeds: Mapping[str, Array]) -> li
 
 
 def tune(path: Path, feeds: Mapping[str, Array]) -> tuple[Settings, dict[str, float]]:
-    """The fastest settings by measurement, each candidate between two runs of the defaults, and each one's seconds.
+    """The fastest settings by measurement, the candidates between two runs of the defaults, and each one's seconds.
 
     A session holds the weights, so that one is open at a time. Defaults stay unless another candidate is at least 2 % faster: a smaller
     difference is noise.
     """
     default, *others = candidates()
     before = _seconds(path, feeds, default)
-    seconds, best, ratio = {default.describe(): before}, default, 0.98
-    for other in others:
-        found = seconds[other.describe()] = _seconds(path, feeds, other)
-        after = _seconds(path, feeds, default)
-        beside, before = (before + after) / 2, after
-        if found < ratio * beside:
-            best, ratio = other, found / beside
-    return best, seconds
+    seconds = {default.describe(): before} | {other.describe(): _seconds(path, feeds, other) for other in others}
+    beside = (before + _seconds(path, feeds, default)) / 2
+    fastest = min(others, key=lambda other: seconds[other.describe()])
+    return (fastest if seconds[fastest.describe()] < 0.98 * beside else default), seconds
 
 
-#: Timed calls of a session when settings are compared, and the seconds after which fewer do.
+#: Timed calls of a session when settings are compared, at the most and at the least, and the seconds after which fewer do.
 _TIMED, _FEWEST, _ENOUGH = 12, 4, 0.6
 
 
@@ -158,11 +154,9 @@ def _seconds(path: Path, feeds: Mapping[str, Array], settings: Settings) -> floa
     call()
     started = perf_counter()
     while len(samples) < _FEWEST or (len(samples) < _TIMED and perf_counter() < started + _ENOUGH):
-        call()  # untimed: the caches are another's
-        for _ in range(2):
-            start = perf_counter()
-            call()
-            samples.append(perf_counter() - start)
+        start = perf_counter()
+        call()
+        samples.append(perf_counter() - start)
     del call
     give_back()
     return faster_half_median(samples)
