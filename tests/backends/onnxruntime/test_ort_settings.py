@@ -1,0 +1,39 @@
+"""ONNX Runtime's settings are those that were measured fastest, by more than noise, beside defaults measured before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from effcompile.backends.onnxruntime import session
+from effcompile.backends.onnxruntime.session import Settings
+
+DEFAULT = Settings(threads=4)
+QUIET, BARE, HALF = Settings(threads=4, spinning=False), Settings(threads=4, arena=False), Settings(threads=2)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "others", "wanted"),
+    [
+        ((1.0, 1.0), {QUIET: 0.9, BARE: 0.8, HALF: 1.1}, BARE),
+        ((1.0, 1.0), {QUIET: 0.99, BARE: 1.0, HALF: 1.0}, DEFAULT),  # 1 % is noise
+        ((1.0, 1.2), {QUIET: 1.05, BARE: 1.2, HALF: 1.3}, QUIET),  # the machine became slower meanwhile
+        ((1.0, 0.8), {QUIET: 0.9, BARE: 0.95, HALF: 1.0}, DEFAULT),
+    ],
+)
+def test_the_fastest_by_more_than_noise(
+    defaults: tuple[float, float], others: Mapping[Settings, float], wanted: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, asked = list(defaults), []
+
+    def seconds(path: Path, feeds: object, settings: Settings) -> float:
+        asked.append(settings)
+        return left.pop(0) if settings == DEFAULT else others[settings]
+
+    monkeypatch.setattr(session, "_seconds", seconds)
+    monkeypatch.setattr(session, "usable_cores", lambda: 4)
+    chosen, told = session.tune(Path("model.onnx"), {})
+    assert chosen == wanted and asked == [DEFAULT, QUIET, BARE, HALF, DEFAULT]
+    assert told == {"4 threads": defaults[0], **{settings.describe(): value for settings, value in others.items()}}
