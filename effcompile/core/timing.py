@@ -31,8 +31,9 @@ def median_seconds(fn: Callable[[], object], *, min_rounds: int = 5, budget: flo
     """
     fn()
     repeats, once = _repeats(fn)
-    fewest = max(1, min(min_rounds, _OF_LONG) if 0 < budget <= once else min_rounds)
-    samples: list[float] = []
+    long = 0 < budget <= once
+    fewest = max(1, min(min_rounds, _OF_LONG) if long else min_rounds)
+    samples = [once] if long else []
     deadline = perf_counter() + budget * PATIENCE
     while len(samples) < fewest or perf_counter() < deadline:
         start = perf_counter()
