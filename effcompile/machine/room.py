@@ -97,8 +97,11 @@ class Room:
         free = memory.free_bytes(self.device)
         if free is not None and more > _SHARE * free:
             return f"needs {format_bytes(whole)}, and {format_bytes(free)} are free"
-        if more > self.left():
-            return f"needs {format_bytes(whole)}, more than planning within this budget may take ({format_bytes(int(self.allowed))})"
+        if more > (left := self.left()):
+            return (
+                f"needs {format_bytes(whole)}, about {format_bytes(more)} of it beside what is resident, where planning within this budget "
+                f"may take {format_bytes(max(0, int(left)))} more ({format_bytes(int(self.allowed))} in all)"
+            )
         return None
 
     def check(self) -> None:

@@ -265,6 +265,8 @@ def _next(page: Page, plan: Plan, directory: str | None) -> None:
         lines.append((f"effcompile run {shlex.quote(folder or '')}", "runs and times it"))
     if built and plan.backend == "onnxruntime":
         lines.append((f'onnxruntime.InferenceSession("{folder}/model.onnx")', "plain ONNX Runtime"))
+    if folder is not None and plan.measured is not None and plan.goal.mode == "generation":
+        lines.append((f'effcompile run {shlex.quote(folder)} --prompt "…"', "streams the text that follows"))
     lines.append((f'model = effcompile.optimize(model, plan="{path}")', "no solving"))
     explains = [
         f"effcompile explain {shlex.quote(path)} {shlex.quote(d.site)}"

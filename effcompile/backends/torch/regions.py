@@ -196,7 +196,8 @@ def _fits(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     if node.target in (aten.add.Tensor, aten.mul.Tensor):
         alike = all(shape_of(source) == shape_of(node) for source in sources) and len(shape_of(node)) == 3
-        return alike and len(node.args) == 2 and not node.kwargs and all(isinstance(each, fx.Node) for each in node.args)
+        made = all(isinstance(each, fx.Node) and each.op != "get_attr" for each in node.args)
+        return alike and len(node.args) == 2 and not node.kwargs and made
     if node.target is ours.rotary.default:
         return argument(node, "backwards") is False and sources[0].target is aten.transpose.int
     weights = [constant(module, source) for source in node.all_input_nodes if source.op == "get_attr"]

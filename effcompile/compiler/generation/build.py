@@ -15,15 +15,16 @@ from effcompile.capture.generation import GenerationStep, capture_step, encoder_
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.compiler.settle import corrected, settle_all
 from effcompile.core import gpu
-from effcompile.core.errors import InfeasibleError, UsageError, VerificationError
+from effcompile.core.errors import FormatError, InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, HFModel, Kwargs
+from effcompile.core.units import format_bytes
 from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Plan
-from effcompile.passes import Choice, Pass, load_passes
+from effcompile.ir.plan import Candidate, Check, Plan
+from effcompile.passes import OPTIONAL, Choice, Pass, load_passes
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
 from effcompile.runtime.generation.executable import GenerationExecutable, Stepper
@@ -38,7 +39,7 @@ from effcompile.search.pricing import formats, measured_options, plans_for, repl
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
 from effcompile.search.request import Asked, Task
-from effcompile.search.search import Regimes, Search, stored_notes
+from effcompile.search.search import Regimes, Search, fingerprint, stored_notes
 
 #: Where a step of generation runs.
 BACKENDS = ("torch-eager", "onnxruntime")
@@ -52,31 +53,54 @@ _SENSITIVITY_SECONDS = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shop:
-    """What every backend and every round needs."""
+class Bench:
+    """What carrying out a plan needs. `said`: where the texts are from."""
 
     model: HFModel
     step: GenerationStep
     goal: Goal
     passes: tuple[Pass, ...]
-    machine: Machine
     room: CacheRoom
     texts: tuple[torch.Tensor, ...]
     said: str
+    progress: Progress
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """The encoder's output that a decoder is compared behind."""
+        if self.step.encoder is None:
+            return {}
+        rows = self.texts[0].shape[0]
+        inputs = {name: value[:1].expand(rows, *value.shape[1:]) for name, value in self.step.encoder.kwargs.items()}
+        with torch.no_grad():
+            hidden = self.model.get_encoder()(**inputs, return_dict=True).last_hidden_state
+        return {"encoder_outputs": encoder_output(hidden)}
+
+    def told(self) -> Sequence[Told]:
+        """What the model itself says to the texts."""
+        with self.progress.step("reference outputs"):
+            return told_by(self.model, self.texts, self.source, self.goal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shop:
+    """What deciding needs beside it, for every backend and every round."""
+
+    bench: Bench
+    machine: Machine
     sensitivity: Sensitivity
     beside: tuple[Choice, ...]
     regimes: Regimes
-    progress: Progress
 
     def search(self) -> Search:
         """What may be decided, priced."""
-        options = {} if self.goal.exact else measured_options(self.passes)
-        program = self.step.program
+        step, goal, passes = self.bench.step, self.bench.goal, self.bench.passes
+        program, options = step.program, {} if goal.exact else measured_options(passes)
         return Search(
-            program=program, regimes=self.regimes, goal=self.goal, machine=self.machine, passes=self.passes,
-            sensitivity=self.sensitivity, calibration_inputs=self.said,
+            program=program, regimes=self.regimes, goal=goal, machine=self.machine, passes=passes,
+            sensitivity=self.sensitivity, calibration_inputs=self.bench.said,
             notes=(*self.machine.notes, *stored_notes(program), *program.mends),
-            formats=formats(options), explained=lambda error: largest_context(error, self.step, self.goal),
+            formats=formats(options), explained=lambda error: largest_context(error, step, goal),
             beside=self.beside,
         )  # fmt: skip
 
@@ -101,23 +125,58 @@ def optimize_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unp
     """
     task = Task.of(model, args, kwargs, asked)
     if task.request.plan is not None:
-        raise UsageError("A saved plan of a generation is opened with effcompile.load(folder); plan again without plan=.")
+        return _reapply(task, task.request.plan)
     backends = _backends(task.request.backend)
     shop = _shop(task, backends)
-    with shop.progress.step("reference outputs"):
-        told = told_by(model, shop.texts, _source_of(shop.step, model, shop.texts), shop.goal)
+    bench, told = shop.bench, shop.bench.told()
     search = shop.search()
-    plans, candidates = plans_for(search, backends, {}, shop.progress)
-    outcomes, considered = settle_all(plans, candidates, partial(_settle, shop, search, told))
-    with shop.progress.step("measure"):
-        found = measured.compared(model, {o.plan.backend: o.lowered for o in outcomes}, shop.goal)
-    totals = {o.plan.backend: found.each[o.plan.backend].total(shop.goal) for o in outcomes}
+    plans, candidates = plans_for(search, backends, {}, bench.progress)
+    outcomes, considered = settle_all(plans, candidates, partial(_settle, bench, search, told))
+    return _finished(bench, outcomes, considered, shop.machine)
+
+
+def _finished(
+    bench: Bench, outcomes: Sequence[Generated], candidates: Sequence[Candidate], machine: Machine | None = None
+) -> GenerationExecutable:
+    """Time the original and all outcomes in turn, take the best, and complete its plan with what was measured."""
+    goal = bench.goal
+    with bench.progress.step("measure"):
+        found = measured.compared(bench.model, {o.plan.backend: o.lowered for o in outcomes}, goal)
+    totals = {o.plan.backend: found.each[o.plan.backend].total(goal) for o in outcomes}
     small = lambda outcome: outcome.plan.measured.peak_bytes or 0  # noqa: E731
-    best = min(outcomes, key=small if shop.goal.minimize == "memory" else lambda o: totals[o.plan.backend])
-    plan = measured.told(best.plan, found, best.plan.backend, shop.goal, best.lowered, best.parts, shop.step.program)
-    considered = [replace(c, measured_seconds=totals.get(c.backend)) for c in considered]
-    notes = (*plan.notes, *shop.machine.keep_timings())
-    return GenerationExecutable(model, shop.step, best.lowered, replace(plan, candidates=tuple(considered), notes=notes), best.parts)
+    best = min(outcomes, key=small if goal.minimize == "memory" else lambda o: totals[o.plan.backend])
+    plan = measured.told(best.plan, found, best.plan.backend, goal, best.lowered, best.parts, bench.step.program)
+    notes = (*plan.notes, *(machine.keep_timings() if machine is not None else ()))
+    plan = replace(plan, candidates=tuple(replace(c, measured_seconds=totals.get(c.backend)) for c in candidates), notes=notes)
+    return GenerationExecutable(bench.model, bench.step, best.lowered, plan, best.parts)
+
+
+def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
+    """Carry out a saved plan: nothing is solved, everything is compared and measured again.
+
+    Raises:
+        FormatError: the plan was made for another model. VerificationError: it is not within its limits here.
+    """
+    named = OPTIONAL & {decision.by for decision in plan.decisions}  # the plan says how, they carry it out
+    bench = _bench(task, plan.goal, sorted(named))
+    if (found := fingerprint(bench.step.program)) != plan.fingerprint:
+        raise FormatError(
+            f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {bench.step.program.name} has "
+            f"{found}. Plan this model anew, without `plan`."
+        )
+    (backend,) = _backends(plan.backend)
+    fresh = replace(plan, checks=(), stress=(), measured=None, measured_baseline=None, candidates=())
+    outcome, peak = _lowered(bench, backend, fresh, bench.told())
+    worst = max(outcome.plan.checks, key=lambda check: check.error)
+    if not worst.passed:
+        raise _over(backend, worst)
+    if excess(peak, plan.goal.memory):
+        raise VerificationError(
+            f"The plan's {backend.name} result holds {format_bytes(peak)} here, above its memory of "
+            f"{format_bytes(plan.goal.memory or 0)}. Plan this model anew, without `plan`."
+        )
+    note = Because("from a saved plan, not solved again")
+    return _finished(bench, [outcome], [Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note=note)])
 
 
 @entry("plan")
@@ -126,7 +185,7 @@ def plan_generation(model: HFModel, args: Args, kwargs: Kwargs, **asked: Unpack[
     task = Task.of(model, args, kwargs, asked)
     backends = _backends(task.request.backend)
     shop = _shop(task, backends)
-    return plans_for(shop.search(), backends, {}, shop.progress)[0][0][1]
+    return plans_for(shop.search(), backends, {}, shop.bench.progress)[0][0][1]
 
 
 def _backends(name: str | None) -> list[Backend]:
@@ -142,31 +201,33 @@ def _backends(name: str | None) -> list[Backend]:
     return [backend for backend in usable_backends(None)[0] if backend.name in BACKENDS]
 
 
-def _shop(task: Task, backends: list[Backend]) -> Shop:
-    """Captured and priced."""
-    asked = task.request
-    model: HFModel = task.model
-    goal, progress = asked.goal, asked.progress
+def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
+    """The captured step, with the texts that results are compared on. `named`: passes beside those that were asked for."""
+    model, progress = task.model, task.request.progress
     context, _, _ = goal.tokens
     fitting(model, context)
     with progress.step("capture"):
         step = capture_step(model)
-    machine = resolve(asked.target, backends, gpu.place_of(model))
-    passes = load_passes(asked.passes or PASSES)
-    given = list(asked.calibration or ()) or ([(task.args, task.kwargs)] if task.args or task.kwargs else None)
+    given = list(task.request.calibration or ()) or ([(task.args, task.kwargs)] if task.args or task.kwargs else None)
     if model.config.is_encoder_decoder:
         given = None
     with progress.step("calibration text"):
         texts, said = calibration_text(model, given, context)
-    with progress.step("measure sensitivity"):
-        found = _sensitivity(step, goal, passes, texts)
-        beside = cache_choice(step, model, goal, machine.target, texts, _source_of(step, model, texts))
-    regimes = regimes_of(step, goal, CHUNK)
-    room = CacheRoom(context=context, chunk=CHUNK)
-    return Shop(
-        model=model, step=step, goal=goal, passes=passes, machine=machine, room=room, texts=tuple(texts), said=said, sensitivity=found,
-        beside=beside, regimes=regimes, progress=progress,
+    return Bench(
+        model=model, step=step, goal=goal, passes=load_passes((*(task.request.passes or PASSES), *named)),
+        room=CacheRoom(context=context, chunk=CHUNK), texts=tuple(texts), said=said, progress=progress,
     )  # fmt: skip
+
+
+def _shop(task: Task, backends: list[Backend]) -> Shop:
+    """Captured and priced."""
+    bench = _bench(task, task.request.goal)
+    step, goal, texts = bench.step, bench.goal, bench.texts
+    machine = resolve(task.request.target, backends, gpu.place_of(task.model))
+    with bench.progress.step("measure sensitivity"):
+        found = _sensitivity(step, goal, bench.passes, texts)
+        beside = cache_choice(step, bench.model, goal, machine.target, texts, bench.source)
+    return Shop(bench=bench, machine=machine, sensitivity=found, beside=beside, regimes=regimes_of(step, goal, CHUNK))
 
 
 def _sensitivity(step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], texts: Sequence[torch.Tensor]) -> Sensitivity:
@@ -179,18 +240,7 @@ def _sensitivity(step: GenerationStep, goal: Goal, passes: tuple[Pass, ...], tex
     return kept.measured(program, inputs, measured_options(passes), weights=weights, budget_seconds=_SENSITIVITY_SECONDS)
 
 
-def _source_of(step: GenerationStep, model: HFModel, texts: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The encoder's output that a decoder is compared behind."""
-    if step.encoder is None:
-        return {}
-    rows = texts[0].shape[0]
-    inputs = {name: value[:1].expand(rows, *value.shape[1:]) for name, value in step.encoder.kwargs.items()}
-    with torch.no_grad():
-        hidden = model.get_encoder()(**inputs, return_dict=True).last_hidden_state
-    return {"encoder_outputs": encoder_output(hidden)}
-
-
-def _settle(shop: Shop, search: Search, told: Sequence[Told], backend: Backend, first: Plan, _: Sequence[Generated]) -> Generated:
+def _settle(bench: Bench, search: Search, told: Sequence[Told], backend: Backend, first: Plan, _: Sequence[Generated]) -> Generated:
     """Lower and compare; and solve again with what was learned, while the error or the peak is over its limit.
 
     Raises:
@@ -200,47 +250,51 @@ def _settle(shop: Shop, search: Search, told: Sequence[Told], backend: Backend, 
     def solved(constraints: Constraints) -> Plan:
         if constraints.round == 1:
             return first
-        with shop.progress.step(f"price and solve for {backend.name}"):
+        with bench.progress.step(f"price and solve for {backend.name}"):
             return search.plan_for(backend, constraints)
 
     def run(plan: Plan, constraints: Constraints) -> tuple[Generated, Constraints | None]:
-        outcome, peak = _lowered(shop, backend, plan, told)
+        outcome, peak = _lowered(bench, backend, plan, told)
         worst = max(outcome.plan.checks, key=lambda check: check.error)
-        over, last = excess(peak, shop.goal.memory), constraints.round == _ROUNDS
+        over, last = excess(peak, bench.goal.memory), constraints.round == _ROUNDS
         if worst.passed and not over:
             return outcome, None
         if not worst.passed:
-            if last or shop.goal.exact or not plan.predicted.error:
-                raise VerificationError(
-                    f"The {backend.name} result is not within the declared error: {worst.name}: relative error {worst.error:.3e} > "
-                    f"{worst.limit:.3e}. Allow more error, or choose another backend."
-                )
-            constraints = corrected(constraints, worst.error, plan.predicted.error, shop.goal)
+            if last or bench.goal.exact or not plan.predicted.error:
+                raise _over(backend, worst)
+            constraints = corrected(constraints, worst.error, plan.predicted.error, bench.goal)
         if over:
             if last or over >= (constraints.budget or 0):  # nothing would be left
-                raise largest_context(InfeasibleError(binding=("memory",)), shop.step, shop.goal)
+                raise largest_context(InfeasibleError(binding=("memory",)), bench.step, bench.goal)
             note = Because(
                 "round {}: the allocator held {bytes} more than allowed; solved again with so much less", (constraints.round, over)
             )
             constraints = constraints.with_less(over, note)
         return outcome, constraints
 
-    return refine(solved, run, rounds=_ROUNDS, start=Constraints(budget=shop.goal.memory))
+    return refine(solved, run, rounds=_ROUNDS, start=Constraints(budget=bench.goal.memory))
 
 
-def _lowered(shop: Shop, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Generated, int]:
+def _over(backend: Backend, worst: Check) -> VerificationError:
+    return VerificationError(
+        f"The {backend.name} result is not within the declared error: {worst.name}: relative error {worst.error:.3e} > "
+        f"{worst.limit:.3e}. Allow more error, or choose another backend."
+    )
+
+
+def _lowered(bench: Bench, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Generated, int]:
     """The plan carried out and compared, and its peak as measured."""
-    with shop.progress.step(f"lower to {backend.name}"):
-        step = replace(shop.step, layout=shop.step.layout.narrowed(dtype_in(plan)))
+    with bench.progress.step(f"lower to {backend.name}"):
+        step = replace(bench.step, layout=bench.step.layout.narrowed(dtype_in(plan)))
         program = step.program
-        for each in shop.passes:
+        for each in bench.passes:
             program = each.apply(program, plan)
-        lowered, parts = lower_step(step, program, backend, plan, shop.room, shop.texts)
-    with shop.progress.step(f"compare {backend.name}"):
-        stepper = Stepper(lowered, type(shop.model).forward, shop.model.config)
-        found = checks(stepper, shop.model, told, shop.goal)
-    with shop.progress.step(f"peak of {backend.name}"):
-        peak = measured.peak_bytes(stepper, parts, shop.model, shop.goal, shop.room)
+        lowered, parts = lower_step(step, program, backend, plan, bench.room, bench.texts)
+    with bench.progress.step(f"compare {backend.name}"):
+        stepper = Stepper(lowered, type(bench.model).forward, bench.model.config)
+        found = checks(stepper, bench.model, told, bench.goal)
+    with bench.progress.step(f"peak of {backend.name}"):
+        peak = measured.peak_bytes(stepper, parts, bench.model, bench.goal, bench.room)
     plan = replace(
         plan, checks=tuple(found), settings=dict(parts["step"].settings), measured=replace(plan.predicted, seconds=None, peak_bytes=peak)
     )

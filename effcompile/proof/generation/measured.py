@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,7 +161,10 @@ def _of_runtime(stepper: Stepper, lowered: Lowered, model: HFModel, goal: Goal, 
 def told(
     plan: Plan, found: Interleaved, name: str, goal: Goal, lowered: LoweredStep, parts: Mapping[str, Lowered], program: Program
 ) -> Plan:
-    """The plan with what was measured under this name, in figures and in words. `program`: the step as captured."""
+    """The plan with what was measured under this name, in figures and in words. `program`: the step as captured.
+
+    What an earlier run measured, of a plan that was saved, goes: its rates, and what was said behind them.
+    """
     mine, theirs = found.each[name], found.each[ORIGINAL]
     context, prompt, new = goal.tokens
     peak = plan.measured.peak_bytes if plan.measured else None
@@ -189,7 +193,8 @@ def told(
         ),
     )
     baseline = replace(plan.baseline, seconds=theirs.total(goal), peak_bytes=None)
-    return replace(plan, measured=totals, measured_baseline=baseline, notes=(*plan.notes, *notes))
+    planned = itertools.takewhile(lambda note: not isinstance(note, TokenRates), plan.notes)
+    return replace(plan, measured=totals, measured_baseline=baseline, notes=(*planned, *notes))
 
 
 def _looked_up(program: Program, plan: Plan) -> int:

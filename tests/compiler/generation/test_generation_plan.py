@@ -1,6 +1,7 @@
 """What a plan of generation declares, decides and measures: one memory, one error, both regimes."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import effcompile
 from effcompile.backends.torch import TorchLowered
+from effcompile.core.findings import TokenRates
 from effcompile.runtime.generation.executable import GenerationExecutable
 
 #: Of a machine whose figures are known: no kernel is timed.
@@ -57,6 +59,24 @@ def test_less_memory_takes_fewer_bits_and_the_peak_is_within_it(exact: Generatio
     worst = max(check.error for check in planned.plan.checks)
     assert 0 < worst <= 0.2
     assert all("nats per token" in str(check.note) for check in planned.plan.checks)
+
+
+def test_a_saved_plan_is_carried_out_again(exact: GenerationExecutable, llama: nn.Module, tmp_path: Path) -> None:
+    """Its choices stay, and what was measured is of this run; as the report advises."""
+    small = effcompile.optimize(llama, max_error=0.2, passes=["quantize"], calibration=[{"input_ids": ids(2, 40)}], **HOW)
+    small.plan.save(tmp_path / "plan.json")
+    again = effcompile.optimize(llama, plan=str(tmp_path / "plan.json"))
+    assert again.plan.options() == small.plan.options() != exact.plan.options()
+    text = ids(2, 9)
+    assert torch.equal(again.generate(text, max_new_tokens=12), small.generate(text, max_new_tokens=12))
+    assert again.plan.met
+    assert [type(note) for note in again.plan.notes].count(TokenRates) == 1
+    assert [candidate.backend for candidate in again.plan.candidates] == ["torch-eager"]
+
+
+def test_a_plan_of_another_model_is_refused(exact: GenerationExecutable) -> None:
+    with pytest.raises(effcompile.FormatError, match="made for another model"):
+        effcompile.optimize(tiny("llama", num_hidden_layers=2, vocab_size=256, hidden_size=64), plan=exact.plan)
 
 
 def test_what_does_not_fit_says_the_largest_context_that_does(exact: GenerationExecutable, llama: nn.Module) -> None:
