@@ -203,7 +203,8 @@ def _backends(name: str | None) -> list[Backend]:
 
 def _bench(task: Task, goal: Goal, named: Sequence[str] = ()) -> Bench:
     """The captured step, with the texts that results are compared on. `named`: passes beside those that were asked for."""
-    model, progress = task.model, task.request.progress
+    model: HFModel = task.model
+    progress = task.request.progress
     context, _, _ = goal.tokens
     fitting(model, context)
     with progress.step("capture"):
