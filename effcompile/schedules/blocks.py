@@ -27,9 +27,13 @@ from effcompile.ir.step import Step
 from effcompile.ops.replay import CPU_STATE_BYTES
 from effcompile.planner.remat.problem import BackwardStep, BlockProblem, BlockStage, Op
 from effcompile.schedules.cuts import cut
+from effcompile.schedules.in_place import Written, as_they_lie, written_in_place
 from effcompile.schedules.ways import Way
 
 Seconds = Callable[[fx.Node], float]
+
+#: The name of the block that is a whole step. No block of a step that was cut has it: theirs are of modules, "start", "end" or "model".
+WHOLE = "step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,7 @@ class Blocks:
 
     libraries: bytes that products keep for themselves on a GPU.
     host: where values may be put. ways: name of a form → what it is, of those that its blocks' values may have.
+    written: nodes of the backward that write into an operand, of which `held` knows.
     """
 
     step: Step
@@ -83,6 +88,7 @@ class Blocks:
     libraries: int = 0
     host: Host = Host()
     ways: Mapping[str, Way] = field(default_factory=dict)
+    written: Mapping[fx.Node, Written] = field(default_factory=dict)
 
     @property
     def decidable(self) -> frozenset[Storage]:
@@ -145,6 +151,13 @@ def cut_into_blocks(step: Step, held: Storages, seconds: Seconds) -> Blocks:
         if node in late:  # right before the first of its readers runs
             later[node] = max((later[user] for user in node.users if user in later), default=0)
     return _Cutter(step, held, seconds, names, _runs(forward, stage_of, len(names)), _runs(backward, later, len(names))).result()
+
+
+def in_one_block(step: Step, held: Storages, seconds: Seconds) -> Blocks:
+    """The step as one block: forward and backward in the order in which autograd ran them, which no cut changes."""
+    forward, backward = split(step)
+    late = _made_late(forward, backward, step.forward_results)
+    return _Cutter(step, held, seconds, [WHOLE], [[n for n in forward if n not in late]], [_in_order(step, late.union(backward))]).result()
 
 
 def _in_order(step: Step, nodes: Collection[fx.Node]) -> list[fx.Node]:
@@ -228,7 +241,8 @@ class _Cutter:
 
     def __init__(self, step: Step, held: Storages, seconds: Seconds, names: Sequence[str], forward: list[list[fx.Node]],
                  backward: list[list[fx.Node]]) -> None:  # fmt: skip
-        self.step, self.held, self.seconds, self.names = step, held, seconds, names
+        self.written = written_in_place(step, held, [node for nodes in reversed(backward) for node in nodes])
+        self.step, self.held, self.seconds, self.names = step, as_they_lie(held, self.written), seconds, names
         self.forward, self.backward = forward, backward
         self.maker = {s: i for i, nodes in enumerate(forward) for node in nodes for s in held.made[node]}
         self.results = {s for node in step.forward_results for s in held.of[node]}
@@ -271,7 +285,10 @@ class _Cutter:
         live_backward = _backward_live(self.held, self.step, self.backward)
         live_forward = self._forward_live()
         built = tuple(self._block(i, live_backward[i], live_forward[i]) for i in range(len(self.names)))
-        return Blocks(step=self.step, held=self.held, blocks=built, shared=self.shared, base_bytes=_base_bytes(self.step, self.held))
+        return Blocks(
+            step=self.step, held=self.held, blocks=built, shared=self.shared, base_bytes=_base_bytes(self.step, self.held),
+            written=self.written,
+        )  # fmt: skip
 
     def _block(self, i: int, live: tuple[int, list[int]], forward_live: int) -> Block:
         entering = tuple(s for s, owner in self.owner.items() if owner == i and self.maker[s] != i)

@@ -286,8 +286,10 @@ class _Emitter:
         gone[s] = value
 
     def _copy(self, graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
-        copy = graph.call_function(node.target)  # type: ignore[arg-type]
+        way = self.cut.written.get(node)
+        target, given, named = (node.target, node.args, dict(node.kwargs)) if way is None else (way.target, way.arguments, {})
+        args, kwargs = fx.map_arg((given, named), value)
+        copy = graph.call_function(target)  # type: ignore[arg-type]
         copy.args, copy.kwargs = args, kwargs  # set later: torch looks for sizes without a value in what a node is made with
         return self._noted(copy, node)
 

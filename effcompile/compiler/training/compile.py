@@ -25,6 +25,7 @@ from effcompile.proof.training.confirm import verified
 from effcompile.proof.training.in_parts import runner_of
 from effcompile.proof.training.items import taking_items
 from effcompile.runtime.training import TrainingExecutable
+from effcompile.schedules.blocks import WHOLE
 from effcompile.schedules.emit import Emitted
 from effcompile.search.progress import entry
 from effcompile.search.refine import refine
@@ -181,6 +182,7 @@ def applied_plan(task: Task, plan: Plan) -> Applied:
     if fingerprint(case.step) != plan.fingerprint:
         raise _another(plan)
     (prepared,) = lazy.prepare(case).variants
+    prepared = prepared.uncut if blocks.keys() == {WHOLE} else prepared
     prepared = replace(prepared, cut=replace(prepared.cut, ways=ways()))
     if case.optimizer is not None and prepared.case.states is None:
         raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")

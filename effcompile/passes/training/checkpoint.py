@@ -11,8 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from effcompile.core.torch_compat_aot import draws
 from effcompile.core.units import format_bytes
 from effcompile.estimate.storages import Storage
+from effcompile.ir.program import ancestors
+from effcompile.ir.step import Step
 from effcompile.planner.remat import BlockFront, BlockOption, ChainProblem, Group, in_order_of_need, joint_front, option
 from effcompile.schedules.away import Away
 from effcompile.schedules.blocks import Block, Blocks
@@ -72,6 +75,14 @@ def keeping_all(block: Block) -> BlockOption:
     made = option(block.problem, block.problem.nbytes)
     assert made is not None, "nothing has to be made again"
     return replace(made, label=label(block, made))
+
+
+def as_autograd_keeps(block: Block, step: Step) -> BlockOption:
+    """The option of a block that keeps what the forward makes for itself; what is made for the backward alone (2x of x²) is made there."""
+    needed = ancestors(step.forward_results)
+    apart = {name for name, op in block.operators.items() if op not in needed and not draws(op)}
+    made = option(block.problem, block.problem.nbytes.keys() - {v for op in block.problem.forward if op.name in apart for v in op.makes})
+    return keeping_all(block) if made is None else replace(made, label=label(block, made))
 
 
 def periodic(cut: Blocks, every: int) -> list[BlockOption] | None:

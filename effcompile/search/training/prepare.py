@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ from effcompile.passes.training.base import Case, StepContext
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.passes.training.levers import Levers
 from effcompile.planner.remat import BlockFront, BlockOption, BlockStage, Group, keep_fronts
-from effcompile.schedules.blocks import Blocks, cut_into_blocks, reads_of
+from effcompile.schedules.blocks import Blocks, cut_into_blocks, in_one_block, reads_of
 from effcompile.schedules.emit import Emitted, emit
 from effcompile.schedules.simulate import Trace, simulate
 from effcompile.search.progress import QUIET, Progress
@@ -54,6 +54,7 @@ class Prepared:
         cut: the step in blocks. plain: the same before offload and compress were proposed in them.
         seconds: predicted time of forward and backward without recomputation.
         checkpoint: plans the blocks. solved: kind of block → its options, of all cases, found when they are first asked for.
+        in_one: cuts the step into one block, which runs as autograd has it.
         known: what was found out of it (solve.leanest). made: its last schedules as they were emitted (solve.emitted).
     """
 
@@ -62,6 +63,7 @@ class Prepared:
     plain: Blocks
     seconds: float
     checkpoint: Checkpoint
+    in_one: Callable[[], Blocks]
     solved: MutableMapping[str, BlockFront] = field(default_factory=dict, compare=False)
     known: MutableMapping[str, int] = field(default_factory=dict, compare=False)
     made: MutableMapping[Choices, tuple[Emitted, Trace]] = field(default_factory=dict, init=False, compare=False)
@@ -69,6 +71,12 @@ class Prepared:
     @property
     def step(self) -> Step:
         return self.cut.step
+
+    @cached_property
+    def uncut(self) -> Prepared:
+        """The same with the step as one block, in autograd's own order."""
+        whole = replace(self.in_one(), host=self.cut.host, ways=self.cut.ways)
+        return replace(self, cut=whole, plain=whole, solved={}, known={})
 
     @property
     def stages(self) -> tuple[BlockStage, ...]:
@@ -255,7 +263,8 @@ def prepare(
         for form in forms:
             if (key := id(form.step)) not in found:
                 cut, seconds = _cut(form.step, traced[key], figures), _seconds(form.step, traced[key], figures)
-                whole = Prepared(case=form, cut=cut, plain=cut, seconds=seconds, checkpoint=checkpoint)
+                in_one = partial(_cut, form.step, traced[key], figures, whole=True)
+                whole = Prepared(case=form, cut=cut, plain=cut, seconds=seconds, checkpoint=checkpoint, in_one=in_one)
                 found[key] = with_levers(whole, levers, checkpoint, figures, solved)
     unplanned = simulate_unplanned(_cut(captured, plain, figures))
     return Preparation(
@@ -295,7 +304,7 @@ def cut_step(step: Step, figures: OperatorCosts) -> Blocks:
     return _cut(step, figures.storages(step), figures)
 
 
-def _cut(step: Step, held: Storages, figures: OperatorCosts) -> Blocks:
+def _cut(step: Step, held: Storages, figures: OperatorCosts, *, whole: bool = False) -> Blocks:
     nbytes = dict(held.nbytes)
     for node, made in held.made.items():
         if made and node.op == "call_function":
@@ -305,7 +314,8 @@ def _cut(step: Step, held: Storages, figures: OperatorCosts) -> Blocks:
         nbytes = {storage: gpu.rounded(size) for storage, size in nbytes.items()}
         workspace = {node: gpu.rounded(size) for node, size in workspace.items()}
     exact = replace(held, nbytes=nbytes, workspace=workspace)
-    return cut_into_blocks(step, exact, figures.seconds).beside_libraries(figures.libraries(step))
+    cut = (in_one_block if whole else cut_into_blocks)(step, exact, figures.seconds)
+    return cut.beside_libraries(figures.libraries(step))
 
 
 def _seconds(step: Step, held: Storages, figures: OperatorCosts) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from effcompile.core.causes import NotReached
 from effcompile.core.errors import InfeasibleError
 from effcompile.ir.footprint import excess
-from effcompile.passes.training.checkpoint import carried_out
+from effcompile.passes.training.checkpoint import as_autograd_keeps, carried_out, keeping_all
 from effcompile.planner import OPTIMAL, UNPROVEN
 from effcompile.planner.remat import (
     BlockFront,
@@ -95,11 +95,8 @@ def keeping_everything(prepared: Prepared, budget: int | None = None) -> Schedul
     problem = replace(prepared.checkpoint.chain(cut, options, budget), groupable=())
     chosen = tuple(made for stage in problem.stages for made in options[stage.kind])
     emitted, trace = _emitted(prepared, chosen, ())
-    solution = ChainSolution(
-        choice=(0,) * len(chosen), groups=(), seconds=0.0, bound=0.0, gap=0.0, status=OPTIMAL, peak=trace.peak_bytes,
-        instant=f"{trace.peak.phase} {cut.blocks[trace.peak.stage].name}", smallest=trace.peak_bytes, host=0, solver=NOTHING_TO_SOLVE,
-        solve_seconds=time.monotonic() - start,
-    )  # fmt: skip
+    highest = cut.blocks[trace.peak.stage].name
+    solution = _solved_by_none(trace, highest, (0,) * len(chosen), time.monotonic() - start)
     return Schedule(
         prepared=prepared, problem=problem, solution=solution, chosen=chosen, emitted=emitted, trace=trace, rounds=1
     )  # fmt: skip
@@ -126,14 +123,36 @@ def leanest(prepared: Prepared) -> int:
 
 
 def _lean(prepared: Prepared) -> Schedule:
-    """The leaner, as simulated, of what the planner takes for the leanest and of what is fastest without a budget.
+    """The leanest, as simulated, of what the planner takes for that, what is fastest without a budget, and autograd's own schedule.
 
-    So no step needs more than it does with all kept: the planner's numbers have not all that a group holds while it is run again.
+    So no step needs more than it does with all kept, the planner's numbers have not all that a group holds while it is run again; nor
+    more than autograd's order needs, from which blocks depart.
     """
     free = prepared.checkpoint.chain(prepared.cut, prepared.blocks, None)
     problems = (replace(free, budget=smallest_budget(free)), free)
     solved = ((p, solve_chain(p, reference_seconds=prepared.seconds, gap=1.0)) for p in problems)  # no proof is wanted
-    return min((_carried_out(prepared, p, solution, 1) for p, solution in solved), key=lambda made: made.trace.peak_bytes)
+    made = (*(_carried_out(prepared, p, solution, 1) for p, solution in solved), *as_autograd(prepared))
+    return min(made, key=lambda schedule: schedule.trace.peak_bytes)
+
+
+def as_autograd(prepared: Prepared) -> Iterator[Schedule]:
+    """The step in autograd's own order: with all kept that the backward reads, and with what autograd keeps."""
+    whole = prepared.uncut
+    (block,) = whole.cut.blocks
+    options = (keeping_all(block), as_autograd_keeps(block, whole.step))
+    problem = replace(whole.checkpoint.chain(whole.cut, {block.stage.kind: options}, None), groupable=())
+    for i, chosen in enumerate(options):
+        emitted, trace = carried_out(whole.cut, (chosen,), ())
+        solution = replace(_solved_by_none(trace, block.name, (i,)), seconds=chosen.seconds, bound=chosen.seconds)
+        yield Schedule(prepared=whole, problem=problem, solution=solution, chosen=(chosen,), emitted=emitted, trace=trace, rounds=1)
+
+
+def _solved_by_none(trace: Trace, highest: str, choice: tuple[int, ...], seconds: float = 0.0) -> ChainSolution:
+    """What nothing had to be solved for. `highest`: the block of its highest instant; `seconds`: spent on it."""
+    return ChainSolution(
+        choice=choice, groups=(), seconds=0.0, bound=0.0, gap=0.0, status=OPTIMAL, peak=trace.peak_bytes,
+        instant=f"{trace.peak.phase} {highest}", smallest=trace.peak_bytes, host=0, solver=NOTHING_TO_SOLVE, solve_seconds=seconds,
+    )  # fmt: skip
 
 
 def frontier(prepared: Prepared, points: int) -> list[Schedule]:
