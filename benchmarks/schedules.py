@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from _common import header, markdown
 from _masked_bytes import texts
+from _schedule_models import PostNorm, gpt2, llama, vit, with_linears
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 import effcompile
 from effcompile.core import torch_compat
@@ -40,22 +40,6 @@ SEEDS = (0, 1, 2)
 CONTEXT, BATCH, STEPS = 64, 8, 240
 PASSES = ["no-pointwise", "no-loss_head", "states.offload=false"]
 Batch = dict[str, Tensor]
-
-
-def gpt2(layers: int = 4, width: int = 64, dropout: float = 0.0) -> GPT2LMHeadModel:
-    config = GPT2Config(
-        vocab_size=256, n_positions=128, n_embd=width, n_layer=layers, n_head=4, resid_pdrop=dropout,
-        embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).train()
-
-
-def llama() -> nn.Module:
-    """GPT-2's Conv1D is no linear, which sparsity is of."""
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, use_cache=False
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train()
 
 
 class Data:
@@ -93,12 +77,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def image(stage: effcompile.Stage) -> Batch:
     side = stage.image or 32
     return {"pixel_values": torch.randn(4, 3, side, side), "labels": torch.arange(4)}
-
-
-def vit() -> nn.Module:
-    config = ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, image_size=64, patch_size=8)
-    config.num_labels = 8
-    return ViTForImageClassification(config).train()
 
 
 def tokens(stage: effcompile.Stage) -> Batch:
@@ -303,25 +281,6 @@ def large_batch(seed: int) -> dict[str, float]:
     return found
 
 
-class PostNorm(nn.Module):
-    """A byte-level transformer with norms behind its branches, twelve layers."""
-
-    def __init__(self, layers: int = 12, width: int = 64) -> None:
-        super().__init__()
-        self.table, self.places, self.head = nn.Embedding(256, width), nn.Embedding(128, width), nn.Linear(width, 256, bias=False)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True) for _ in range(layers))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
-        length = input_ids.shape[1]
-        mask = torch.full((length, length), float("-inf")).triu(1)
-        hidden = self.table(input_ids) + self.places.weight[:length]
-        for layer in self.layers:
-            hidden = layer(hidden, src_mask=mask)
-        logits = self.head(hidden)
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return type("Out", (), {"loss": loss, "logits": logits})()
-
-
 def without_warmup(seed: int) -> dict[str, float]:
     """Post-LN at a high rate without warm-up: as initialised by torch, and by T-Fixup, which takes the norms away."""
     found = {}
@@ -339,7 +298,7 @@ def sparse(seed: int) -> dict[str, float]:
     found = {}
     for name in ("random", "gradient", "Top-KAST"):
         model = seeded(seed)
-        linear = _with_linears(model)
+        linear = with_linears(model)
         optimizer = adamw(linear.parameters())
         if name == "Top-KAST":
             held: Any = TopKast(linear, sparsity=0.9, backward_sparsity=0.8, every=STEPS // 20)
@@ -348,17 +307,6 @@ def sparse(seed: int) -> dict[str, float]:
                                               prune_ratio=0.1, execution="masked")  # fmt: skip
         found[name] = looped(seed, linear, optimizer, after=held.step)
     return found
-
-
-def _with_linears(model: nn.Module) -> nn.Module:
-    """GPT-2's Conv1D as linears, which sparsity knows."""
-    for module in list(model.modules()):
-        for name, one in list(module.named_children()):
-            if type(one).__name__ == "Conv1D":
-                linear = nn.Linear(one.weight.shape[0], one.weight.shape[1])
-                linear.weight.data, linear.bias.data = one.weight.data.T.contiguous(), one.bias.data
-                setattr(module, name, linear)
-    return model
 
 
 def important(seed: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812 - its customary name
 from effcompile.estimate import fake_quant
 from effcompile.ir.formats import INT8_CHANNEL, INT8_DYNAMIC, Form
 from effcompile.ir.program import Program
-from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges
+from effcompile.sites.parts import LinearSite, attentions, embeddings, gelus, linears, merges, weight_of
 
 #: Kinds of sites whose result follows from what enters them alone: under an option theirs takes its place (`result_of`).
 REPLACED = ("linear", "gelu")
@@ -69,7 +69,7 @@ def find_sites(program: Program, options: Mapping[str, tuple[Form, ...]], weight
             forms = (*forms, MERGED)
         replaced = {Form(word=option): weight for (site, option), weight in (weights or {}).items() if site == s.site}
         found.append(Site(
-            name=s.site, kind="linear", node=s.node, x=s.x, weight=_weight(program, s), bias=s.bias, options=(*forms, *replaced),
+            name=s.site, kind="linear", node=s.node, x=s.x, weight=weight_of(program, s), bias=s.bias, options=(*forms, *replaced),
             shared_peak=peaks.get(s.site), replaced=replaced,
         ))  # fmt: skip
     taken = {site.name for site in found}
@@ -88,17 +88,11 @@ def find_sites(program: Program, options: Mapping[str, tuple[Form, ...]], weight
     return [site for site in found if site.options]
 
 
-def _weight(program: Program, site: LinearSite) -> torch.Tensor:
-    value = program.tensor(site.weight)
-    assert value is not None
-    return value.detach().T if site.transposed else value.detach()
-
-
 def _shared_peaks(program: Program, sites: list[LinearSite]) -> dict[str, float]:
     """Largest |w| over each group of mergeable linears, for members that do not have it themselves."""
     peaks = {}
     for merge in merges(program, sites):
-        own = {m.site: fake_quant.peak_of(_weight(program, m)) for m in merge.members}
+        own = {m.site: fake_quant.peak_of(weight_of(program, m)) for m in merge.members}
         peaks.update({site: max(own.values()) for site, peak in own.items() if peak < max(own.values())})
     return peaks
 

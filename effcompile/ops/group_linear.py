@@ -17,6 +17,7 @@ from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops import group_codes
 from effcompile.ops import group_native as native
+from effcompile.ops.instruction_sets import whose, why_torch
 from effcompile.ops.int8_codes import AFTER
 
 __all__ = ["fallback_reason", "group_linear", "refusal", "told", "workspace_bytes"]
@@ -27,16 +28,12 @@ _LIBRARY.define("group_linear(Tensor x, Tensor weight, int n, Tensor? bias=None,
 
 def fallback_reason() -> str | None:
     """Why torch computes these linears; None where the kernels do. The first call compiles them, some seconds, once per machine."""
-    found = native.kernels()
-    return found if isinstance(found, str) else None
+    return why_torch(native.kernels())
 
 
 def told() -> str:
     """Whose kernels compute these linears here, for a report."""
-    found = native.kernels()
-    if isinstance(found, str):
-        return f"torch ({found})"
-    return f"{found.isa} (not a better one: {found.instead})" if found.instead else found.isa
+    return whose(native.kernels())
 
 
 def refusal(group: int) -> Unsupported | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import group_codes, int8_codes
-from effcompile.ops.int8_native import ARGUMENT, POINTER, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("group_linear.cpp")
 

@@ -16,6 +16,7 @@ from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Unsupported
 from effcompile.core.types import Shape
 from effcompile.ops import int8_native as native
+from effcompile.ops.instruction_sets import whose, why_torch
 from effcompile.ops.int8_codes import AFTER, linear_by_torch
 
 __all__ = ["fallback_reason", "int8_linear", "refusal", "told", "workspace_bytes"]
@@ -29,16 +30,12 @@ _LIBRARY.define("int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bia
 
 def fallback_reason() -> str | None:
     """Why torch computes these linears; None where the kernels do. The first call compiles them, some seconds, once per machine."""
-    found = native.kernels()
-    return found if isinstance(found, str) else None
+    return why_torch(native.kernels())
 
 
 def told() -> str:
     """Whose kernels compute these linears here, for a report."""
-    found = native.kernels()
-    if isinstance(found, str):
-        return f"torch ({found})"
-    return f"{found.isa} (not a better one: {found.instead})" if found.instead else found.isa
+    return whose(native.kernels())
 
 
 def refusal(k: int) -> Unsupported | None:

@@ -6,20 +6,17 @@ not used: the next best set is tried, and `ByteKernels.instead` says why.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from effcompile.core.errors import LoweringError
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import int8_codes
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("int8_linear.cpp")
 
@@ -30,7 +27,6 @@ TILES = {"avx512_vnni": (16, 14, 2), "avx_vnni": (8, 5, 2), "avx512": (16, 8, 2)
 #: Bytes of codes of x that one core multiplies with all panels of the weight before it takes the next rows.
 _CHUNK = 1 << 18
 
-POINTER, ARGUMENT = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = (POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(POINTER,) * 4, ARGUMENT, ARGUMENT)
 
 
@@ -38,31 +34,6 @@ _ARGUMENTS = (POINTER, *(ARGUMENT,) * 3, *(POINTER,) * 3, ARGUMENT, ARGUMENT, *(
 def kernels() -> ByteKernels | str:
     """The best kernels that this machine runs, or why there are none."""
     return best_of(ByteKernels, integer_isas())
-
-
-class Checked(Protocol):
-    """What is compiled for one instruction set, and compared with torch before it is used."""
-
-    def objection(self) -> str | None:
-        """None, or what is wrong with it."""
-
-
-K = TypeVar("K", bound=Checked)
-
-
-def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
-    """The first that can be made and is right, of an instruction set and why better ones are not used; or why there is none."""
-    failed: list[str] = []
-    for isa in isas:
-        try:
-            made = make(isa, "; ".join(failed))
-        except LoweringError as error:
-            failed.append(str(error))
-            continue
-        if (said := made.objection()) is None:
-            return made
-        failed.append(said)
-    return "; ".join(failed) or "the C++ kernels multiply bytes on x86 processors with AVX2 at least; this one has it not"
 
 
 @dataclass(frozen=True, slots=True)

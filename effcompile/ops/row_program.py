@@ -20,7 +20,7 @@ from effcompile.core.errors import LoweringError
 from effcompile.machine.native import library
 from effcompile.ops import cached_attention, group_codes, group_native, int8_codes, int8_native, rows_native
 from effcompile.ops.cached_attention import FORMS, mask_strides
-from effcompile.ops.int8_native import ARGUMENT, POINTER
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER
 
 _SOURCE = Path(__file__).with_name("row_program.cpp")
 GROUPS, BYTES, NORM, GATE, TURN, ADD, MULTIPLY, APPEND, ATTEND = range(9)

@@ -16,7 +16,7 @@ from torch import Tensor
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import rows
-from effcompile.ops.int8_native import ARGUMENT, POINTER, best_of
+from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("rows.cpp")
 _WIDTHS = {"avx512_vnni": 16, "avx_vnni": 8, "avx512": 16, "avx2": 8}

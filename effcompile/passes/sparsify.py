@@ -31,8 +31,8 @@ from effcompile.passes.pricing import STOCK, no_error_allowed, no_kernel, price
 from effcompile.passes.sparse_forms import SparseForm, fitting, given_forms, keep, masked_forms, pruned_forms
 from effcompile.passes.two_of_four import offered as offered_on_cores
 from effcompile.passes.two_of_four import on_cores
-from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks, weight_of
-from effcompile.sites.parts import LinearSite, linears
+from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks
+from effcompile.sites.parts import LinearSite, linears, weight_of
 from effcompile.sparse import BLOCKS
 from effcompile.sparse.forms import stored_bytes
 from effcompile.sparse.pattern import check_block

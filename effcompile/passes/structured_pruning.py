@@ -24,8 +24,8 @@ from effcompile.passes.merge import MERGED, SEPARATE, merge_cost
 from effcompile.passes.pricing import EVERYWHERE, no_error_allowed, no_kernel, price_linear
 from effcompile.passes.prunable_groups import Structure, cut, structures
 from effcompile.passes.quantize import stored_bytes
-from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks, weight_of
-from effcompile.sites.parts import LinearSite, MergeSite, linears, merges
+from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks
+from effcompile.sites.parts import LinearSite, MergeSite, linears, merges, weight_of
 
 BASELINE = "all"
 #: Neurons are kept in multiples of this, for vector units, and as w4 and w8 have groups along them; of few neurons in an eighth of them.

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.estimate.sensitivity import floating, leaves_of
 from effcompile.ir.program import Program
-from effcompile.sites.parts import LinearSite
+from effcompile.sites.parts import LinearSite, weight_of
 from effcompile.sparse import saliency
 
 SALIENCIES = ("magnitude", "wanda", "snip", "given")
@@ -21,13 +21,6 @@ SALIENCIES = ("magnitude", "wanda", "snip", "given")
 _INPUTS = 4
 #: Draws of random signs per input.
 _DRAWS = 4
-
-
-def weight_of(program: Program, site: LinearSite) -> Tensor:
-    """(N, K)."""
-    value = program.tensor(site.weight)
-    assert value is not None
-    return value.detach().T if site.transposed else value.detach()
 
 
 class SaliencyScores:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -154,3 +155,9 @@ def _check_site(problem: Problem, site: str, alternatives: tuple[Alternative, ..
 def _finite(what: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _LARGEST:
         raise UsageError(f"The {what} is {value!r}; it must be a finite number, at most 1e300. Leave out a limit that does not bind.")
+
+
+def rounded_down(value: Fraction) -> float:
+    """The largest float that is not above the value."""
+    near = float(value)
+    return math.nextafter(near, -math.inf) if Fraction(near) > value else near

@@ -15,7 +15,7 @@ from effcompile.core import effort
 from effcompile.core.errors import EffcompileError, UsageError
 from effcompile.planner.infeasible import explain, with_objective
 from effcompile.planner.optimise import Impossible, SolverOutcome, Undecided, optimise
-from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Problem, Solution, check
+from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, Problem, Solution, check, rounded_down
 from effcompile.planner.reduce import reduce_problem
 
 
@@ -82,7 +82,7 @@ def _solution(problem: Problem, outcome: SolverOutcome, scale: int, gap: float, 
     return Solution(
         choice=choice,
         objective=float(value),
-        bound=_down(bound),
+        bound=rounded_down(bound),
         gap=float(min((value - bound) / abs(value), Fraction(10**300))) if value else float(bound < 0),
         status=SINGLE if alternatives == len(problem.sites) else OPTIMAL if proven else UNPROVEN,
         sites=len(problem.sites),
@@ -91,12 +91,6 @@ def _solution(problem: Problem, outcome: SolverOutcome, scale: int, gap: float, 
         solver=f"z3 {z3.get_version_string()}",
         resources={r: float(problem.used(choice, r)) for r in problem.resource_names()},
     )
-
-
-def _down(value: Fraction) -> float:
-    """The largest float that is not above the value."""
-    near = float(value)
-    return math.nextafter(near, -math.inf) if Fraction(near) > value else near
 
 
 def frontier(problem: Problem, resource: str, points: int = 8, *, gap: float = 0.01, timeout: float = 20.0) -> list[Solution]:

@@ -93,6 +93,9 @@ def _span(low: str, high: str) -> str:
 
 # ------------------------------------------------------------------ figures
 
+_percent, _tenth_percent, _change = "{:.0%}".format, "{:.1%}".format, "{:+.1%}".format
+_tenths, _hundredths, _thousandths = "{:.1f}".format, "{:.2f}".format, "{:.3f}".format
+
 
 def _size(value: float) -> Figure:
     return Figure(value, format_bytes)
@@ -114,32 +117,8 @@ def _number(value: float) -> Figure:
     return Figure(value, _plain)
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _tenth_percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _change(value: float) -> str:
-    return f"{value:+.1%}"
-
-
 def _plain(value: float) -> str:
     return f"{value:d}" if isinstance(value, int) else f"{value:g}"
-
-
-def _tenths(value: float) -> str:
-    return f"{value:.1f}"
-
-
-def _hundredths(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _thousandths(value: float) -> str:
-    return f"{value:.3f}"
 
 
 _HOLES: dict[str | None, Callable[[float], Figure]] = {"": _number, "bytes": _size, "seconds": _time, "error": _error, "share": _share}

@@ -43,6 +43,13 @@ class LinearSite:
         return self.m, self.k, self.n
 
 
+def weight_of(program: Program, site: LinearSite) -> torch.Tensor:
+    """(N, K), however it is stored."""
+    value = program.tensor(site.weight)
+    assert value is not None
+    return value.detach().T if site.transposed else value.detach()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingSite:
     """A table lookup. `rows` = looked-up rows at the example inputs."""

@@ -24,7 +24,7 @@ import z3
 
 from effcompile.core import effort
 from effcompile.core.errors import UsageError
-from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN
+from effcompile.planner.problem import OPTIMAL, SINGLE, UNPROVEN, rounded_down
 from effcompile.planner.remat.count import Certifier
 from effcompile.planner.remat.least import UNLIMITED, check_chain, highest, infeasible, leanest
 from effcompile.planner.remat.links import ChainLinks, variants
@@ -143,7 +143,7 @@ def _solution(problem: ChainProblem, state: _State, smallest: int, reference: fl
     choice = tuple(link.ways[c].index for link, c in zip(state.links.links, state.choice, strict=True))
     rerun = [s.rerun_seconds for g in state.links.groups for s in problem.stages[g.first : g.last]]
     seconds = math.fsum([*(problem.options[s.kind][i].seconds for s, i in zip(problem.stages, choice, strict=True)), *rerun])
-    bound = min(_down(state.bound * state.links.tick), seconds)
+    bound = min(rounded_down(state.bound * state.links.tick), seconds)
     proven = (state.value - state.bound) * state.links.tick <= Fraction(gap) * Fraction(reference)
     by_walk = proven and (state.value - min(state.z3_lower)) * state.links.tick > Fraction(gap) * Fraction(reference)
     single = len(state.chains) == 1 and all(len(problem.options[s.kind]) == 1 for s in problem.stages)
@@ -162,12 +162,6 @@ def _solution(problem: ChainProblem, state: _State, smallest: int, reference: fl
         solve_seconds=took,
         host=sum(problem.options[s.kind][i].host_bytes for s, i in zip(problem.stages, choice, strict=True)),
     )
-
-
-def _down(value: Fraction) -> float:
-    """The largest float that is not above the value."""
-    near = float(value)
-    return math.nextafter(near, -math.inf) if Fraction(near) > value else near
 
 
 def frontier_budgets(problem: ChainProblem, points: int = 20) -> list[int]:

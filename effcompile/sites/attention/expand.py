@@ -15,7 +15,7 @@ from effcompile.ir.program import Program
 from effcompile.ops.mask import BAND, IDS
 from effcompile.sites.attention.find.fx_queries import aten
 from effcompile.sites.attention.find.normal_form import tensor_of
-from effcompile.sites.attention.node_builder import Emitter
+from effcompile.sites.attention.node_builder import Emitter, repeated_heads
 
 #: Arguments that say who sees whom in closed form.
 _CLOSED = (*IDS, "tiles", *BAND)
@@ -67,7 +67,7 @@ def _written_out(emit: Emitter, given: Arguments) -> fx.Node:
     q, k, v = given["q"], given["k"], given["v"]
     times = int(tensor_of(q).shape[1]) // int(tensor_of(k).shape[1])
     if times > 1:
-        k, v = (_repeated(emit, side, times) for side in (k, v))
+        k, v = (repeated_heads(emit, side, times) for side in (k, v))
     scores = emit.call(aten.matmul.default, (q, emit.call(aten.transpose.int, (k, -2, -1))))
     scores = emit.call(aten.mul.Tensor, (scores, given["scale"]))
     if cap := given["softcap"]:
@@ -86,12 +86,6 @@ def _written_out(emit: Emitter, given: Arguments) -> fx.Node:
     if dtype != torch.float32:
         weights = emit.call(aten.to.dtype, (weights, dtype))
     return emit.call(aten.matmul.default, (weights, v))
-
-
-def _repeated(emit: Emitter, value: fx.Node, times: int) -> fx.Node:
-    """[B, K, T, D] → [B, K·times, T, D], each head `times` in a row."""
-    single = emit.call(aten.unsqueeze.default, (value, 2))
-    return emit.call(aten.flatten.using_ints, (emit.call(aten.expand.default, (single, [-1, -1, times, -1, -1])), 1, 2))
 
 
 def _column(emit: Emitter, scores: fx.Node, sink: fx.Node) -> fx.Node:

@@ -162,6 +162,12 @@ def _copy_origin(place: fx.Node, node: fx.Node) -> None:
             node.meta[key] = place.meta[key]
 
 
+def repeated_heads(emit: Emitter, value: fx.Node, times: int) -> fx.Node:
+    """[B, K, T, D] → [B, K·times, T, D], each head `times` in a row."""
+    single = emit.call(aten.unsqueeze.default, (value, 2))
+    return emit.call(aten.flatten.using_ints, (emit.call(aten.expand.default, (single, [-1, -1, times, -1, -1])), 1, 2))
+
+
 def _value(target: Target, args: Args, kwargs: Arguments) -> Value:
     """The fake result."""
     nodes: list[fx.Node] = []

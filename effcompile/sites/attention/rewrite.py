@@ -17,7 +17,7 @@ from effcompile.ops.mask import BAND, OPERANDS
 from effcompile.sites.attention.find.fx_queries import ASSERTS, aten
 from effcompile.sites.attention.find.match import SDPA, match
 from effcompile.sites.attention.find.normal_form import AttentionMatch, Fill, NotThisFormError, Operand, Term, Unmatched
-from effcompile.sites.attention.node_builder import Emitter
+from effcompile.sites.attention.node_builder import Emitter, repeated_heads
 
 Form = Literal["attention", "sdpa"]
 _PLACES = OPERANDS[2:]  # after the bias and the sink, which are no part of a mask
@@ -209,7 +209,7 @@ def _sdpa(emit: Emitter, found: AttentionMatch, masking: Masking, grouped: bool)
         kwargs["enable_gqa"] = True
     elif found.grouped:
         times = found.q.shape[1] // found.k.shape[1]
-        k, v = (_repeated(emit, side, times) for side in (k, v))
+        k, v = (repeated_heads(emit, side, times) for side in (k, v))
     mask = _sdpa_mask(emit, found, masking)
     args = (q, k, v) if mask is None else (q, k, v, mask)
     args = (*args, None, 0.0, True) if masking.hi == 0 else args
@@ -222,12 +222,6 @@ def _sdpa_mask(emit: Emitter, found: AttentionMatch, masking: Masking) -> fx.Nod
     if found.empty == "zero" and isinstance(edit, Fill) and not edit.hidden:
         return emit.put(edit.value)
     return emit.additive(masking.bias, found.q.val.dtype)
-
-
-def _repeated(emit: Emitter, value: fx.Node, times: int) -> fx.Node:
-    """[B, K, T, D] → [B, K·times, T, D], each head `times` in a row."""
-    single = emit.call(aten.unsqueeze.default, (value, 2))
-    return emit.call(aten.flatten.using_ints, (emit.call(aten.expand.default, (single, [-1, -1, times, -1, -1])), 1, 2))
 
 
 def _name(found: AttentionMatch) -> str:

@@ -1,0 +1,51 @@
+"""Kernels compiled for the best instruction set that this CPU has, what is said of them, and the types that they are called with."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
+
+from effcompile.core.errors import LoweringError
+
+POINTER, ARGUMENT = ctypes.c_void_p, ctypes.c_int64
+
+
+class Checked(Protocol):
+    """What is compiled for one instruction set, and compared with torch before it is used. `instead`: why not a better one, or ""."""
+
+    isa: str
+    instead: str
+
+    def objection(self) -> str | None:
+        """None, or what is wrong with it."""
+
+
+K = TypeVar("K", bound=Checked)
+
+
+def best_of(make: Callable[[str, str], K], isas: Iterable[str]) -> K | str:
+    """The first that can be made and is right, of an instruction set and why better ones are not used; or why there is none."""
+    failed: list[str] = []
+    for isa in isas:
+        try:
+            made = make(isa, "; ".join(failed))
+        except LoweringError as error:
+            failed.append(str(error))
+            continue
+        if (said := made.objection()) is None:
+            return made
+        failed.append(said)
+    return "; ".join(failed) or "the C++ kernels multiply bytes on x86 processors with AVX2 at least; this one has it not"
+
+
+def why_torch(found: Checked | str) -> str | None:
+    """Why torch computes instead; None where there are kernels."""
+    return found if isinstance(found, str) else None
+
+
+def whose(found: Checked | str) -> str:
+    """Whose kernels compute here, for a report."""
+    if isinstance(found, str):
+        return f"torch ({found})"
+    return f"{found.isa} (not a better one: {found.instead})" if found.instead else found.isa
