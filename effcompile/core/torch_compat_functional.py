@@ -34,11 +34,14 @@ def functional(exported: torch.export.ExportedProgram) -> Functional:
     if private is None or not isinstance(module, fx.GraphModule) or not _took_apart(module):
         exported = traced_again(exported)
         module = exported.module(check_guards=False)
+        assert isinstance(module, fx.GraphModule)
+        for copy in module.graph.find_nodes(op="call_function", target=aten.copy_.default):  # into what was given, which torch adds
+            for source in copy.all_input_nodes[1:]:
+                copy.meta.setdefault("val", source.meta["val"])
     else:
         exported._guards_code = vars(private)["_convert_guards_to_code"](exported.graph_module)
         constraints = vars(private)["_get_updated_range_constraints"](exported.graph_module, exported.range_constraints)
         exported._range_constraints = constraints
-    assert isinstance(module, fx.GraphModule)
     return exported, module
 
 

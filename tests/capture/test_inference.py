@@ -284,3 +284,17 @@ def test_what_torch_export_made_is_taken_and_torchscript_refused_in_words() -> N
     torch.testing.assert_close(program.module(x), model(x))
     with pytest.raises(UsageError, match="TorchScript"):
         as_module(torch.jit.trace(model, x))
+
+
+class DoublesItsInput(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x.mul_(2)
+        return x, x + y
+
+
+def test_an_input_that_is_written_and_returned() -> None:
+    """The write comes last in the graph, and what is returned is its result, of which torch says no shape."""
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    program = capture(DoublesItsInput(), (x.clone(), y))
+    assert [spec.shape for spec in program.outputs] == [("batch", "seq")] * 2
+    torch.testing.assert_close(program.module(x.clone(), y), (2 * x, 2 * x + y))
