@@ -300,8 +300,8 @@ def frontier(
     Raises:
         UsageError: something in the request is wrong. InfeasibleError: no plan meets the goal.
     """
-    if points is not None and points < 1:
-        raise UsageError(f"points = {points} must be at least 1.")
+    if points is not None and (not isinstance(points, int) or points < 1):
+        raise UsageError(f"points = {points!r} must be a whole number, at least 1.")
     request = Request(
         goal=declare(goal, goal_fields), target=target, backend=backend, passes=passes, dynamic=dynamic,
         calibration=_calibration(calibration), loss=loss, keep_outputs=keep_outputs, optimizer=optimizer,

@@ -148,11 +148,20 @@ def test_decorated_forward_is_one_per_instance(x: torch.Tensor) -> None:
         ({"passes": ["quantise"]}, UnknownNameError, "Did you mean 'quantize'"),
         ({"plan": "nowhere.json"}, UsageError, "Cannot read the plan"),
         ({"inputs": 3}, InputsError, "is not usable"),
+        ({"plan": {}}, UsageError, "A dict is no plan"),
+        ({"passes": [None]}, UsageError, "passes = \\[None\\]"),
+        ({"passes": "quantize"}, UsageError, "a sequence of names"),
+        ({"backend": {"torch": 1}}, UsageError, "backend is a dict"),
     ],
 )
 def test_bad_requests(net: Net, x: torch.Tensor, request_: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         effcompile.optimize(net, **{"inputs": x, **request_})
+
+
+def test_points_that_are_no_number(net: Net, x: torch.Tensor) -> None:
+    with pytest.raises(UsageError, match="points = 'many' must be a whole number"):
+        effcompile.frontier(net, x, points="many", **QUICK)  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_none(x: torch.Tensor) -> None:

@@ -341,10 +341,12 @@ class Plan:
         """Read and validate a plan.json, given itself or as the folder that it is in.
 
         Raises:
-            UsageError: no such file. FormatError: not a valid plan.
+            UsageError: no such file, or no path. FormatError: not a valid plan.
         """
         import msgspec
 
+        if not isinstance(path, (str, os.PathLike)):
+            raise UsageError(f"A {type(path).__name__} is no plan. Give a Plan, or the path of a plan.json or of its folder.")
         file = Path(path) / "plan.json" if os.path.isdir(path) else Path(path)
         try:
             data = msgspec.json.decode(read_bounded(file, MOST_BYTES, "the plan"))

@@ -104,6 +104,7 @@ class Request:
             object.__setattr__(self, "goal", Goal.of(self.goal, batch=_count(self.batch)))
             object.__setattr__(self, "batch", None)
         effort.check(self.effort)
+        self._check_names()
         if self.calibration is not None:  # read more than once
             object.__setattr__(self, "calibration", tuple(self.calibration))
         if self.on_change not in (None, *get_args(OnChange)):
@@ -131,6 +132,13 @@ class Request:
         if not self.training and any(given.values()):
             name = next(name for name, value in given.items() if value)
             raise UsageError(f"{name} is for a training step. Leave it out, or ask for mode='training'.")
+
+    def _check_names(self) -> None:
+        named = self.passes is None or (not isinstance(self.passes, str) and all(isinstance(name, str) for name in self.passes))
+        if not named:
+            raise UsageError(f"passes = {self.passes!r} is not usable. Give a sequence of names: passes=['quantize', 'no-merge'].")
+        if not isinstance(self.backend, (str, type(None))):
+            raise UsageError(f"backend is a {type(self.backend).__name__}. Give the name of one, or None to choose among all.")
 
     def _check_batch(self) -> None:
         if self.batch is not None:
