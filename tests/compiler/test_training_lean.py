@@ -108,7 +108,9 @@ def test_what_the_process_held_before_is_the_users(monkeypatch: pytest.MonkeyPat
         room = Room.of("cpu", 1 << 30, 2 << 30)
         assert room.allowed == (2.5 + 1 + 3.5) * (1 << 30)
         refused = room.refusal(3 << 30, 4 << 30)
-        assert refused is not None and refused.startswith("needs 4.00 GiB, more than planning")
+        assert refused is not None and refused.startswith(
+            "needs 4.00 GiB, about 3.00 GiB of it beside what is resident, where planning within this budget may take 2.00 GiB"
+        )
         assert room.refusal(1 << 30, 1 << 30) is None
     assert Room.of("cpu", 1 << 30, 2 << 30).refusal(1, 1) is not None
 
