@@ -1,6 +1,13 @@
 """What all tests share."""
 
 import gc
+import signal
+
+
+def pytest_configure() -> None:
+    """A shell has its background jobs ignore SIGINT, and what they start; tests that send it are not to."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
