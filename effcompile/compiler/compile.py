@@ -15,7 +15,7 @@ from effcompile.backends.base import Backend
 from effcompile.capture import variants
 from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
-from effcompile.compiler.settle import Outcome, Workshop, settle, settle_all
+from effcompile.compiler.settle import Outcome, Workshop, as_saved, settle, settle_all
 from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.core.findings import NotBuilt
@@ -27,7 +27,7 @@ from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
-from effcompile.passes import OPTIONAL, Pass, load_passes
+from effcompile.passes import Pass, load_passes, optional_in
 from effcompile.proof.verify import references, stress_references, stressed, worst
 from effcompile.runtime.executable import Executable
 from effcompile.runtime.inputs import GraphInputs
@@ -244,13 +244,8 @@ def _reapply(task: Task, plan: Plan) -> Executable:
             f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {program.name} has "
             f"{fingerprint(program)}. Plan this model anew with `effcompile optimize` without --plan."
         )
-    named = OPTIONAL & {decision.by for decision in plan.decisions}  # the plan says how, they carry it out
-    shop = _workshop(task, program, load_passes((*(task.request.passes or ()), *sorted(named))), plan.goal)
-    fresh = replace(plan, checks=(), stress=(), measured=None, measured_baseline=None, candidates=())
-    outcome = settle(shop, backends[0], fresh, None)
-    candidates = [
-        Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note=Because("from a saved plan, not solved again"))
-    ]
-    best = _stressed(shop, _finish(shop, [outcome], candidates))
+    shop = _workshop(task, program, load_passes((*(task.request.passes or ()), *optional_in(plan))), plan.goal)
+    outcome = settle(shop, backends[0], plan.unmeasured, None)
+    best = _stressed(shop, _finish(shop, [outcome], [as_saved(plan)]))
     notes = tuple(dict.fromkeys((*best.plan.notes, *checked)))
     return Executable(task.model, best.program, best.lowered, replace(best.plan, notes=notes))

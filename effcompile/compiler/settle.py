@@ -79,6 +79,11 @@ class Settled(Protocol):
 T = TypeVar("T", bound=Settled)
 
 
+def as_saved(plan: Plan) -> Candidate:
+    """The one candidate where a saved plan is carried out again."""
+    return Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note=Because("from a saved plan, not solved again"))
+
+
 def settle_all(
     plans: Sequence[tuple[Backend, Plan]],
     candidates: Sequence[Candidate],

@@ -277,6 +277,11 @@ class Plan:
         over = [(how, peak) for how, peak in known.items() if excess(peak, self.goal.memory)]
         return over[0] if over else None
 
+    @property
+    def unmeasured(self) -> Plan:
+        """What was decided, without what a run found: who carries it out again checks and measures anew."""
+        return replace(self, checks=(), stress=(), measured=None, measured_baseline=None, candidates=())
+
     def options(self) -> dict[str, str]:
         """site → option taken, as it is printed."""
         return {d.site: d.option for d in self.decisions}

@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.installed import entry_points
+from effcompile.ir.plan import Plan
 from effcompile.passes.attention import Attention
 from effcompile.passes.base import Choice, Context, Declined, Option, Pass
 from effcompile.passes.fold import Fold
@@ -53,6 +54,7 @@ __all__ = [
     "TrainingPasses",
     "load_passes",
     "load_training_passes",
+    "optional_in",
     "over_values",
     "propose_all",
     "registered",
@@ -101,6 +103,12 @@ TRAINING_PASSES: dict[str, type[Any]] = {
 
 #: Those that take part only where they are named, or one of their options is set; naming them leaves out no other.
 OPTIONAL: frozenset[str] = frozenset({"offload", "compress", "bitmask", "fold", "predict", "microbatch", "precision", "frozen"})
+
+
+def optional_in(plan: Plan) -> list[str]:
+    """Those that carry out decisions of a plan: it names them."""
+    return sorted(OPTIONAL & {decision.by for decision in plan.decisions})
+
 
 _GROUP, _TRAINING_GROUP, _LEVER_GROUP = "effcompile.passes", "effcompile.training_passes", "effcompile.value_levers"
 #: What a pass of an installed package is asked.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Unpack
 
 import torch
@@ -13,7 +13,7 @@ from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
 from effcompile.compiler.generation.lower import lower_step
-from effcompile.compiler.settle import corrected, settle_all
+from effcompile.compiler.settle import as_saved, corrected, settle_all
 from effcompile.core import gpu
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
@@ -24,7 +24,7 @@ from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Candidate, Check, Plan
-from effcompile.passes import OPTIONAL, Choice, Pass, load_passes
+from effcompile.passes import Choice, Pass, load_passes, optional_in
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
 from effcompile.runtime.generation.executable import GenerationExecutable, Stepper
@@ -65,7 +65,7 @@ class Bench:
     said: str
     progress: Progress
 
-    @property
+    @cached_property
     def source(self) -> dict[str, Any]:
         """The encoder's output that a decoder is compared behind."""
         if self.step.encoder is None:
@@ -157,16 +157,14 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
     Raises:
         FormatError: the plan was made for another model. VerificationError: it is not within its limits here.
     """
-    named = OPTIONAL & {decision.by for decision in plan.decisions}  # the plan says how, they carry it out
-    bench = _bench(task, plan.goal, sorted(named))
+    bench = _bench(task, plan.goal, optional_in(plan))
     if (found := fingerprint(bench.step.program)) != plan.fingerprint:
         raise FormatError(
             f"This plan was made for another model: its graph has the fingerprint {plan.fingerprint}, {bench.step.program.name} has "
             f"{found}. Plan this model anew, without `plan`."
         )
     (backend,) = _backends(plan.backend)
-    fresh = replace(plan, checks=(), stress=(), measured=None, measured_baseline=None, candidates=())
-    outcome, peak = _lowered(bench, backend, fresh, bench.told())
+    outcome, peak = _lowered(bench, backend, plan.unmeasured, bench.told())
     worst = max(outcome.plan.checks, key=lambda check: check.error)
     if not worst.passed:
         raise _over(backend, worst)
@@ -175,8 +173,7 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
             f"The plan's {backend.name} result holds {format_bytes(peak)} here, above its memory of "
             f"{format_bytes(plan.goal.memory or 0)}. Plan this model anew, without `plan`."
         )
-    note = Because("from a saved plan, not solved again")
-    return _finished(bench, [outcome], [Candidate(backend=plan.backend, predicted_seconds=plan.predicted.seconds, note=note)])
+    return _finished(bench, [outcome], [as_saved(plan)])
 
 
 @entry("plan")
