@@ -90,6 +90,22 @@ def test_a_lone_option_is_taken_without_its_baseline_and_is_no_lever(step: Step)
     assert marks(form.step) == "ab" and form.label == "as captured"
 
 
+def test_what_is_in_reserve_takes_the_place_of_the_others_where_it_is_asked_for(step: Step) -> None:
+    class Spare(Marks):
+        def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
+            for choice in Marks.propose(self, case, context):
+                yield replace(choice, options=choice.options[:1], reserve=choice.options[1:])
+
+    def found(*, reserve: bool, **refuted: str) -> list[str]:
+        passes = [Marks(letters="a"), Spare(letters="b", early=False)]
+        made = forms(passes, Case(step=step), context(**refuted), reserve=reserve).cases
+        assert not any("mark b" in case.label for case in made)
+        return [marks(case.step) for case in made]
+
+    assert found(reserve=False) == ["b", "ab"] and found(reserve=True) == ["", "a"]
+    assert found(reserve=True, **{"mark b": "off"}) == ["b", "ab"]  # none is left: the others stand
+
+
 def test_an_option_that_cannot_be_had_is_refused_beside_what_it_was_wanted_with(step: Step) -> None:
     class Picky(Marks):
         def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:

@@ -170,7 +170,8 @@ class StepChoice:
     Attributes:
         site: the place; "" where its options tell the places themselves.
         kind: what is decided there, which is the lever's name in the report too.
-        baseline: the option that the step has as it is; it is among the options, unless it is out of the question (`settled`).
+        baseline: the option that the step has as it is; among the options or in reserve, unless it is out of the question (`settled`).
+        reserve: options that take the place of the others where nothing is within the budget with those.
         tells: its options tell all decisions themselves, that at the site too: they stand beside the step, and know what they cost.
     """
 
@@ -178,6 +179,7 @@ class StepChoice:
     kind: str
     baseline: str
     options: tuple[StepOption, ...]
+    reserve: tuple[StepOption, ...] = ()
     settled: bool = False
     tells: bool = False
 

@@ -19,11 +19,15 @@ from effcompile.passes.training.step_edit import Refusal
 
 @dataclass(kw_only=True)
 class Forms:
-    """The forms of a step, the step as it is first; what passes decline; and options that could not be had, with those before them."""
+    """The forms of a step, the step as it is first; what passes decline; and options that could not be had, with those before them.
+
+    reserve: choices that have options in reserve have these alone.
+    """
 
     cases: list[Case] = field(default_factory=list)
     declined: dict[Declined, None] = field(default_factory=dict)
     refused: list[tuple[dict[str, str], Reason]] = field(default_factory=list)
+    reserve: bool = False
 
     def ask(self, each: StepPass, context: StepContext) -> None:
         """Have a pass change every form in all of its ways."""
@@ -36,7 +40,7 @@ class Forms:
         asked wrongly is raised.
         """
         try:
-            choices = proposed(each, case, context, self.declined)
+            choices = [self._of_choice(choice) for choice in proposed(each, case, context, self.declined)]
             found = [case]
             for choice in choices:
                 found = [made for form in found for option in _ordered(choice) for made in self._tried(case, each, form, choice, option)]
@@ -48,6 +52,9 @@ class Forms:
             return [case]
         return found
 
+    def _of_choice(self, choice: StepChoice) -> StepChoice:
+        return replace(choice, options=choice.reserve, reserve=()) if self.reserve and choice.reserve else choice
+
     def _tried(self, asked: Case, each: StepPass, form: Case, choice: StepChoice, option: StepOption) -> Iterator[Case]:
         """The form with an option, if it can be had; what was made while proposing stands where the pass has not changed the step since."""
         try:
@@ -56,13 +63,13 @@ class Forms:
             self.refused.append(({**form.options, choice.kind: option.name}, refusal.reason))
 
 
-def forms(passes: Sequence[StepPass], case: Case, context: StepContext) -> Forms:
-    """Every form of a step that these passes have, one after the other.
+def forms(passes: Sequence[StepPass], case: Case, context: StepContext, *, reserve: bool = False) -> Forms:
+    """Every form of a step that these passes have, one after the other; with what they have in reserve, or without.
 
     Raises:
         RequestError: the user wants what cannot be.
     """
-    found = Forms(cases=[case])
+    found = Forms(cases=[case], reserve=reserve)
     for each in passes:
         found.ask(each, context)
     found.cases = _finished(found.cases)
@@ -91,12 +98,12 @@ def _allowed(item: StepChoice | Declined, each: StepPass, context: StepContext) 
         yield item
         return
     choice = _checked(item)
-    out = {option.name: context.forbidden.get((choice.kind, option.name)) for option in choice.options}
+    out = {option.name: context.forbidden.get((choice.kind, option.name)) for option in (*choice.options, *choice.reserve)}
     for name, reason in out.items():
         if reason is not None:
             yield Declined(site=choice.site or choice.kind, kind=choice.kind, option=name, by=each.name, reason=reason)
     if left := tuple(option for option in choice.options if out[option.name] is None):
-        yield replace(choice, options=left)
+        yield replace(choice, options=left, reserve=tuple(option for option in choice.reserve if out[option.name] is None))
 
 
 def reapplied(passes: Sequence[StepPass], case: Case, decisions: Iterable[Decision]) -> Case:
@@ -158,7 +165,7 @@ def told(chosen: Chosen, outcome: StepOutcome, cost: Cost, baseline_cost: Cost, 
 def _checked(choice: StepChoice) -> StepChoice:
     if not isinstance(choice, StepChoice):
         raise TypeError(f"it proposes {choice!r}, which is neither a StepChoice nor a Declined")
-    names = [option.name for option in choice.options]
+    names = [option.name for option in (*choice.options, *choice.reserve)]
     if len(set(names)) < len(names):
         raise ValueError(f"two options of {choice.site or choice.kind} have one name: {', '.join(names)}")
     if choice.baseline not in names and not choice.settled:

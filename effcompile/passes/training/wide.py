@@ -21,6 +21,8 @@ from effcompile.passes.training.step_edit import call, copied
 aten, ours = torch.ops.aten, torch.ops.effcompile
 
 KIND, NARROW, WIDE = "16-bit products", "as given", "in fp32"
+_FASTER = "products of 16-bit matrices take {} × as long as in fp32 on this machine, measured: cast, and rounded once"
+_LEANER = "nothing is within the budget beside copies in fp32; products of 16-bit matrices take {} × as long here, measured"
 #: aten's products of matrices → ours, which take the same arguments.
 _WIDE = {aten.mm.default: ours.wide_mm.default, aten.addmm.default: ours.wide_addmm.default}
 
@@ -35,8 +37,9 @@ class WideProducts:
     exact: ClassVar[bool] = True  # the same sums, rounded once, in another order
 
     def propose(self, case: Case, context: StepContext) -> Iterator[StepChoice]:
-        """The step with all its 16-bit products so, on this machine; no other form competes.
+        """The step with all its 16-bit products so, on this machine; as they are given they are in reserve.
 
+        For what they take in fp32 stands beside the step, where eager has nothing: a budget that eager keeps may be too small for it.
         A step that `precision` has put under autocast keeps autocast's own numbers, which its error was measured of.
         """
         if any(chosen.by == Precision.name and chosen.changes for chosen in case.taken):
@@ -44,10 +47,11 @@ class WideProducts:
         found = {dtype for dtype in _dtypes(case.step) if self.enabled and context.here and pays(dtype, _device(case.step))}
         if found:
             told = max(round(product_ratio(dtype, _device(case.step)), 1) for dtype in found)
-            option = StepOption(name=WIDE, told=lambda outcome: [_decision(told)], made=self.apply(case))
-            yield StepChoice(site="", kind=KIND, baseline=NARROW, options=(option,), settled=True)
+            wide = StepOption(name=WIDE, told=lambda outcome: [_decision(WIDE, Because(_FASTER, (told,)))])
+            narrow = StepOption(name=NARROW, told=lambda outcome: [_decision(NARROW, Because(_LEANER, (told,)))])
+            yield StepChoice(site="", kind=KIND, baseline=NARROW, options=(wide,), reserve=(narrow,))
 
-    def apply(self, case: Case, choice: StepChoice | None = None, option: StepOption | None = None) -> Case:
+    def apply(self, case: Case, choice: StepChoice, option: StepOption) -> Case:
         """The step with its 16-bit products in float32."""
         step, _ = copied(case.step)
         for node in list(step.graph.nodes):
@@ -75,6 +79,5 @@ def _device(step: Step) -> str:
     return str(step.loss.meta["val"].device.type)
 
 
-def _decision(times: float) -> Decision:
-    why = Because("products of 16-bit matrices take {} × as long as in fp32 on this machine, measured: cast, and rounded once", (times,))
-    return Decision(site=KIND, kind=KIND, option=WIDE, baseline=NARROW, by=WideProducts.name, cost=Cost(), baseline_cost=Cost(), why=why)
+def _decision(option: str, why: Because) -> Decision:
+    return Decision(site=KIND, kind=KIND, option=option, baseline=NARROW, by=WideProducts.name, cost=Cost(), baseline_cost=Cost(), why=why)

@@ -3,6 +3,8 @@
 Most forms are prepared together. An option that is captured late (passes/__init__.py) is a branch: a step of its own, captured
 and priced when it is its turn. Its pass proposes the options in the order in which unplanned steps take longer, so that
 once one fits with nothing recomputed the others are not looked at.
+
+Options that passes have in reserve are prepared once all that was prepared without them is above the budget.
 """
 
 from __future__ import annotations
@@ -49,12 +51,14 @@ class Branches:
 
     Attributes:
         work: the request. case: its step, as it was captured.
+        cases: branch → the step with what is captured late. known: (whether in reserve, branch) → its forms.
     """
 
     work: Work
     case: Case
     declined: dict[Declined, None] = field(default_factory=dict)
-    known: dict[tuple[str, ...], Preparation | Reason] = field(default_factory=dict)
+    cases: dict[tuple[str, ...], Case | Reason] = field(default_factory=dict)
+    known: dict[tuple[bool, tuple[str, ...]], Preparation | Reason] = field(default_factory=dict)
 
     @cached_property
     def choices(self) -> list[tuple[StepPass, StepChoice]]:
@@ -92,14 +96,31 @@ class Branches:
         assert isinstance(found, Preparation)
         return found
 
-    def prepared(self, branch: Branch) -> Preparation | Reason:
-        """The forms of a branch with their options, or why there are none. What stock torch would run is the whole step in each."""
-        key = tuple(late.option.name for late in branch)
+    def prepared(self, branch: Branch, *, reserve: bool = False) -> Preparation | Reason:
+        """The forms of a branch with their options, or why there are none. What stock torch would run is the whole step in each.
+
+        reserve: those that passes have in reserve.
+        """
+        key = reserve, _names(branch)
         if key not in self.known:
-            self.known[key] = self._prepared(branch)
+            self.known[key] = self._prepared(branch, reserve)
         return self.known[key]
 
-    def _prepared(self, branch: Branch) -> Preparation | Reason:
+    def _prepared(self, branch: Branch, reserve: bool) -> Preparation | Reason:
+        key = _names(branch)
+        if key not in self.cases:
+            self.cases[key] = self._captured(branch)
+        if isinstance(case := self.cases[key], Reason):
+            return case
+        found = self.work.prepare(case, reserve=reserve)
+        found = replace(found, declined=(*self.declined, *found.declined))
+        if not any(late.changes for late in branch):
+            return found
+        whole = self.whole
+        return replace(found, captured=whole.captured, seconds=whole.seconds, footprint=whole.footprint)
+
+    def _captured(self, branch: Branch) -> Case | Reason:
+        """The step with what is captured late, or why it cannot be had."""
         case = self.case
         for late in branch:
             kind = late.choice.kind
@@ -111,22 +132,25 @@ class Branches:
                     case = applied(late.by, case, late.choice, late.option)
             except Refusal as refusal:
                 return refusal.reason
-        found = self.work.prepare(case)
-        found = replace(found, declined=(*self.declined, *found.declined))
-        if not any(late.changes for late in branch):
-            return found
-        whole = self.whole
-        return replace(found, captured=whole.captured, seconds=whole.seconds, footprint=whole.footprint)
+        return case
 
     @property
     def made(self) -> list[Preparation]:
         """What was prepared so far, and may be taken."""
-        wanted = {tuple(late.option.name for late in branch) for branch in self.all}
-        return [made for key, made in self.known.items() if key in wanted and isinstance(made, Preparation)]
+        wanted = set(map(_names, self.all))
+        return [made for (_, names), made in self.known.items() if names in wanted and isinstance(made, Preparation)]
 
     def every(self) -> Iterator[Preparation]:
-        """All that can be had."""
+        """All that can be had without what passes have in reserve."""
         yield from (made for branch in self.all if isinstance(made := self.prepared(branch), Preparation))
+
+    def in_reserve(self) -> Iterator[Preparation]:
+        """What passes have in reserve, of the branches in which they have."""
+        for branch in self.all:
+            found = self.prepared(branch)
+            if isinstance(found, Preparation) and any(chosen.choice.reserve for made in found.variants for chosen in made.case.taken):
+                held = self.prepared(branch, reserve=True)
+                yield from [held] if isinstance(held, Preparation) else []
 
     def chosen_from(self, joint: Joint) -> Preparation:
         """What a plan was chosen from."""
@@ -135,18 +159,29 @@ class Branches:
     def solve(self, budget: int | None) -> Joint:
         """The fastest plan within the budget; where the goal is least memory, within the least that anything fits.
 
+        What passes have in reserve is for a budget that nothing else is within: it is slower by far, so that no least is looked for there.
+
         Raises:
             InfeasibleError: nothing fits. RequestError: the user wants what cannot be.
         """
         if self.work.goal.minimize == "time":
             return self._fastest(budget)
         try:
-            least = self._fastest(1).peak_bytes
+            least = self._without_reserve(1).best.peak_bytes
         except InfeasibleError as error:  # a step takes more than a byte
             least = error.needed
         return self._fastest(least if budget is None else min(least, budget))
 
     def _fastest(self, budget: int | None) -> Joint:
+        record = self._without_reserve(budget)
+        for found in () if record.solutions else self.in_reserve():
+            record.search(found.variants)
+        try:
+            return replace(record.best, record=record, bound=record.bound)
+        except InfeasibleError as error:
+            raise error.with_untried(*self._untried(record)) from error
+
+    def _without_reserve(self, budget: int | None) -> StepRecord:
         record, late = recorded(budget, self.work.progress), [branch for branch in self.all if any(each.changes for each in branch)]
         for branch in self.all:
             options = {each.choice.kind: each.option.name for each in branch}
@@ -159,10 +194,7 @@ class Branches:
                 for refused, reason in found.refused:
                     record.refuse(refused, reason)
                 record.search(found.variants)
-        try:
-            return replace(record.best, record=record, bound=record.bound)
-        except InfeasibleError as error:
-            raise error.with_untried(*self._untried(record)) from error
+        return record
 
     def _untried(self, record: StepRecord) -> Iterator[Cause]:
         """What else there might be."""
@@ -174,3 +206,7 @@ class Branches:
                 yield Others(of=choice.kind, options=told)
         if not self.work.passes.late and self.case.source is not None and (batch := undivided(self.case.source)):
             yield Undivided(batch=batch)
+
+
+def _names(branch: Branch) -> tuple[str, ...]:
+    return tuple(late.option.name for late in branch)

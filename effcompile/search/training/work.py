@@ -100,14 +100,16 @@ class Work:
         """What passes propose for."""
         return self.figures.context(self.goal, self.forbidden)
 
-    def prepare(self, case: Case) -> Preparation:
+    def prepare(self, case: Case, *, reserve: bool = False) -> Preparation:
         """Its forms with the options of their blocks; what was measured for them is kept for the next plan.
+
+        reserve: the forms that passes have in reserve.
 
         Raises:
             FormatError: a plan is applied again, and this step cannot be what it says. RequestError: the user wants what cannot be.
         """
         with self.progress.step("find the forms of the step"):
-            made = forms(self.passes.step, case, self.context) if self.decided is None else self._as_decided(case, self.decided)
+            made = self._forms(case, reserve)
         found = prepare(
             case.step, made.cases, self.passes.checkpoint, self.figures, levers=self.passes.levers, solved=self.fronts,
         )  # fmt: skip
@@ -119,8 +121,10 @@ class Work:
         ]
         return replace(found, declined=(*made.declined, *broken), refused=made.refused)
 
-    def _as_decided(self, case: Case, decided: Sequence[Decision]) -> Forms:
-        return Forms(cases=[reapplied(self.passes.whole, case, decided)])
+    def _forms(self, case: Case, reserve: bool) -> Forms:
+        if self.decided is not None:
+            return Forms(cases=[reapplied(self.passes.whole, case, self.decided)])
+        return forms(self.passes.step, case, self.context, reserve=reserve)
 
     def without(self, error: RefutedError) -> Work:
         """The same work without a choice that was run and did not hold."""
