@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import mmap
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from effcompile.backends.mapped import mapped, put_aside
 from effcompile.backends.onnxruntime.export import OPSETS, OnnxExport, export
 from effcompile.backends.onnxruntime.forms import apply_forms, linears_as_matmul, weights_as_read
 from effcompile.backends.onnxruntime.quantise import found_formats, quantise
@@ -23,13 +22,11 @@ from effcompile.backends.onnxruntime.session import BESIDE, numpy_feeds, open_se
 from effcompile.backends.onnxruntime.sparse import found_forms, make_sparse
 from effcompile.capture import variants
 from effcompile.core.errors import LoweringError
+from effcompile.core.types import Inputs
 from effcompile.ir.export import sizes_of
 from effcompile.ir.formats import FP32, Form, WeightFormat
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
-
-#: Bytes of a weight from which on it is worth a file's pages.
-_PAGES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,29 +63,20 @@ def _build_at(
     written = ir.load(str(path))
     forms, weight_bytes = found_forms(written, linears.values()), _weight_bytes(written)
     del written
+    tried = _tried(program)  # runs the program, whose weights are then left alone
     if weight_bytes > BESIDE:
         gc.collect()
-        for pages in apart if hasattr(mmap, "MADV_DONTNEED") else ():
-            pages.madvise(mmap.MADV_DONTNEED)  # they are in the file
+        put_aside(apart)
     give_back()  # what was exported and written, before a session holds the weights once more
-    _check_runs(program, path)
+    _check_runs(program, path, tried)
     found = {site: Form(weights=forms[node]) for site, node in linears.items() if node in forms}
     return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes)
 
 
 def _mapped(program: Program, folder: Path) -> list[mmap.mmap]:
     """Have the weights that a pass made mapped from files, whose pages can be dropped while torch.export's leavings refer to them."""
-    found: list[mmap.mmap] = []
     there = dict(program.module.named_parameters()) if program.weight_bytes() > BESIDE else {}
-    for parameter in (there[name] for name in program.made if name in there):  # a later pass may have put another in its place
-        if parameter.device.type == "cpu" and parameter.nbytes > _PAGES:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                if hasattr(os, "posix_fallocate"):  # a full disk is an error here, and not a signal at the copy
-                    os.posix_fallocate(file.fileno(), 0, parameter.nbytes)
-                file.truncate(parameter.nbytes)
-                found.append(mmap.mmap(file.fileno(), parameter.nbytes))
-            parameter.data = torch.frombuffer(found[-1], dtype=parameter.dtype).view(parameter.shape).copy_(parameter.detach())
-    return found
+    return mapped((there[name] for name in program.made if name in there), folder)  # a later pass may have put another in its place
 
 
 def _write(
@@ -113,15 +101,21 @@ def _write(
     return {**applied, **_found(model, exported)}, exported.linears
 
 
-def _check_runs(program: Program, path: Path) -> None:
-    """What cannot be loaded and run is a failure here, and the next opset is tried.
+def _tried(program: Program) -> list[Inputs]:
+    """What a written model must run at: the example.
 
-    Where an axis of the example is 1, what must be of equal size may be so by chance: then a second shape is run, too.
+    Where an axis of it is 1, what must be of equal size may be so by chance: then a second shape, too.
     """
+    if 1 not in sizes_of(program).values():
+        return [(program.args, program.kwargs)]
+    return [(args, kwargs) for _, args, kwargs in variants(program)[:2]]
+
+
+def _check_runs(program: Program, path: Path, tried: Sequence[Inputs]) -> None:
+    """What cannot be loaded and run is a failure here, and the next opset is tried."""
     opened = open_session(path)
     names = [value.name for value in opened.get_inputs()]
-    tried = variants(program)[:2] if 1 in sizes_of(program).values() else [("example", program.args, program.kwargs)]
-    for _, args, kwargs in tried:
+    for args, kwargs in tried:
         given = dict(zip([spec.name for spec in program.inputs], program.flat_inputs(args, kwargs), strict=True))
         run(opened, numpy_feeds(names, [given[name] for name in names]))
 

@@ -17,7 +17,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
-from effcompile.backends.torch.pack import flatten, pack
+from effcompile.backends.torch.pack import flatten, pack, packed_elsewhere, packed_weights, put_plain_aside
 from effcompile.core import torch_compat
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
@@ -160,7 +160,10 @@ def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any
 
 def lower_eager(program: Program) -> TorchLowered:
     """Run the edited graph operator by operator, weights packed."""
-    module = pack(flatten(program))
+    module = flatten(program)
+    packed = packed_weights(module)
+    put_plain_aside(module, program.made)
+    module = pack(module, packed)
     _try(module, program)
     return TorchLowered(
         program=program,
@@ -173,17 +176,19 @@ def lower_eager(program: Program) -> TorchLowered:
 
 
 def lower_inductor(program: Program) -> TorchLowered:
-    """Compile the edited graph at the example's shapes, weights frozen into it."""
+    """Compile the edited graph at the example's shapes, weights frozen into it, packed once for these shapes and all others."""
     module = flatten(program)
+    packed = packed_weights(module)
+    put_plain_aside(module, program.made)
     kept: Counter[found.Signature] = Counter()
-    compiled = _compile(module, kept)
+    compiled = _compile(packed_elsewhere(flatten(program), packed), kept)
     start = perf_counter()
     _try(compiled, program)
     seconds = perf_counter() - start
     return TorchLowered(
         program=program,
         engine="inductor",
-        run=_Shaped(program, compiled),
+        run=_Shaped(program, compiled, packed),
         applied=found.confirm(found.applied(program, module), module, kept),
         settings={
             "threads": torch.get_num_threads(),
@@ -206,11 +211,11 @@ def _kernels(program: Program) -> dict[str, str]:
 class _Shaped:
     """The compiled function at the shapes it was compiled for; at any other the same graph, packed and uncompiled.
 
-    So a new sequence length costs a slower call, not half a minute of compiling.
+    So a new sequence length costs a slower call, not half a minute of compiling. `packed`: the weights that both hold.
     """
 
-    def __init__(self, program: Program, compiled: Callable[..., object]) -> None:
-        self._program, self._compiled = program, compiled
+    def __init__(self, program: Program, compiled: Callable[..., object], packed: Sequence[torch.Tensor]) -> None:
+        self._program, self._compiled, self._packed = program, compiled, packed
         self._shapes = [(t.shape, t.dtype, t.device) for t in program.flat_inputs()]
         self._eager: fx.GraphModule | None = None
 
@@ -218,7 +223,7 @@ class _Shaped:
         if [(t.shape, t.dtype, t.device) for t in inputs] == self._shapes:
             return self._compiled(*(t.clone() if t.is_inference() else t for t in inputs))  # it was compiled for what is none
         if self._eager is None:
-            self._eager = pack(flatten(self._program))
+            self._eager = pack(flatten(self._program), self._packed)
         return self._eager(*inputs)
 
 

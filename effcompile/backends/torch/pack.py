@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import weakref
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from effcompile.backends.mapped import mapped, put_aside
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
+
+#: Bytes of plain weights from which on they are worth files.
+LARGE = 16 << 20
+#: Key → weight in oneDNN's layout, as long as what was lowered with it is there.
+_PACKED: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_KEYS = itertools.count()
+_LIBRARY = torch.library.Library("effcompile", "FRAGMENT")
+_LIBRARY.define("packed(Tensor weight, int key) -> Tensor")
+_LIBRARY.impl("packed", lambda weight, key: _PACKED[key], "CPU")
+_LIBRARY.impl("packed", lambda weight, key: weight.new_empty(_PACKED[key].shape), "Meta")
 
 
 def flatten(program: Program) -> fx.GraphModule:
@@ -44,25 +59,62 @@ def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Any) -> None:
     graph.erase_node(node)
 
 
-def pack(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with its packing operators carried out: weights in oneDNN's blocked layout, plain copies dropped."""
-    packers = torch_compat.packing_operators()
-    for index, node in enumerate(list(module.graph.nodes)):
-        if node.op != "call_function" or node.target not in packers:
-            continue
-        weight = node.args[0]
-        assert isinstance(weight, fx.Node)
-        value = _attribute(module, str(weight.target))
-        with torch.no_grad():
-            packed = node.target(value.detach(), *node.args[1:])
+def pack(module: fx.GraphModule, packed: Sequence[torch.Tensor] | None = None) -> fx.GraphModule:
+    """The module with its packing operators carried out: weights in oneDNN's blocked layout, plain copies dropped.
+
+    packed: what they return (`packed_weights`), where it is there already.
+    """
+    packed = packed_weights(module) if packed is None else packed
+    for index, (node, weight) in enumerate(zip(_packings(module), packed, strict=True)):
         name = f"_packed_{index}"
-        module.register_buffer(name, packed)
+        module.register_buffer(name, weight)
         with module.graph.inserting_before(node):
             constant = module.graph.get_attr(name)
         node.replace_all_uses_with(constant)
         module.graph.erase_node(node)
     module.graph.eliminate_dead_code()
     return fx.GraphModule(module, module.graph, class_name=type(module).__name__)
+
+
+def packed_weights(module: fx.GraphModule) -> list[torch.Tensor]:
+    """What the module's packing operators return, in their order."""
+    with torch.no_grad():
+        return [node.target(_weight(module, node).detach(), *node.args[1:]) for node in _packings(module)]  # type: ignore[operator]
+
+
+def packed_elsewhere(module: fx.GraphModule, packed: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The module with lookups of what its packing operators return, so that a compiler that folds them holds these very tensors.
+
+    They are found as long as the caller holds them.
+    """
+    for node, weight in zip(_packings(module), packed, strict=True):
+        _PACKED[key := next(_KEYS)] = weight
+        node.target, node.args = torch.ops.effcompile.packed.default, (node.args[0], key)
+    module.recompile()
+    return module
+
+
+def put_plain_aside(module: fx.GraphModule, made: Collection[str]) -> None:
+    """Weights that passes made and that packing operators alone read, in files: whoever saves them reads them there, and no call does."""
+    packers = torch_compat.packing_operators()
+    readers: dict[str, set[object]] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        readers.setdefault(str(node.target), set()).update(user.target for user in node.users)
+    plain = [_attribute(module, name) for name, targets in readers.items() if name in made and targets <= set(packers)]
+    if sum(weight.nbytes for weight in plain) > LARGE:
+        with contextlib.suppress(OSError):  # a full disk: they stay where they are
+            put_aside(mapped(weight for weight in plain if isinstance(weight, nn.Parameter)))
+
+
+def _packings(module: fx.GraphModule) -> list[fx.Node]:
+    packers = torch_compat.packing_operators()
+    return [node for node in module.graph.nodes if node.op == "call_function" and node.target in packers]
+
+
+def _weight(module: fx.GraphModule, packing: fx.Node) -> torch.Tensor:
+    weight = packing.args[0]
+    assert isinstance(weight, fx.Node)
+    return _attribute(module, str(weight.target))
 
 
 def _attribute(module: fx.GraphModule, path: str) -> torch.Tensor:

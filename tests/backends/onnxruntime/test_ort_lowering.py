@@ -13,6 +13,7 @@ import onnxruntime
 import pytest
 import torch
 from form_names import form, forms, names
+from resident_pages import resident_at
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.onnxruntime import OnnxRuntime, lowering, session
@@ -191,6 +192,25 @@ def test_weights_that_were_written_are_held_by_the_file_alone(monkeypatch):
     assert model.out.weight.data_ptr() == own
     assert relative(lowered(x)[0], model(x).detach()) < 1e-5
     assert "Transpose" not in {node.op_type for node in onnx.load(lowered._path).graph.node}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what is resident")
+def test_weights_that_a_pass_made_are_not_resident_beside_a_session(monkeypatch):
+    """Though the program, which has them, is run at a second shape where the example's batch is 1."""
+    monkeypatch.setattr(lowering, "BESIDE", 64)
+    model, x = Shared().eval(), torch.randn(1, 5, 320)
+    program = capture(model, (x,), {})
+    (site,) = sites.merges(program)
+    merged = Merge().apply(program, SimpleNamespace(forms=lambda: {site.site: form("merged")}))
+    seen, run = [], lowering.run
+
+    def watched(*given):
+        seen.append(resident_at(merged.module.get_parameter(merged.made[0]).data_ptr()))
+        return run(*given)
+
+    monkeypatch.setattr(lowering, "run", watched)
+    OnnxRuntime().lower(merged, None, [])
+    assert seen == [0, 0]
 
 
 def test_a_large_model_that_rests_holds_no_session_and_answers_as_before(monkeypatch):

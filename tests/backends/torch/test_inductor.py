@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import pytest
@@ -36,6 +37,20 @@ def test_mixed_plan_compiles_and_is_read_back_from_the_compiled_graph(model: nn.
         lowered(program.args[0])
         lowered(program.args[0].clone())
     assert counters["stats"]["unique_graphs"] == compiled > 0
+
+
+def test_weights_are_packed_once_for_all_shapes(program: Program) -> None:
+    def in_blocks() -> dict[int, torch.Tensor]:
+        """Weights in oneDNN's layout that are alive."""
+        gc.collect()
+        return {id(t): t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter, nn.Buffer) and t.is_mkldnn}
+
+    before = in_blocks()
+    lowered = TorchInductor().lower(program, None, [])
+    lowered(program.args[0])
+    lowered(program.args[0][:1, :5])
+    held = [t for key, t in in_blocks().items() if key not in before]
+    assert 0 < len(held) == len({node.target for node in lowered.run._eager.graph.nodes if str(node.target).startswith("_packed")})
 
 
 def test_precision_lost_by_the_compiler_is_reported(program: Program) -> None:
