@@ -158,7 +158,7 @@ def settle(
             relaxing = replan is not None and constraints.round == 1 and not foretold
             return _relaxed(shop, backend, outcome, replan) if relaxing and replan is not None else outcome, None
         if replan is None or predicted == 0.0 or not measured < float("inf") or constraints.round == MAX_ROUNDS:
-            raise _failed(outcome)
+            raise not_within(outcome.plan.backend, outcome.checks)
         return outcome, corrected(constraints, measured, predicted, shop.goal)
 
     return refine(solve, run, rounds=MAX_ROUNDS, start=start)
@@ -317,10 +317,11 @@ def _told(planned: Form | None, found: Form) -> str:
     return f"{found.name} ({found.weights or found.figures or found.mask})" if alike else found.name
 
 
-def _failed(outcome: Outcome) -> VerificationError:
-    bad = max(outcome.checks, key=lambda check: check.error)
+def not_within(backend: str, checks: Sequence[Check]) -> VerificationError:
+    """The refusal of a result one of whose checks did not pass: the one that is farthest off."""
+    bad = max(checks, key=lambda check: check.error)
     note = f" ({bad.note})" if bad.note else ""
     return VerificationError(
-        f"The {outcome.plan.backend} result is not within the declared error: {bad.name}: relative error {bad.error:.3e} > "
+        f"The {backend} result is not within the declared error: {bad.name}: relative error {bad.error:.3e} > "
         f"{bad.limit:.3e}{note}. Allow more error, choose another backend, or leave a pass out with --pass no-NAME."
     )

@@ -164,6 +164,11 @@ def is_random(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether a node calls an operator whose schema says that it writes into an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def draws(node: fx.Node) -> bool:
     """Whether a node draws from the random generator: an attention that drops nothing does not, though its operator may."""
     if not is_random(node.target):

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from effcompile.core.torch_compat import SYMBOLIC, expression
+from effcompile.core.torch_compat_aot import writes
 from effcompile.core.torch_compat_export import graphs_of, private_module, replaced
 from effcompile.core.types import Args, Outputs, Value
 
@@ -127,7 +128,7 @@ def _took_apart(module: fx.GraphModule) -> bool:
         for node in list(module.graph.nodes):
             if node.op == "call_function" and node.target in _INTO_PLAIN:
                 _take_apart(node, node.target, sizes)
-            elif _writes(node):
+            elif writes(node):
                 _take_apart(node, _fresh_result_of(node), sizes)
             elif isinstance(node.meta.get("val"), SYMBOLIC):
                 sizes.setdefault(expression(node.meta["val"]), node)
@@ -152,16 +153,12 @@ def _write_known_sizes(graph: fx.Graph) -> None:
 def _needs_torch(node: fx.Node) -> bool:
     """Whether torch's tracing would change this node otherwise than here."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return not _writes(node) and _may_lead_elsewhere(node.target)
+        return not writes(node) and _may_lead_elsewhere(node.target)
     return node.op not in ("placeholder", "get_attr", "output") and isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 #: Writes of where a value lies, not of what it is.
 _OTHER_MEMORY = ("set_", "resize_", "resize_as_")
-
-
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _fresh_result_of(write: fx.Node) -> torch._ops.OpOverload:

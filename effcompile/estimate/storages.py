@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effcompile.core import gpu, torch_compat
+from effcompile.core.torch_compat_aot import writes
 from effcompile.core.types import Value
 from effcompile.estimate.layouts import REMEMBERED, Known, StorageLayout, Unlike, key_of, layout, mapped, remember, settings
 from effcompile.ir.program import Program, shape_of
@@ -297,6 +298,5 @@ class _Tracer:
 
 
 def _writes(node: fx.Node) -> bool:
-    """True for an op whose schema says that it writes to an argument."""
-    schema = getattr(node.target, "_schema", None)
-    return bool(schema is not None and schema.is_mutable) or node.target is operator.setitem
+    """True for an assignment in Python, too, which a graph that dynamo traced may have."""
+    return writes(node) or node.target is operator.setitem

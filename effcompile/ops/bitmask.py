@@ -17,11 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from effcompile.ops.slabs import elements, in_strides
+
 __all__ = ["packed_bytes", "to_bits", "to_booleans", "workspace_bytes"]
 
 _GATHER, _COPIES, _OWN_BIT = 0x0102040810204080, 0x0101010101010101, 0x8040201008040201 - (1 << 64)
-_SLAB = {"cpu": 1 << 17}  # elements at a time
-_LARGE_SLAB = 1 << 24
 _SCALARS = 16
 
 
@@ -33,9 +33,8 @@ def packed_bytes(count: int) -> int:
 @torch.library.custom_op("effcompile::to_bits", mutates_args=())
 def to_bits(x: Tensor, stride: Sequence[int]) -> Tensor:
     """A Boolean tensor, packed: uint8 (packed_bytes(numel),). With other strides than those given, it is first copied to them."""
-    if list(x.stride()) != list(stride):
-        x = x.new_empty_strided(tuple(x.shape), tuple(stride)).copy_(x)
-    count, slab = x.numel(), _slab(x)
+    x = in_strides(x, stride)
+    count, slab = x.numel(), elements(x)
     packed = torch.empty(packed_bytes(count), dtype=torch.uint8, device=x.device)
     flat = x.as_strided((count,), (1,)).view(torch.uint8)
     work = torch.empty(min(8 * len(packed), slab), dtype=torch.uint8, device=x.device)
@@ -55,8 +54,8 @@ def to_booleans(packed: Tensor, size: Sequence[int], stride: Sequence[int], dtyp
     x = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     whole = x.numel() // 8
     flat = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-    for begin in range(0, whole, _slab(packed) // 8):
-        end = min(begin + _slab(packed) // 8, whole)
+    for begin in range(0, whole, elements(packed) // 8):
+        end = min(begin + elements(packed) // 8, whole)
         _spread(flat[8 * begin : 8 * end], packed[begin:end])
     if rest := x.numel() % 8:
         last = torch.empty(8, dtype=torch.uint8, device=packed.device)
@@ -75,10 +74,6 @@ def _spread(places: Tensor, codes: Tensor) -> None:
     places.clamp_(max=1)
 
 
-def _slab(x: Tensor) -> int:
-    return _SLAB.get(x.device.type, _LARGE_SLAB)
-
-
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
     """Bytes alive at the highest instant inside `to_bits` or `to_booleans`, beyond arguments and result; None for other operators.
 
@@ -87,7 +82,7 @@ def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
     if name == "effcompile::to_bits":
         x = args[0]
         assert isinstance(x, Tensor)
-        return min(8 * packed_bytes(x.numel()), _slab(x)) + _SCALARS
+        return min(8 * packed_bytes(x.numel()), elements(x)) + _SCALARS
     if name == "effcompile::to_booleans":
         size = args[1]
         assert isinstance(size, (list, tuple))

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from effcompile.ops.slabs import elements, in_strides
+
 __all__ = ["BITS", "GROUP", "OPERATORS", "compress", "decompress", "packed_bytes", "parts", "workspace_bytes"]
 
 GROUP = 256
 BITS = (8, 4, 2)
-_SLAB = {"cpu": 1 << 17}  # elements at a time, in fp32
-_LARGE_SLAB = 1 << 24
 
 
 def packed_bytes(count: int, bits: int = 8) -> int:
@@ -30,13 +30,12 @@ def packed_bytes(count: int, bits: int = 8) -> int:
 
 
 def _packed(x: Tensor, stride: list[int], bits: int) -> Tensor:
-    if list(x.stride()) != stride:
-        x = x.new_empty_strided(tuple(x.shape), tuple(stride)).copy_(x)
+    x = in_strides(x, stride)
     packed = torch.empty(packed_bytes(x.numel(), bits), dtype=torch.uint8, device=x.device)
     steps_G2, codes = parts(packed, x.numel())  # noqa: N806
     flat, per = x.as_strided((x.numel(),), (1,)), 8 // bits
-    work = torch.empty(min(x.numel(), _slab(x)), dtype=torch.float32, device=x.device)
-    for begin, end, width in _slabs(x.numel(), _slab(x)):
+    work = torch.empty(min(x.numel(), elements(x)), dtype=torch.float32, device=x.device)
+    for begin, end, width in _slabs(x.numel(), elements(x)):
         values = work[: end - begin].copy_(flat[begin:end])
         _encode(values.view(-1, width), steps_G2[begin // GROUP : -(-end // GROUP)], 2.0**bits - 1.0)
         for k in range(1, per):  # bytes are exact in fp32
@@ -51,8 +50,8 @@ def _unpacked(packed: Tensor, size: list[int], stride: list[int], dtype: torch.d
     steps_G2, codes = parts(packed, x.numel())  # noqa: N806
     flat, per = x.as_strided((x.numel(),), (1,)), 8 // bits
     own = dtype == torch.float32  # decoded where it belongs
-    work = flat if own else torch.empty(min(x.numel(), _slab(x)), dtype=torch.float32, device=x.device)
-    for begin, end, width in _slabs(x.numel(), _slab(x)):
+    work = flat if own else torch.empty(min(x.numel(), elements(x)), dtype=torch.float32, device=x.device)
+    for begin, end, width in _slabs(x.numel(), elements(x)):
         part = work[begin:end] if own else work[: end - begin]
         steps, mine = steps_G2[begin // GROUP : -(-end // GROUP)], codes[begin // per : -(-end // per)]
         for k in range(per):
@@ -108,10 +107,6 @@ def parts(packed: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return packed[:head].view(torch.float32).view(-1, 2), packed[head:]
 
 
-def _slab(x: Tensor) -> int:
-    return _SLAB.get(x.device.type, _LARGE_SLAB)
-
-
 def _slabs(count: int, slab: int) -> list[tuple[int, int, int]]:
     """(begin, end, width of a row) of the parts: whole groups in slabs, then what is left."""
     whole = count // GROUP * GROUP
@@ -128,12 +123,12 @@ def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
     if operator == "compress":
         x = args[0]
         assert isinstance(x, Tensor)
-        part = min(x.numel(), _slab(x))
+        part = min(x.numel(), elements(x))
         return 4 * part + 9 * max(1, part // GROUP) + 16  # low, high, where the step is 0, and scalars
     if operator == "decompress":
         packed, size, _, dtype = args
         assert isinstance(packed, Tensor) and isinstance(size, (list, tuple))
-        count, slab = math.prod(int(n) for n in size), _slab(packed)
+        count, slab = math.prod(int(n) for n in size), elements(packed)
         largest = max((end - begin for begin, end, _ in _slabs(count, slab)), default=0)
         codes = 0 if bits == 8 else -(-largest * bits // 8) + 16  # of one place in each byte, and scalars
         return codes + (0 if dtype == torch.float32 else 4 * min(count, slab))

@@ -6,7 +6,6 @@ As `int8_native.py` has it: compiled at the first use for the best set that this
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import group_codes, int8_codes
+from effcompile.ops.coded_rows import CodedRows
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("group_linear.cpp")
@@ -35,31 +35,13 @@ def kernels() -> GroupKernels | str:
     return best_of(GroupKernels, integer_isas())
 
 
-@dataclass(frozen=True, slots=True)
-class _Workspace:
-    """Codes of x, and the scale and sum of each group, in one allocation."""
-
-    rows: int
-    summed: int
-
-    @property
-    def groups(self) -> int:
-        return -(-self.summed // group_codes.GROUP)
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.groups * (group_codes.GROUP + 8)
-
-    def addresses(self, start: int) -> tuple[int, int, int]:
-        """Of the codes, the scales and the sums."""
-        each = 4 * self.rows * self.groups
-        return start + 2 * each, start, start + each
-
-
 def workspace_bytes(x: Tensor) -> int:
     """Bytes that a call holds beyond its arguments and result, where x (..., K) has adjacent columns."""
-    summed = int(x.shape[-1])
-    return _Workspace(int(x.numel()) // summed if summed else 0, summed).nbytes
+    return _room(x).nbytes
+
+
+def _room(x: Tensor) -> CodedRows:
+    return CodedRows.of(x, -(-int(x.shape[-1]) // group_codes.GROUP), group_codes.GROUP)
 
 
 class GroupKernels:
@@ -78,13 +60,13 @@ class GroupKernels:
         result = x.new_empty((*x.shape[:-1], n))
         flat = x.reshape(-1, k)
         flat = flat if flat.stride(1) == 1 or k == 1 else flat.contiguous()
-        room = _Workspace(flat.shape[0], k)
+        room = _room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, scales, sums = room.addresses(workspace.data_ptr())
         self.call(
             flat.data_ptr(), flat.stride(0), room.rows, k, group_codes.bits_of(weight), weight.data_ptr(),
             None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(), codes, scales, sums,
-            max(1, _CHUNK // (room.groups * group_codes.GROUP)), torch.get_num_threads(),
+            max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),
         )  # fmt: skip
         return result
 

@@ -7,7 +7,6 @@ not used: the next best set is tried, and `ByteKernels.instead` says why.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 from effcompile.machine.instructions import integer_isas
 from effcompile.machine.native import library
 from effcompile.ops import int8_codes
+from effcompile.ops.coded_rows import CodedRows
 from effcompile.ops.instruction_sets import ARGUMENT, POINTER, best_of
 
 _SOURCE = Path(__file__).with_name("int8_linear.cpp")
@@ -36,30 +36,14 @@ def kernels() -> ByteKernels | str:
     return best_of(ByteKernels, integer_isas())
 
 
-@dataclass(frozen=True, slots=True)
-class _Workspace:
-    """Codes of x, and the scale and sum of each row, in one allocation."""
-
-    rows: int
-    summed: int
-
-    @property
-    def padded(self) -> int:
-        return -(-self.summed // 4) * 4
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * (self.padded + 8)
-
-    def addresses(self, start: int) -> tuple[int, int, int]:
-        """Of the codes, the scales and the sums."""
-        return start + 8 * self.rows, start, start + 4 * self.rows
-
-
 def workspace_bytes(x: Tensor) -> int:
     """Bytes that a call holds beyond its arguments and result, where x (..., K) has adjacent columns."""
-    summed = int(x.shape[-1])
-    return _Workspace(int(x.numel()) // summed if summed else 0, summed).nbytes
+    return _room(x).nbytes
+
+
+def _room(x: Tensor) -> CodedRows:
+    """Each row is one group; the kernels read four of its codes at a time."""
+    return CodedRows.of(x, 1, -(-int(x.shape[-1]) // 4) * 4)
 
 
 class ByteKernels:
@@ -78,13 +62,13 @@ class ByteKernels:
         result = x.new_empty((*x.shape[:-1], n))
         flat = x.reshape(-1, k)
         flat = flat if flat.stride(1) == 1 or k == 1 else flat.contiguous()
-        room = _Workspace(flat.shape[0], k)
+        room = _room(flat)
         workspace = torch.empty(room.nbytes, dtype=torch.uint8)
         codes, row_scales, sums = room.addresses(workspace.data_ptr())
         self.call(
             flat.data_ptr(), flat.stride(0), room.rows, k, weight.data_ptr(), scales.data_ptr(),
             None if bias is None else bias.data_ptr(), n, int8_codes.AFTER.index(after), result.data_ptr(), codes, row_scales, sums,
-            max(1, _CHUNK // room.padded), torch.get_num_threads(),
+            max(1, _CHUNK // room.row_bytes), torch.get_num_threads(),
         )  # fmt: skip
         return result
 

@@ -17,6 +17,7 @@ from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
+from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.formats import FP32, INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
 from effcompile.ir.program import Program, dtype_of, module_path, shape_of
 from effcompile.ops import group_codes, two_of_four
@@ -67,18 +68,13 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
 
 def tidy(module: fx.GraphModule) -> None:
     """Remove what costs time and does nothing: metadata asserts, and copies in a graph without in-place operators."""
-    functional = not any(_mutates(node) for node in module.graph.nodes)
+    functional = not any(writes(node) for node in module.graph.nodes)
     for node in list(module.graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             module.graph.erase_node(node)
         elif functional and node.target is aten.clone.default and not node.kwargs:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
-
-
-def _mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 class _Editor:

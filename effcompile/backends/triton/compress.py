@@ -9,6 +9,7 @@ from effcompile.backends.triton.kernels.compress import compress_kernel, decompr
 from effcompile.backends.triton.layout import cdiv
 from effcompile.ops import compress as op
 from effcompile.ops.compress import GROUP, parts
+from effcompile.ops.slabs import in_strides
 
 __all__ = ["compress", "decompress", "register"]
 
@@ -24,8 +25,7 @@ def register(device: str) -> None:
 
 def compress(x: Tensor, stride: list[int]) -> Tensor:
     """See `effcompile::compress8`."""
-    if list(x.stride()) != list(stride):
-        x = x.new_empty_strided(tuple(x.shape), tuple(stride)).copy_(x)
+    x = in_strides(x, stride)
     packed = torch.empty(op.packed_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     if x.numel():
         with torch.cuda.device_of(x):

@@ -13,7 +13,7 @@ from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend, Lowered
 from effcompile.capture.generation import GenerationStep, capture_step, encoder_output
 from effcompile.compiler.generation.lower import lower_step
-from effcompile.compiler.settle import as_saved, corrected, settle_all
+from effcompile.compiler.settle import as_saved, corrected, not_within, settle_all
 from effcompile.core import gpu
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError, VerificationError
 from effcompile.core.goal import Goal
@@ -23,10 +23,11 @@ from effcompile.core.units import format_bytes
 from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Candidate, Check, Plan
+from effcompile.ir.plan import Candidate, Plan
 from effcompile.passes import Choice, Pass, load_passes, optional_in
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
+from effcompile.proof.verify import worst
 from effcompile.runtime.generation.executable import GenerationExecutable, Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.search.generation.cases import scored
@@ -165,9 +166,8 @@ def _reapply(task: Task, plan: Plan) -> GenerationExecutable:
         )
     (backend,) = _backends(plan.backend)
     outcome, peak = _lowered(bench, backend, plan.unmeasured, bench.told())
-    worst = max(outcome.plan.checks, key=lambda check: check.error)
-    if not worst.passed:
-        raise _over(backend, worst)
+    if not all(check.passed for check in outcome.plan.checks):
+        raise not_within(backend.name, outcome.plan.checks)
     if excess(peak, plan.goal.memory):
         raise VerificationError(
             f"The plan's {backend.name} result holds {format_bytes(peak)} here, above its memory of "
@@ -253,14 +253,14 @@ def _settle(bench: Bench, search: Search, told: Sequence[Told], backend: Backend
 
     def run(plan: Plan, constraints: Constraints) -> tuple[Generated, Constraints | None]:
         outcome, peak = _lowered(bench, backend, plan, told)
-        worst = max(outcome.plan.checks, key=lambda check: check.error)
+        passed = all(check.passed for check in outcome.plan.checks)
         over, last = excess(peak, bench.goal.memory), constraints.round == _ROUNDS
-        if worst.passed and not over:
+        if passed and not over:
             return outcome, None
-        if not worst.passed:
+        if not passed:
             if last or bench.goal.exact or not plan.predicted.error:
-                raise _over(backend, worst)
-            constraints = corrected(constraints, worst.error, plan.predicted.error, bench.goal)
+                raise not_within(backend.name, outcome.plan.checks)
+            constraints = corrected(constraints, worst(outcome.plan.checks), plan.predicted.error, bench.goal)
         if over:
             if last or over >= (constraints.budget or 0):  # nothing would be left
                 raise largest_context(InfeasibleError(binding=("memory",)), bench.step, bench.goal)
@@ -271,13 +271,6 @@ def _settle(bench: Bench, search: Search, told: Sequence[Told], backend: Backend
         return outcome, constraints
 
     return refine(solved, run, rounds=_ROUNDS, start=Constraints(budget=bench.goal.memory))
-
-
-def _over(backend: Backend, worst: Check) -> VerificationError:
-    return VerificationError(
-        f"The {backend.name} result is not within the declared error: {worst.name}: relative error {worst.error:.3e} > "
-        f"{worst.limit:.3e}. Allow more error, or choose another backend."
-    )
 
 
 def _lowered(bench: Bench, backend: Backend, plan: Plan, told: Sequence[Told]) -> tuple[Generated, int]:

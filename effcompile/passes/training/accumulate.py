@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 import effcompile.ops.embedding  # noqa: F401  registers the operator
+from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.step import Step
 from effcompile.passes.training.step_edit import call, copied, is_whole_view, viewed
 
@@ -111,7 +112,7 @@ def _replace(graph: fx.Graph, add: fx.Node, result: fx.Node) -> None:
     graph.erase_node(add)
     while unread:
         node = unread.pop()
-        if not node.users and node.op == "call_function" and not _writes(node):
+        if not node.users and node.op == "call_function" and not writes(node):
             unread += node.all_input_nodes
             graph.erase_node(node)
 
@@ -144,13 +145,13 @@ def is_free(term: fx.Node, add: fx.Node) -> bool:
 
 def _source(node: fx.Node) -> fx.Node | None:
     """The argument whose memory the node shows or wrote to, None for a node with a result of its own."""
-    in_place = _writes(node) and bool(node.target._schema.returns)  # type: ignore[union-attr]
+    in_place = writes(node) and bool(node.target._schema.returns)  # type: ignore[union-attr]
     return node.args[0] if is_whole_view(node) or in_place else None  # type: ignore[return-value]
 
 
 def _wrote_before(user: fx.Node, node: fx.Node) -> bool:
     """True for an operator without a result that wrote to `node`: it stands before all later readers."""
-    return _writes(user) and not user.target._schema.returns and user.args[0] is node  # type: ignore[union-attr]
+    return writes(user) and not user.target._schema.returns and user.args[0] is node  # type: ignore[union-attr]
 
 
 def _maker(node: fx.Node) -> fx.Node:
@@ -158,11 +159,6 @@ def _maker(node: fx.Node) -> fx.Node:
     while (source := _source(node)) is not None:
         node = source
     return node
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _owns(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.roles import Leaves, Leaving
 from effcompile.ir.step import Step
 from effcompile.ops.consume import consume
@@ -37,7 +38,7 @@ def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: M
     for name in taken:
         gradient = step.gradients[name]
         parameter = holders[name] if updates else gradient
-        parts = [n for n in views.get(_made(gradient), []) if _writes(n)]
+        parts = [n for n in views.get(_made(gradient), []) if writes(n)]
         readers = [user for node in views.get(parameter, []) for user in node.users if user in order and user.op == "call_function"]
         readers = readers if updates else []
         last = max([gradient, *parts, *readers], key=order.__getitem__)
@@ -55,14 +56,14 @@ def with_consumed_gradients(step: Step, names: Collection[str], working_bytes: M
 def completing(graph: fx.Graph) -> Callable[[fx.Node], tuple[fx.Node, list[fx.Node]]]:
     """Gradient → (it, [it, and what writes into it]): it is complete after the last of these."""
     views = _views(graph)
-    return lambda gradient: (gradient, [gradient, *(n for n in views.get(_made(gradient), []) if _writes(n) and n is not gradient)])
+    return lambda gradient: (gradient, [gradient, *(n for n in views.get(_made(gradient), []) if writes(n) and n is not gradient)])
 
 
 def _made(node: fx.Node) -> fx.Node:
     """The node that made a value's memory: through views and writes in place."""
     while True:
         source: Any = viewed(node)
-        if _writes(source) and source.args and isinstance(source.args[0], fx.Node):
+        if writes(source) and source.args and isinstance(source.args[0], fx.Node):
             source = source.args[0]
         if source is node:
             return node
@@ -74,11 +75,6 @@ def _views(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         found.setdefault(_made(node), []).append(node)
-        if _writes(node) and node.args and isinstance(node.args[0], fx.Node) and _made(node.args[0]) is not _made(node):
+        if writes(node) and node.args and isinstance(node.args[0], fx.Node) and _made(node.args[0]) is not _made(node):
             found.setdefault(_made(node.args[0]), []).append(node)
     return found
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable

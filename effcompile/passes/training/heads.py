@@ -11,6 +11,7 @@ from torch import fx
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Because
+from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.plan import Decision, Declined, Setting
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, StepChoice, StepContext, StepOption, StepOutcome
@@ -118,17 +119,12 @@ def _alike(before: Step, after: Step) -> bool:
 def _gradients(outcome: StepOutcome) -> Iterator[Decision]:
     """The parameters whose gradients are summed in one tensor, with its bytes."""
     step = outcome.cut.step
-    found = (_summed(step, node) for node in step.graph.nodes if _in_place(node))
+    found = (_summed(step, node) for node in step.graph.nodes if writes(node) and node.args)
     for site, size in dict(each for each in found if each is not None).items():
         yield Decision(
             site=site, kind=GRADIENT, option=IN_PLACE, baseline=SEPARATE, by=LossHeads.name, cost=Cost(),
             baseline_cost=Cost(bytes_transient=size), why=Because("the uses of a tied parameter are summed in one tensor"),
         )  # fmt: skip
-
-
-def _in_place(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable and bool(node.args)
 
 
 def _summed(step: Step, node: fx.Node) -> tuple[str, int] | None:

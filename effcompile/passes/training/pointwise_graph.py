@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from effcompile.core.torch_compat_aot import is_random
+from effcompile.core.torch_compat_aot import is_random, writes
 from effcompile.ir.program import module_path
 from effcompile.passes.training.step_edit import is_whole_view
 
@@ -113,8 +113,8 @@ def written(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Node that writes in place → the nodes that made the memory that it writes to."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
+        if writes(node):
+            schema = node.target._schema
             given = {argument.name: value for argument, value in zip(schema.arguments, node.args, strict=False)} | node.kwargs
             names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
             found[node] = [base(given[name]) for name in names if isinstance(given.get(name), fx.Node)]

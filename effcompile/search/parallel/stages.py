@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from effcompile.capture.training_graph import WRAPPED, join, lift
 from effcompile.core import torch_compat
 from effcompile.core.errors import UsageError
-from effcompile.core.torch_compat_aot import draws
+from effcompile.core.torch_compat_aot import draws, writes
 from effcompile.ir.program import module_path
 from effcompile.ir.step import Step
 from effcompile.ir.strategy import Strategy
@@ -117,7 +117,7 @@ def _reads(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, ...]]:
         for operand in shared:
             if isinstance(operand, fx.Node):
                 owner[node] = owner.get(operand, operand)
-                if schema is not None and schema.is_mutable:
+                if writes(node):
                     writers.setdefault(owner[node], []).append(node)
     return found
 
@@ -152,8 +152,7 @@ def _crossing(
     values = [node.meta.get("val") for node in crossing]
     kinds = {str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__ for value in values}
     fine = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
-    written = any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in crossing)
-    if len(kinds) != 1 or not fine or written:
+    if len(kinds) != 1 or not fine or any(map(writes, crossing)):
         names = ", ".join(node.name for node in list(crossing)[:4]) or "none"
         raise UsageError(
             f"The model cannot be cut behind {layer}: a pipeline stage hands on numbers of one type that it does not write into, and there "

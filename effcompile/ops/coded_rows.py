@@ -1,0 +1,38 @@
+"""Where the compiled 8-bit linears (`int8_native`, `group_native`) hold x while they run: as codes, with a scale and a sum each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+__all__ = ["CodedRows"]
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """Codes of x (rows, groups · width), and the scale and sum of each group of a row, in one allocation: scales, sums, codes."""
+
+    rows: int
+    groups: int
+    width: int
+
+    @classmethod
+    def of(cls, x: Tensor, groups: int, width: int) -> CodedRows:
+        """Those of x (..., K), K at most groups · width."""
+        columns = int(x.shape[-1])
+        return cls(int(x.numel()) // columns if columns else 0, groups, width)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of the codes of one row."""
+        return self.groups * self.width
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * (self.row_bytes + 8 * self.groups)
+
+    def addresses(self, start: int) -> tuple[int, int, int]:
+        """Of the codes, the scales and the sums."""
+        each = 4 * self.rows * self.groups
+        return start + 2 * each, start, start + each
