@@ -11,6 +11,11 @@ settings.register_profile("effcompile", deadline=None, suppress_health_check=[He
 settings.load_profile("effcompile")
 
 
+def pytest_configure() -> None:
+    """Two workers have two cores: pools of compilers of Inductor's own would load torch again for each, and in all that tests start."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_calibration_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     root = tmp_path_factory.getbasetemp()
@@ -21,4 +26,5 @@ def _own_calibration_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setattr("effcompile.core.timing.PATIENCE", 0.02)
         patch.setattr("effcompile.passes.training.checkpoint.SECONDS_PER_BLOCK", 0.05)
         patch.setattr("effcompile.proof.training.confirm._TIMING_SECONDS", 0.0)
+        patch.setattr("effcompile.compiler.measure._MOST", 4)
         yield

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_process import COMMAND
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -51,7 +52,7 @@ def effcompile_in(tmp_path: Path, *arguments: object, **environment: str) -> "su
     own = {"EFFCOMPILE_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary")}
     own |= {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"} | environment
     return subprocess.Popen(
-        [sys.executable, "-c", "import sys; from effcompile.cli import main; main(sys.argv[1:])", *map(str, arguments)],
+        [sys.executable, "-c", COMMAND, *map(str, arguments)],
         env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -196,14 +197,8 @@ def test_a_forked_child_ends_without_taking_the_parents_files(tmp_path: Path) ->
 
 def test_a_disk_that_is_full_keeps_no_timings_and_costs_nothing_else(tmp_path: Path, model_file: Path) -> None:
     """No file may grow beyond a hundred bytes; the plan is made, and a note says what was not kept."""
-    code = (
-        "import resource, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
-        "from effcompile.cli import main\n"
-        "main(sys.argv[1:])\n"
-    )
-    command = [sys.executable, "-c", code, "plan", str(model_file), "--static", "--backend", "torch-eager", "--json"]
+    code = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+    command = [sys.executable, "-c", code + COMMAND, "plan", str(model_file), "--static", "--backend", "torch-eager", "--json"]
     environment = os.environ | {"EFFCOMPILE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

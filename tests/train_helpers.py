@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -88,13 +88,13 @@ def gpt2(layers: int = 2, dropout: float = 0.1, **changes: Any) -> tuple[nn.Modu
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 
-def t5() -> tuple[nn.Module, Batch]:
-    """(a T5 with two encoder and two decoder layers, its batch)."""
+def t5(layers: int = 2) -> tuple[nn.Module, Batch]:
+    """(a T5 with so many encoder and as many decoder layers, its batch)."""
     import transformers as hf
 
     torch.manual_seed(0)
     config = hf.T5Config(
-        vocab_size=VOCABULARY, num_layers=2, num_decoder_layers=2, d_model=16, d_kv=8, num_heads=2, d_ff=32, dropout_rate=0.1,
+        vocab_size=VOCABULARY, num_layers=layers, num_decoder_layers=layers, d_model=16, d_kv=8, num_heads=2, d_ff=32, dropout_rate=0.1,
         decoder_start_token_id=0, pad_token_id=0, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(1, VOCABULARY, (2, 12))
@@ -120,7 +120,13 @@ def skips() -> tuple[nn.Module, Batch]:
     return Skips().train(), {"x": torch.randn(6, 24), "y": torch.randint(0, 8, (6,))}
 
 
-MODELS: Mapping[str, Callable[[], tuple[nn.Module, Batch]]] = {"gpt2": gpt2, "skips": skips, "t5": t5, "albert": albert}
+MODELS: Mapping[str, Callable[[], tuple[nn.Module, Batch]]] = {
+    "gpt2": gpt2,
+    "skips": skips,
+    "t5": t5,
+    "t5 of one layer": partial(t5, 1),
+    "albert": albert,
+}
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from train_helpers import VOCABULARY, Batch, Skips, gpt2, measured
+from train_helpers import VOCABULARY, Batch, Skips, gpt2, measured, t5
 
 import effcompile
 from effcompile.compiler import TrainingExecutable, optimize_training, plan_training
@@ -128,16 +128,9 @@ def llama() -> tuple[nn.Module, Batch]:
 
 
 def small_t5() -> tuple[nn.Module, Batch]:
-    import transformers as hf
-
-    torch.manual_seed(0)
-    config = hf.T5Config(
-        vocab_size=VOCABULARY, num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, num_heads=2, d_ff=32, dropout_rate=0.1,
-        decoder_start_token_id=0, pad_token_id=0, use_cache=False,
-    )  # fmt: skip
-    ids, labels = torch.randint(1, VOCABULARY, (2, 12)), torch.randint(1, VOCABULARY, (2, 7))
-    labels[0, 4:] = -100
-    return hf.T5ForConditionalGeneration(config).train(), {"input_ids": ids, "labels": labels}
+    model, batch = t5(layers=1)
+    batch["labels"][0, 4:] = -100
+    return model, batch
 
 
 def sliding() -> tuple[nn.Module, Batch]:

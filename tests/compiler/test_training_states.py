@@ -70,7 +70,11 @@ def least(model: nn.Module, batch: Batch, passes: list[str], optimizer: Any = ad
 
 @pytest.mark.parametrize(
     ("name", "passes"),
-    [("t5", EXACT[:2]), ("albert", [*BACKWARD, "no-loss_head"]), ("gpt2", [*BACKWARD, "loss_head.chunks=2", "states.offload=false"])],
+    [
+        ("t5 of one layer", EXACT[:2]),
+        ("albert", [*BACKWARD, "no-loss_head"]),
+        ("gpt2", [*BACKWARD, "loss_head.chunks=2", "states.offload=false"]),
+    ],
 )
 def test_the_peak_with_the_optimizers_step_is_the_allocators(name: str, passes: list[str]) -> None:
     model, batch = MODELS[name]()
