@@ -42,7 +42,7 @@ Setting = bool | int | str | tuple[str, ...]
 _REASONS = frozenset(KINDS.values())
 
 
-def _check_reasons(place: str, *reasons: Reason | None) -> None:
+def check_reasons(place: str, *reasons: Reason | None) -> None:
     """Refuse what is none of the closed set: a pass of an installed package may give a sentence.
 
     Raises:
@@ -99,7 +99,7 @@ class Decision:
     def __post_init__(self) -> None:
         if self.form is not None and self.form.name != self.option:
             raise UsageError(f"the option {self.option!r} at {self.site!r} has the form of {self.form.name!r}")
-        _check_reasons(f"the option {self.option!r} at {self.site!r}", self.why, self.note)
+        check_reasons(f"the option {self.option!r} at {self.site!r}", self.why, self.note)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Declined:
     cost: Cost | None = None
 
     def __post_init__(self) -> None:
-        _check_reasons(f"the declined option {self.option!r} at {self.site!r}", self.reason)
+        check_reasons(f"the declined option {self.option!r} at {self.site!r}", self.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ class Check:
     note: Reason | None = None
 
     def __post_init__(self) -> None:
-        _check_reasons(f"the check {self.name!r}", self.note)
+        check_reasons(f"the check {self.name!r}", self.note)
 
     @property
     def passed(self) -> bool:
@@ -235,8 +235,8 @@ class Plan:
     distributed: Distributed | None = None  # of a training step on many devices
 
     def __post_init__(self) -> None:
-        _check_reasons("a note", *self.notes)
-        _check_reasons("a backend", *(candidate.note for candidate in self.candidates))
+        check_reasons("a note", *self.notes)
+        check_reasons("a backend", *(candidate.note for candidate in self.candidates))
 
     @property
     def batch(self) -> int | None:

@@ -144,10 +144,35 @@ def strange(unscale: Any, step: Any, context: Any) -> Any:
     return ["nonsense"]
 
 
+def option(unscale: Any, kind: str = "x", **fields: Any) -> Any:
+    options = (unscale.StepOption(name="kept"), unscale.StepOption(name="other", **fields))
+    return unscale.StepChoice(site="no.such.layer", kind=kind, baseline="kept", options=options)
+
+
+def said_in_a_sentence(unscale: Any, step: Any, context: Any) -> Any:
+    return [option(unscale, why="it is faster")]
+
+
+def set_to_what_no_plan_keeps(unscale: Any, step: Any, context: Any) -> Any:
+    return [option(unscale, settings={"share": 0.5})]
+
+
+def one_kind_twice(unscale: Any, step: Any, context: Any) -> Any:
+    return [option(unscale), option(unscale)]
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("proposes", "said"),
-    [(raises, "RuntimeError: broken"), (twice, "have one name"), (no_baseline, "not among its options"), (strange, "'nonsense'")],
+    [
+        (raises, "RuntimeError: broken"),
+        (twice, "have one name"),
+        (no_baseline, "not among its options"),
+        (strange, "'nonsense'"),
+        (said_in_a_sentence, "Give one of effcompile.core.reasons"),
+        (set_to_what_no_plan_keeps, "0.5 is no setting"),
+        (one_kind_twice, "it decides about 'x', which is decided already"),
+    ],
 )
 def test_one_that_proposes_nonsense_is_declined_by_name(
     made: Any, monkeypatch: pytest.MonkeyPatch, proposes: Callable[..., Any], said: str
@@ -158,6 +183,30 @@ def test_one_that_proposes_nonsense_is_declined_by_name(
     plan = plan_of(made)
     (declined,) = [d for d in plan.declined if d.by == "unscale"]
     assert said in words(declined.reason) and plan.predicted.seconds
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ({"seconds_beside": -1.0}, "seconds_beside = -1.0 is negative"),
+        ({"seconds_beside": float("nan")}, "seconds_beside = nan is not a number"),
+        ({"repeats": float("inf")}, "repeats = inf is not a number"),
+        ({"beside": Footprint(resident={WORKING: -(1 << 30)})}, "beside.resident.working memory = -1073741824 is negative"),
+        ({"beside": "nothing"}, "which is no Case with a Footprint beside it"),
+    ],
+)
+def test_one_whose_figures_cannot_be_is_declined_before_they_are_solved_with(
+    made: Any, monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any], said: str
+) -> None:
+    import effcompile_unscale as unscale
+
+    real = unscale.Unscale.apply
+    changed = lambda self, case, choice, option: replace(real(self, case, choice, option), **beside)  # noqa: E731
+    monkeypatch.setattr(unscale.Unscale, "apply", changed)
+    plan = plan_of(made)
+    (declined,) = [d for d in plan.declined if d.by == "unscale"]
+    assert said in words(declined.reason) and product(plan) == ""
 
 
 @pytest.mark.usefixtures("installed")

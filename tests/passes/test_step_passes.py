@@ -64,6 +64,17 @@ def test_every_combination_of_two_passes_choices_is_a_form_the_step_as_it_is_fir
     assert found[0].step is step and found[0].label == "as captured" and found[-1].label == "mark c on, mark b on, mark a on"
 
 
+def test_what_one_pass_has_decided_another_does_not_decide_again(step: Step) -> None:
+    class Others(Marks):
+        name: ClassVar[str] = "others"
+
+    found, declined = forms_of(step, Marks(letters="a"), Others(letters="ba"))
+    assert [marks(form.step) for form in found] == ["", "a"]
+    assert {(d.by, words(d.reason)) for d in declined} == {
+        ("others", "it could not be asked: ValueError: it decides about 'mark a', which is decided already")
+    }
+
+
 def test_a_plans_decisions_make_the_form_again(step: Step) -> None:
     nothing: StepOutcome = None  # type: ignore[assignment]  # these options tell nothing more
     for form in forms_of(step, Marks())[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,8 +11,10 @@ from torch import fx
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Reason, Unsupported
-from effcompile.ir.plan import Decision, Declined
+from effcompile.ir.footprint import Footprint
+from effcompile.ir.plan import Decision, Declined, check_reasons
 from effcompile.ir.roles import Leaving
+from effcompile.ir.sane import objection
 from effcompile.ir.step import Step
 from effcompile.passes.training.base import Case, Chosen, RequestError, StepChoice, StepContext, StepOption, StepOutcome, StepPass
 from effcompile.passes.training.step_edit import Refusal
@@ -88,8 +91,13 @@ def _finished(cases: Sequence[Case]) -> list[Case]:
 def proposed(each: StepPass, case: Case, context: StepContext, declined: dict[Declined, None]) -> list[StepChoice]:
     """The choices of a pass that may be taken; what it declines, and what is out of the question, is added to `declined`."""
     items = [part for item in each.propose(case, context) for part in _allowed(item, each, context)]
+    choices = [item for item in items if not isinstance(item, Declined)]
+    others = {chosen.choice.kind for chosen in case.taken if chosen.by != each.name}
+    kinds = Counter([*others, *(choice.kind for choice in choices)])
+    if twice := [kind for kind, times in kinds.items() if times > 1]:
+        raise ValueError(f"it decides about {twice[0]!r}, which is decided already")
     declined |= dict.fromkeys(item for item in items if isinstance(item, Declined))
-    return [item for item in items if not isinstance(item, Declined)]
+    return choices
 
 
 def _allowed(item: StepChoice | Declined, each: StepPass, context: StepContext) -> Iterator[StepChoice | Declined]:
@@ -137,7 +145,7 @@ def applied(each: StepPass, case: Case, choice: StepChoice, option: StepOption) 
     """A case with an option of a choice that this pass proposed, or a plan has: checked."""
     changed = case
     if option.name != choice.baseline or option.settings:
-        changed = option.made or (option.make() if option.make is not None else each.apply(case, choice, option))
+        changed = _sound(option.made or (option.make() if option.make is not None else each.apply(case, choice, option)))
         if changed.step is not case.step:
             changed.step.graph.lint()
         # of another part of the batch, or of the parameters, it has other shapes
@@ -170,7 +178,29 @@ def _checked(choice: StepChoice) -> StepChoice:
         raise ValueError(f"two options of {choice.site or choice.kind} have one name: {', '.join(names)}")
     if choice.baseline not in names and not choice.settled:
         raise ValueError(f"the baseline {choice.baseline!r} of {choice.site} is not among its options: {', '.join(names) or 'none'}")
+    for option in choice.options:
+        check_reasons(f"the option {option.name!r} at {choice.site!r}", option.why, option.note)
+        if strange := [value for value in option.settings.values() if not _is_setting(value)]:
+            raise TypeError(f"{strange[0]!r} is no setting, which a plan keeps: a whole number, a word, words")
     return choice
+
+
+def _is_setting(value: object) -> bool:
+    return isinstance(value, int | str) or (isinstance(value, tuple) and all(isinstance(word, str) for word in value))
+
+
+def _sound(case: Case) -> Case:
+    """The same case, whose figures can be added to a step's.
+
+    Raises:
+        TypeError: it is none. ValueError: a figure that is negative, or no number.
+    """
+    if not isinstance(case, Case) or not isinstance(case.beside, Footprint):
+        raise TypeError(f"it makes {case!r:.80} of the step, which is no Case with a Footprint beside it")
+    figures = {"repeats": case.repeats, "seconds_beside": case.seconds_beside, "beside": case.beside, "around": case.around}
+    if said := objection(figures):
+        raise ValueError(f"of the form that it makes, {said.lstrip('.')}")
+    return case
 
 
 def _same_results(before: Step, after: Step) -> None:
