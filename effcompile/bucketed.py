@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,9 @@ from effcompile.ops.optimizers import StatesForm
 from effcompile.planner.buckets import bucket_lengths
 from effcompile.proof.training.in_parts import Undrawn
 from effcompile.proof.training.verify import restored
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: (examples, tokens).
 Shape = tuple[int, int]
@@ -111,7 +114,7 @@ class Bucketed(nn.Module):
         plan: Plan = first[1].plan
         return plan.with_changes(settings={**plan.settings, BUCKETS: {"shape": list(first[0]), "others": others}})
 
-    def report(self, console: Any = None) -> None:
+    def report(self, console: Console | None = None) -> None:
         """Print each shape's plan."""
         for step in self.steps.values():
             step.plan.report(console)

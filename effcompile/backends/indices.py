@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core.types import Value
 from effcompile.ir.program import Output, Program, TensorSpec
 from effcompile.sites.lookups import Lookup, lookups, may_be_negative, reads_inputs
 
@@ -105,7 +106,7 @@ def _in_range(graph: fx.Graph, lookup: Lookup, same: Mapping[fx.Node, fx.Node]) 
 
 
 def _caller(graph: fx.Graph, like: fx.Node) -> Callable[..., fx.Node]:
-    def call(target: Callable[..., object], *args: Any) -> fx.Node:
+    def call(target: Callable[..., object], *args: Value) -> fx.Node:
         node = graph.call_function(target, args)
         node.meta = {name: value for name, value in like.meta.items() if name == "val"}
         return node

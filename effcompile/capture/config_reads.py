@@ -56,7 +56,7 @@ def _watching(kind: Any, names: set[str]) -> type:
     """A class like `kind` whose objects tell what is read of them, under the name that it is kept under, too."""
     other_names: dict[str, str] = getattr(kind, "attribute_map", None) or {}
 
-    def read(self: object, name: str) -> Any:
+    def read(self: object, name: str) -> object:
         names.update((name, other_names.get(name, name)))
         return kind.__getattribute__(self, name)
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import torch
@@ -80,7 +80,7 @@ def _key(program: Program, inputs: Sequence[Inputs], options: Mapping[str, tuple
     return digest.hexdigest()
 
 
-def _graph(program: Program) -> Iterator[Any]:
+def _graph(program: Program) -> Iterator[str | torch.Tensor | None]:
     """Every node with its arguments, and the tensors behind it."""
     for node in program.graph.nodes:
         target = node.target if isinstance(node.target, str) else f"{getattr(node.target, '__module__', '')}.{node.target}"
@@ -90,7 +90,7 @@ def _graph(program: Program) -> Iterator[Any]:
             yield program.tensor(node)
 
 
-def _add(digest: Any, part: Any) -> None:
+def _add(digest: hashlib._Hash, part: object) -> None:
     """A tensor by its dtype, shape and bytes; anything else by how it is written."""
     if not isinstance(part, torch.Tensor):
         digest.update(repr(part).encode())
@@ -98,7 +98,7 @@ def _add(digest: Any, part: Any) -> None:
     if type(part) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(f"a {type(part).__name__} is not read by its bytes")
     digest.update(f"{part.dtype}{tuple(part.shape)};".encode())
-    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _code() -> str:

@@ -91,7 +91,7 @@ def moved_bytes(node: fx.Node) -> float:
     return _bytes(values)
 
 
-def _bytes(values: Any) -> float:
+def _bytes(values: object) -> float:
     """Bytes of the tensors in a structure."""
     return float(sum(t.numel() * t.element_size() for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)))
 

@@ -207,7 +207,7 @@ class CodedWeight(Tensor):
         return ["packed"], (tuple(self.shape), self.form, self.dtype)
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: tuple[Any, ...], outer_size: Any, outer_stride: Any) -> CodedWeight:
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: tuple[Any, ...], outer_size: object, outer_stride: object) -> CodedWeight:
         return CodedWeight(inner["packed"], *meta)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodedWeight:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.core.reasons import Unsupported
+from effcompile.core.types import Value
 from effcompile.ir.program import Program, shape_of
 from effcompile.sites.parts import LinearSite, argument, linears
 
@@ -337,10 +338,10 @@ def _differs_by_head(shape: tuple[int, ...]) -> bool:
     return (len(shape) >= 3 and shape[-3] > 1) or len(shape) == 1
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Value) -> Value:
     """An argument with the sizes of the example in the place of symbolic ones."""
 
-    def size(node: fx.Node) -> Any:
+    def size(node: fx.Node) -> Value:
         value = node.meta.get("val")
         return int(value.node.hint) if isinstance(value, torch.SymInt) else value
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from effcompile.core.errors import FormatError, UsageError
+from effcompile.core.types import Value
 from effcompile.estimate.sensitivity import floating, leaves_of
 from effcompile.ir.program import Program
 from effcompile.sites.parts import LinearSite, weight_of
@@ -75,7 +76,7 @@ def output_gradients(program: Program, sites: Sequence[LinearSite]) -> dict[str,
     return {site.site: (squares[site.weight] / draws).sqrt() for site in sites}
 
 
-def _inputs(program: Program) -> list[list[Any]]:
+def _inputs(program: Program) -> list[list[Value]]:
     """The user's inputs, else the example's."""
     return [leaves_of(program, given) for given in (program.calibration or ((program.args, program.kwargs),))[:_INPUTS]]
 
@@ -87,7 +88,7 @@ class _Norms(fx.Interpreter):
         super().__init__(program.module)
         self.watched, self.squares = watched, squares
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Value:
         result = super().run_node(n)
         if n in self.watched:
             found = result.float().reshape(-1, result.shape[-1]).square().sum(dim=0)
@@ -102,7 +103,7 @@ class _Trained(fx.Interpreter):
         super().__init__(program.module)
         self.weights, self.transposed = weights, transposed
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> Value:
         if n in self.weights:
             return self.weights[n].T if n in self.transposed else self.weights[n]
         result = super().run_node(n)

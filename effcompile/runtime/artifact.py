@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -64,7 +63,7 @@ class Artifact:
             raise FormatError(f"{str(self.folder / PLAN)!r} says {returns.tensors()} outputs; its artifact has {len(outputs)}. {_AGAIN}")
         return returns.built(outputs, self.signature.sizes([tuple(tensor.shape) for tensor in tensors]))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    def __call__(self, *args: object, **kwargs: object) -> list[torch.Tensor]:
         """The outputs that are tensors, in order.
 
         Raises:

@@ -285,7 +285,7 @@ class _Emitter:
                 sources[s] = source
         gone[s] = value
 
-    def _copy(self, graph: fx.Graph, node: fx.Node, value: Any) -> fx.Node:
+    def _copy(self, graph: fx.Graph, node: fx.Node, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
         way = self.cut.written.get(node)
         target, given, named = (node.target, node.args, dict(node.kwargs)) if way is None else (way.target, way.arguments, {})
         args, kwargs = fx.map_arg((given, named), value)

@@ -24,6 +24,7 @@ from effcompile.machine.memory import give_back
 
 if TYPE_CHECKING:
     import onnxruntime
+    import torch
 
 _open: weakref.WeakSet[onnxruntime.InferenceSession] = weakref.WeakSet()
 #: Bytes above which a protobuf message, as the quantisers take it, cannot be serialised.
@@ -191,6 +192,6 @@ def settings_dict(settings: Settings) -> dict[str, Any]:
     return asdict(settings)
 
 
-def numpy_feeds(names: Sequence[str], tensors: Sequence[Any]) -> dict[str, Array]:
+def numpy_feeds(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, Array]:
     """Torch tensors as numpy arrays by input name, without copying contiguous CPU tensors."""
     return {name: tensor.detach().cpu().resolve_neg().contiguous().numpy() for name, tensor in zip(names, tensors, strict=True)}

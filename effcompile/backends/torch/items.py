@@ -16,7 +16,7 @@ from effcompile.core.types import Args, Kwargs
 ITEMS = "num_items_in_batch"
 
 
-def with_items_as_tensor(kwargs: Kwargs) -> dict[str, Any]:
+def with_items_as_tensor(kwargs: Kwargs) -> Kwargs:
     """The keyword arguments with `num_items_in_batch`, which changes at every call, as a tensor of one number."""
     items = kwargs.get(ITEMS)
     number = isinstance(items, (int, float)) or (isinstance(items, torch.Tensor) and items.numel() == 1)

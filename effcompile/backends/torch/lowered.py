@@ -21,7 +21,7 @@ from effcompile.backends.torch.pack import flatten, pack, packed_elsewhere, pack
 from effcompile.core import torch_compat
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
-from effcompile.core.types import Outputs
+from effcompile.core.types import Forward, Outputs
 from effcompile.ir.export import reexport
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
@@ -40,7 +40,7 @@ class TorchLowered:
 
     program: Program
     engine: str
-    run: Callable[..., Any]
+    run: Forward
     applied: Mapping[str, Form]
     settings: Mapping[str, Any]
     weight_bytes: int
@@ -88,7 +88,7 @@ def _without_source_paths(exported: torch.export.ExportedProgram) -> torch.expor
     return exported
 
 
-def load(path: Path) -> Callable[..., Any]:
+def load(path: Path) -> Forward:
     """The saved artifact as a callable with the original model's signature; compiled at the first call for Inductor.
 
     Raises:
@@ -144,7 +144,7 @@ def _exported(path: Path) -> tuple[torch.export.ExportedProgram, str]:
     return exported, header["engine"]
 
 
-def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Callable[..., Any]]:
+def _loaded(path: Path) -> tuple[torch.export.ExportedProgram, Forward]:
     exported, engine = _exported(path)
     inductor = engine == "inductor"
     module = exported.module(check_guards=not inductor)  # Dynamo cannot trace export's guards and hooks, and makes its own
@@ -227,7 +227,7 @@ class _Shaped:
         return self._eager(*inputs)
 
 
-def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> Callable[..., Any]:
+def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> Forward:
     """torch.compile with frozen weights; `kept` receives the kernels found in Inductor's final graph."""
     options: dict[str, Any] = {}
     if kept is not None:

@@ -16,6 +16,7 @@ from effcompile.backends.torch.edit import PACK_ROWS
 from effcompile.core import gpu, torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.timing import median_seconds
+from effcompile.core.types import Forward
 from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, W8_CHANNEL, WeightFormat
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
@@ -37,7 +38,7 @@ Body = Callable[[], Any]
 class _OnWeights:
     """A product on weights whose form takes long to make: of copies only the bytes are other ones."""
 
-    product: Callable[..., Any]
+    product: Forward
     weights: tuple[torch.Tensor, ...]
 
     def __call__(self) -> Any:
@@ -216,11 +217,11 @@ def _static_at_unit_range(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Forward:
     return torch.compile(function, dynamic=True)
 
 
-def _engine(function: Callable[..., object], engine: str) -> Callable[..., Any]:
+def _engine(function: Callable[..., object], engine: str) -> Forward:
     """The function as the engine runs it. One compilation serves all shapes, 1-3 s each, kept for the process."""
     return _compiled(function) if engine == "inductor" else function
 
@@ -234,7 +235,7 @@ def _on_random(function: Callable[..., object], shapes: Callable[[Dims], list[tu
     return make
 
 
-def _attention(function: Callable[..., Any]) -> Callable[[Dims, str], Body]:
+def _attention(function: Forward) -> Callable[[Dims, str], Body]:
     """Heads split from and merged to (B, S, H·D), as in the model."""
 
     def make(dims: Dims, engine: str) -> Body:
@@ -245,7 +246,7 @@ def _attention(function: Callable[..., Any]) -> Callable[[Dims, str], Body]:
     return make
 
 
-def _seeing(function: Callable[..., Any]) -> Callable[[Dims, str], Body]:
+def _seeing(function: Forward) -> Callable[[Dims, str], Body]:
     """The same where a query sees `visible` keys in the mean: the band on its left that does so, or all before it."""
 
     def make(dims: Dims, engine: str) -> Body:

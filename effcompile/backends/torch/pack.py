@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 from effcompile.backends.mapped import mapped, put_aside
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
+from effcompile.core.types import Value
 from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
 
@@ -52,7 +52,7 @@ def flatten(program: Program) -> fx.GraphModule:
     return fx.GraphModule(program.module, graph, class_name=program.name)
 
 
-def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Any) -> None:
+def _replace_by_value(graph: fx.Graph, node: fx.Node, value: Value) -> None:
     for user in list(node.users):
         user.args = fx.node.map_arg(user.args, lambda a: value if a is node else a)
         user.kwargs = fx.node.map_arg(user.kwargs, lambda a: value if a is node else a)

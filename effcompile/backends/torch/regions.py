@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -62,11 +61,11 @@ class Region:
         self._rows, self._masked = inputs[0], sum(inputs)
         self.__name__ = "region"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+    def __deepcopy__(self, memo: object) -> Region:
         """Itself: nothing in it changes."""
         return self
 
-    def __call__(self, *inputs: Any) -> Sequence[Tensor]:
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         first, values, masks = inputs[0].shape, inputs[: self._rows], inputs[self._rows : self._masked]
         caches = inputs[self._masked : self._masked + len(self._shelf.rooms)]
         few = len(first) == 3 and 0 < first[0] * first[1] <= FEW

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from effcompile.proof.training.confirm import verified
 from effcompile.proof.training.in_parts import runner_of
 from effcompile.proof.training.items import taking_items
 from effcompile.runtime.training import TrainingExecutable
-from effcompile.schedules.blocks import WHOLE
+from effcompile.schedules.blocks import WHOLE, Block
 from effcompile.schedules.emit import Emitted
 from effcompile.search.progress import entry
 from effcompile.search.refine import refine
@@ -222,5 +222,5 @@ def _another(plan: Plan) -> FormatError:
 class _NoOptions(Checkpoint):
     """For applying a plan: nothing is chosen, so no block is solved."""
 
-    def front(self, block: Any) -> BlockFront:
+    def front(self, block: Block) -> BlockFront:
         return BlockFront(options=(), found=0, complete=False, proven=False, solver="", seconds=0.0)

@@ -19,6 +19,7 @@ from effcompile.backends.torch.boxed import boxed
 from effcompile.core import gpu, torch_compat_aot
 from effcompile.core.errors import UsageError
 from effcompile.core.goal import Goal
+from effcompile.core.types import Value
 from effcompile.ir.roles import Entering, Enters, Leaves, Leaving, Roles
 from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
@@ -54,7 +55,7 @@ class _Partition:
         self.schedule: Schedule | None = None
 
     def __call__(
-        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+        self, joint: fx.GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **_: object
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         step, outputs = _as_step(joint, num_fwd_outputs)
         checkpoint = load_training_passes(["checkpoint"]).checkpoint
@@ -66,7 +67,7 @@ class _Partition:
         return _modules(joint, step, self.schedule.emitted, outputs, num_fwd_outputs)
 
 
-def _as_step(joint: fx.GraphModule, count: int) -> tuple[Step, list[Any]]:
+def _as_step(joint: fx.GraphModule, count: int) -> tuple[Step, list[Value]]:
     """The joint graph as a Step, and its flat outputs as they are (some may be None, or numbers)."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -93,7 +94,9 @@ def _as_step(joint: fx.GraphModule, count: int) -> tuple[Step, list[Any]]:
     return step, outputs
 
 
-def _modules(joint: fx.GraphModule, step: Step, emitted: Emitted, outputs: list[Any], count: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _modules(
+    joint: fx.GraphModule, step: Step, emitted: Emitted, outputs: list[Value], count: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
     """Modules in AOTAutograd's form: the forward returns (outputs …, saved …), the backward takes (saved …, tangents …)."""
     results: Any = emitted.forward.output_node().args[0]
     shown = len(step.forward_results)

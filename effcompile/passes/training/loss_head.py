@@ -18,7 +18,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +25,7 @@ from torch import fx
 import effcompile.ops.loss_head  # noqa: F401  registers the operators
 from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Unsupported
-from effcompile.core.types import Args
+from effcompile.core.types import Args, Value
 from effcompile.ir.program import dtype_of, module_path, shape_of
 from effcompile.ir.step import Step
 from effcompile.passes.training.accumulate import accumulate_embeddings
@@ -226,7 +225,7 @@ class _Rewrite:
     def _place(self, node: fx.Node) -> int:
         return list(self.graph.nodes).index(self.nodes[node])
 
-    def _call(self, target: Callable[..., object], *args: Any) -> fx.Node:
+    def _call(self, target: Callable[..., object], *args: Value) -> fx.Node:
         return call(self.graph, self.product, target, *args)
 
     def _item(self, made: fx.Node, index: int) -> fx.Node:

@@ -211,7 +211,7 @@ class _Separation:
             axes |= set(grown)
         return axes
 
-    def rule(self, node: Any) -> Rule | None:
+    def rule(self, node: object) -> Rule | None:
         """How the value follows from the micro-batches'; None where it has nothing to do with the batch.
 
         Raises:
@@ -273,7 +273,7 @@ class _Separation:
             raise Refusal("{} at {} multiplies values of the whole batch with each other", operator_name(node), _place(node))
         return Rule(counted=(self._denominator(b), None, None))
 
-    def rule_less(self, node: Any) -> bool:
+    def rule_less(self, node: object) -> bool:
         """Whether a value has nothing to do with the batch."""
         return not isinstance(node, fx.Node) or (node not in self.axes and node not in self.over)
 
@@ -328,7 +328,7 @@ def _counted(graph: fx.Graph, labels: fx.Node, ignored: int, weights: fx.Node | 
     return graph.call_function(aten.sum.default, (mask,))
 
 
-def _numbers(node: fx.Node) -> list[Any]:
+def _numbers(node: fx.Node) -> list[object]:
     """The numbers that it computes with; sizes are none."""
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.name.startswith("aten::arange"):

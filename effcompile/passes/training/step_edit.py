@@ -12,6 +12,7 @@ from torch import fx
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import EffcompileError
 from effcompile.core.reasons import ReasonError
+from effcompile.core.types import Value
 from effcompile.ir.step import Step
 
 aten = torch.ops.aten
@@ -41,7 +42,7 @@ def copied(step: Step) -> tuple[Step, dict[fx.Node, fx.Node]]:
     return replace(step, module=module, roles=step.roles.moved(nodes)), nodes
 
 
-def call(graph: fx.Graph, origin: fx.Node, target: Callable[..., object], *args: Any, **kwargs: Any) -> fx.Node:
+def call(graph: fx.Graph, origin: fx.Node, target: Callable[..., object], *args: Value, **kwargs: Value) -> fx.Node:
     """A new node at the graph's insertion point, with its value (computed on the fake values of its arguments).
 
     origin: the node whose module, stack trace and place in autograd's order it takes over.

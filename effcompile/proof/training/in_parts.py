@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from effcompile.backends.torch.ranks import Ranks
 from effcompile.backends.torch.training import StepRunner
 from effcompile.core.errors import UsageError, VerificationError
 from effcompile.core.torch_compat_aot import is_random
+from effcompile.core.types import Kwargs
 from effcompile.machine.room import NoRoomError
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.microbatch import KIND, part_of
@@ -83,7 +84,7 @@ class Undrawn(TorchDispatchMode):
         return result
 
 
-def _kept(func: Any, drawn: torch.Tensor, given: Mapping[str, Any]) -> float:
+def _kept(func: Any, drawn: torch.Tensor, given: Kwargs) -> float:
     """What a draw is replaced by: what is kept by chance is kept; of whole numbers the least."""
     if "bernoulli" in func.name() or drawn.dtype == torch.bool:
         return 1

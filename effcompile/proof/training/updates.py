@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -116,7 +115,7 @@ class _Clock:
         self.seconds = 0.0
 
     def around(self, function: Callable[..., object]) -> Callable[..., None]:
-        def timed(*args: Any) -> None:
+        def timed(*args: object) -> None:
             start = perf_counter()
             function(*args)
             if torch.cuda.is_initialized():

@@ -208,7 +208,7 @@ class GenerationExecutable(PlannedModel):
     def _write(self, folder: Path) -> tuple[Path, ...]:
         return files.write(folder, self._step, self.lowered, self._parts, self.original)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: object, **kwargs: object) -> Any:
         """The original model's, with its own names."""
         return self.original.state_dict(*args, **kwargs)
 

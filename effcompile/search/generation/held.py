@@ -20,7 +20,7 @@ from effcompile.capture.verify import relative_error
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import LoweringError
 from effcompile.core.goal import Goal
-from effcompile.core.types import HFModel, Kwargs
+from effcompile.core.types import HFModel, Kwargs, Value
 from effcompile.ir.cache import CacheLayout
 from effcompile.ir.formats import BF16, FP32, TABLE_INT8_ROWS, Form
 from effcompile.ir.plan import Plan
@@ -91,7 +91,7 @@ def _errors(model: HFModel, texts: Sequence[torch.Tensor], extra: Kwargs) -> dic
     return found
 
 
-def _first(value: Any) -> Any:
+def _first(value: Value) -> Value:
     """The first rows of an encoder's output."""
     return type(value)(last_hidden_state=value.last_hidden_state[:_ROWS])
 

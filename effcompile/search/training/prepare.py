@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +13,7 @@ from torch import fx
 from effcompile.core import gpu
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Reason
+from effcompile.core.types import Value
 from effcompile.estimate import operators
 from effcompile.estimate.operators import Measured
 from effcompile.estimate.roofline import roofline_seconds
@@ -327,6 +327,6 @@ def _costly(step: Step, held: Storages) -> Iterator[fx.Node]:
     yield from (n for n in step.graph.nodes if n.op == "call_function" and (held.made[n] or n in held.written))
 
 
-def _value(arg: Any) -> Any:
+def _value(arg: Value) -> Value:
     """An argument with its nodes replaced by their (fake) values."""
     return fx.map_arg(arg, lambda n: n.meta.get("val"))

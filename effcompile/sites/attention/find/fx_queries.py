@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from effcompile.core.types import Value
 from effcompile.ir.program import ancestors
 from effcompile.sites.attention.find.normal_form import same, same_shape
 
@@ -47,7 +48,7 @@ def source_of(node: fx.Node) -> fx.Node | None:
     return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
 
 
-def argument(node: fx.Node, position: int, name: str, default: object = None) -> Any:
+def argument(node: fx.Node, position: int, name: str, default: object = None) -> Value:
     """An argument given by position or by name."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
@@ -109,7 +110,7 @@ class _NotConstantError(Exception):
     """A value is not made of numbers and buffers alone."""
 
 
-def _evaluated(node: fx.Node, depth: int) -> Any:
+def _evaluated(node: fx.Node, depth: int) -> Value:
     val = node.meta.get("val")
     if depth == 0 or (isinstance(val, Tensor) and any(not same(size, 1) for size in val.shape)):
         raise _NotConstantError
