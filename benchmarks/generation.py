@@ -55,8 +55,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "first_k_dense_replace": 1,
     },
-    "t5": {**ENCODED, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
-    "bart": {**ENCODED, **LAYERS, **FFN},
+    "t5": {**ENCODED, "decoder_start_token_id": 0, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4},
+    "bart": {**ENCODED, "decoder_start_token_id": 2, **LAYERS, **FFN},
     "whisper": {
         **ENCODED, **LAYERS, **FFN, "max_source_positions": 50, "num_mel_bins": 8, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0,
         "decoder_start_token_id": 1,

@@ -224,9 +224,11 @@ def format_ratio(value: float | None) -> str:
 
 
 def format_share(value: float | None) -> str:
-    """`82 %`, `3.2 %`, `<0.1 %`; a dash for nothing."""
+    """`82 %`, `3.2 %`, `<0.1 %`; `−11 %` of what takes some away; a dash for nothing."""
     if not value:
         return NONE
+    if value < 0:
+        return f"−{format_share(-value)}"
     if value < 0.001:
         return "<0.1 %"
     return f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.1f} %"

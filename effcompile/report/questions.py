@@ -153,7 +153,7 @@ def _time_title(plan: Plan) -> str:
 
 RANKINGS: Mapping[str, Callable[[Plan], list[Item]]] = {"time": _by_time, "error": _by_error, "memory": _by_memory}
 _TITLES: Mapping[str, Callable[[Plan], str]] = {"time": _time_title, "error": _error_title, "memory": _memory_title}
-_SHOW: Mapping[str, Callable[[float], str]] = {"time": format_seconds, "error": format_error, "memory": format_bytes}
+_SHOW: Mapping[str, Callable[[float], str]] = {"time": f.format_saved_seconds, "error": format_error, "memory": format_bytes}
 _HEADERS = {"time": "time", "error": "error", "memory": "bytes"}
 _NOTHING = {"time": "nothing: no time was predicted", "error": "nothing: every choice is exact", "memory": "nothing is held"}
 
@@ -184,19 +184,21 @@ class WhatIf:
                 "estimate": True, "exchanges": None if self.exchanges is None else [asdict(e) for e in self.exchanges]}  # fmt: skip
 
 
+_AS_THE_GOAL_CALLS_IT = ("max_error", "max-error")
 #: A plan that uses less than this part of a limit is not held back by it.
 _NEAR = 0.97
 
 
 def what_if(plan: Plan, question: str) -> WhatIf:
-    """The answer to `memory=+10%`, `memory=6GiB`, `error=-20%`.
+    """The answer to `memory=+10%`, `memory=6GiB`, `error=-20%`, `max_error=0.02`.
 
     Raises:
         UsageError: no such question, or the plan has no such limit and no such figure.
     """
-    limit, _, text = question.partition("=")
+    name, _, text = question.partition("=")
+    limit = "error" if name in _AS_THE_GOAL_CALLS_IT else name
     if limit not in ("memory", "error") or not text:
-        raise UsageError(f"--if {question!r} is no question. Write memory=+10%, memory=6GiB, or error=-20%.")
+        raise UsageError(f"--if {question!r} is no question. Write memory=+10%, memory=6GiB, error=-20%, or error=0.02.")
     used = plan.predicted.peak_bytes if limit == "memory" else plan.predicted.error
     was = (plan.goal.memory if limit == "memory" else plan.goal.max_error) or used
     if not was or plan.predicted.seconds is None:

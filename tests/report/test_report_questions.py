@@ -1,6 +1,7 @@
 """Questions about a saved plan: the figures are those of its decisions, and an exchange is what brute force over its options finds."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -121,6 +122,21 @@ def test_a_limit_that_does_not_bind_changes_nothing() -> None:
     assert not told.binds
     assert told.exchanges == ()
     assert report.what_if(plan, "memory=-10%").exchanges == ()
+
+
+def test_the_goals_own_name_of_a_limit_asks_too() -> None:
+    assert report.what_if(samples.bert(), "max_error=0.05") == report.what_if(samples.bert(), "error=0.05")
+
+
+def test_parts_of_what_takes_time_away_are_negative_so_that_all_add_up() -> None:
+    plan = samples.bert()
+    merged = next(d for d in plan.decisions if d.kind == "linear")
+    saving = replace(merged, site="merged", kind="merge", cost=replace(merged.cost, seconds=-plan.predicted.seconds / 4))
+    told = report.ranked(plan.with_changes(decisions=(*plan.decisions, saving)), "time")
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    report.print_ranked(plan.with_changes(decisions=(*plan.decisions, saving)), "time", 500, console)
+    assert told[-1].part == -0.25
+    assert any("merged" in line and "−25 %" in line for line in console.export_text().splitlines())
 
 
 @pytest.mark.parametrize("question", ["memory", "memory=", "time=+10%", "memory=lots", "memory=-100%", "memory=+nan%", "error=x"])
