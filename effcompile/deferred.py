@@ -20,6 +20,7 @@ from effcompile.backends.torch.items import with_items_as_tensor
 from effcompile.capture.mends import evaluating
 from effcompile.compiler import Request, TrainingExecutable
 from effcompile.core.errors import AutocastError, GuardError, InputsError, UsageError
+from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 from effcompile.modes import PLANNING, Planned, carry_out
@@ -372,7 +373,7 @@ def _differentiated(args: Args, kwargs: Kwargs) -> tuple[bool, ...]:
 
 def _shapes(args: Args, kwargs: Kwargs) -> str:
     """Shapes and dtypes of the tensors among the inputs, as text: `input_ids 2×512 int64, labels 2×512 int64`."""
-    leaves = pytree.tree_leaves_with_path((args, dict(sorted(kwargs.items()))))
+    leaves = leaves_with_path((args, dict(sorted(kwargs.items()))))
     texts = []
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor):

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from effcompile.core import torch_compat
 from effcompile.core.errors import CaptureError
 from effcompile.core.reasons import Because, Reason
+from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.export import Domain
 from effcompile.ir.program import Dim, Output, Size, TensorSpec
@@ -34,7 +35,7 @@ def tensor_leaves(model: nn.Module, args: Args, kwargs: Kwargs) -> list[InputLea
     """The tensors among the inputs, in the order of the graph's placeholders."""
     parameters = list(_positional_names(model, len(args)))
     leaves = []
-    for path, leaf in pytree.tree_flatten_with_path((args, dict(kwargs)))[0]:
+    for path, leaf in leaves_with_path((args, dict(kwargs))):
         if isinstance(leaf, torch.Tensor):
             name, source = parameters[int(_key(path[1]))] if _key(path[0]) == "0" else (_key(path[1]), f"['{_key(path[1])}']")
             readable = "_".join([name, *(_key(key) for key in path[2:])])
@@ -45,7 +46,7 @@ def tensor_leaves(model: nn.Module, args: Args, kwargs: Kwargs) -> list[InputLea
 def output_names(outputs: Outputs) -> list[str]:
     """A name per tensor in the output: its keys ("logits", "hidden_states_0"), else output_0, output_1, ..."""
     names = []
-    for path, leaf in pytree.tree_flatten_with_path(outputs)[0]:
+    for path, leaf in leaves_with_path(outputs):
         if isinstance(leaf, torch.Tensor):
             keys = [_key(key) for key in path]
             named = bool(keys) and not keys[0].isdigit()

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from effcompile.core.trees import leaves_with_path
 from effcompile.ir.guards import Guard
 from effcompile.ir.program import Traced
 from effcompile.ir.roles import Entering, Leaving, Roles
@@ -149,7 +150,7 @@ class Step(Traced):
     @property
     def input_names(self) -> list[str]:
         """The user's name of each of the inputs, in their order: `input_ids`, `0`."""
-        given, _ = pytree.tree_flatten_with_path((self.args, dict(self.kwargs or {})))
+        given = leaves_with_path((self.args, dict(self.kwargs or {})))
         names: dict[int, list[str]] = {}
         for path, leaf in given:
             names.setdefault(id(leaf), []).append(pytree.keystr(path[1:]).strip("[]'"))

@@ -19,6 +19,7 @@ from effcompile.core.errors import EffcompileError
 from effcompile.core.findings import Failed, Together
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
+from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.ir.plan import Check
@@ -196,5 +197,5 @@ def _tensors(outputs: Outputs) -> list[torch.Tensor]:
 
 def _plain(outputs: Outputs) -> list[tuple[str, object]]:
     """What is no tensor among the outputs, each with its place."""
-    leaves = pytree.tree_leaves_with_path(outputs)
+    leaves = leaves_with_path(outputs)
     return [(pytree.keystr(path), leaf) for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]

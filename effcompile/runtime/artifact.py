@@ -18,6 +18,7 @@ from effcompile.core.errors import EffcompileError, FormatError, GuardError, Low
 from effcompile.core.folders import read_steadily
 from effcompile.core.stages import first_line
 from effcompile.core.timing import median_seconds
+from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.core.units import format_bytes
 from effcompile.ir.guards import described
@@ -104,7 +105,7 @@ class Artifact:
         if len(args) > len(signature.parameters) or set(signature.parameters[: len(args)]) & kwargs.keys():
             raise GuardError(f"The artifact takes {', '.join(signature.parameters) or 'nothing'} by position.", place="inputs")
         named = {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
-        leaves = {f"inputs{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_leaves_with_path(named)}
+        leaves = {f"inputs{pytree.keystr(path)}": leaf for path, leaf in leaves_with_path(named)}
         plain = {**signature.left_out, **signature.fixed}
         for place, leaf in leaves.items():
             if isinstance(leaf, torch.Tensor) or place not in plain:
@@ -112,16 +113,16 @@ class Artifact:
             if plain[place] != described(leaf) or plain[place].endswith("…"):  # a text that was cut short could be another one's
                 raise GuardError(f"{place} was {plain[place]} when the plan was made, but got {described(leaf)}. Plan again.", place=place)
         wanted = {given.place: given.name for given in signature.inputs}
-        tensors = {place for place, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+        tensors = {place: leaf for place, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
         known = {place for place, leaf in leaves.items() if place in plain or leaf is None}
-        new, missing = sorted(leaves.keys() - wanted.keys() - (known - tensors)), sorted(wanted.keys() - tensors)
+        new, missing = sorted(leaves.keys() - wanted.keys() - (known - tensors.keys())), sorted(wanted.keys() - tensors.keys())
         missing += sorted(signature.fixed.keys() - leaves.keys())
         if new or missing:
             parts = [f"not planned for: {', '.join(new)}"] * bool(new) + [f"missing: {', '.join(missing)}"] * bool(missing)
             raise GuardError(
                 f"The inputs differ from those the plan was made with ({clipped('; '.join(parts))}).", place=(new or missing)[0]
             )
-        return [leaves[given.place] for given in signature.inputs]
+        return [tensors[given.place] for given in signature.inputs]
 
 
 def _check_kind(given: TensorInput, tensor: torch.Tensor) -> None:

@@ -108,16 +108,8 @@ class Executable(PlannedModel):
         """The model itself."""
         return self.original
 
-    def __getattr__(self, name: str) -> Any:
-        """What the original has beside (`config`, `device`, `generate` ...): HuggingFace's pipelines ask for it."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            original = self.__dict__.get("_modules", {}).get("original")
-            if original is None or name.startswith("_"):
-                raise
-        found = getattr(original, name)
-        return saying_original(found, type(original).__name__) if name == "generate" else found
+    def _beside(self, name: str, found: object) -> object:
+        return saying_original(found, type(self.original).__name__) if name == "generate" and callable(found) else found
 
     def __copy__(self) -> Executable:
         return self._around(self.original)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -24,6 +24,20 @@ class PlannedModel(nn.Module):
     def unplanned(self) -> nn.Module:
         """The model as it was given, with all that it holds."""
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """What the original has beside (`config`, `device`, `can_generate` ...): HuggingFace's pipelines ask for it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_modules", {}).get("original")
+            if original is None or name.startswith("_"):
+                raise
+        return self._beside(name, getattr(original, name))
+
+    def _beside(self, name: str, found: object) -> object:
+        """What is given out for an attribute that only the original has."""
+        return found
 
     def report(self, console: Console | None = None, *, verbose: bool = False) -> None:
         """Print the plan."""

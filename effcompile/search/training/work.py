@@ -20,6 +20,7 @@ from effcompile.core import gpu
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason, Unsupported
+from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.estimate import operators
 from effcompile.ir.plan import Decision, Declined, Plan
@@ -144,7 +145,7 @@ class Work:
     @property
     def leaves(self) -> LeafInputs:
         """The example inputs that require a gradient, by name."""
-        found, _ = pytree.tree_flatten_with_path((self.args, dict(self.kwargs)))
+        found = leaves_with_path((self.args, dict(self.kwargs)))
         return {pytree.keystr(path[1:]).strip("[]'"): leaf for path, leaf in found if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
 
     def eager_loss(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from generation_models import CONTEXT, Planned, bare, captured, ids, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import effcompile
 from effcompile.capture.generation import capture_step
@@ -131,6 +132,18 @@ def test_what_was_not_planned_is_refused_in_words(llama: Planned, case: str) -> 
     call, said = REFUSED[case]
     with pytest.raises(effcompile.EffcompileError, match=said):
         call(llama)
+
+
+def test_huggingfaces_pipeline_takes_it_for_the_model(llama: Planned) -> None:
+    model, executable = llama
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    wanted, found = (
+        transformers.pipeline("text-generation", model=each, tokenizer=tokenizer)("w5 w9 w17", max_new_tokens=6, do_sample=False)
+        for each in (model, executable)
+    )
+    assert found == wanted
 
 
 def test_a_changed_model_is_refused() -> None:
