@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from effcompile.capture.cleanup import refuse_layouts
 from effcompile.capture.draws import draw_in_memory_order, separate_draws
+from effcompile.capture.layouts import lay_out_plainly
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import CaptureError
 from effcompile.core.types import Value
@@ -157,6 +158,7 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
     _refuse_sparse_gradients(module.graph, model)
     refuse_layouts(module.graph)
     draw_in_memory_order(module.graph)
+    lay_out_plainly(module.graph)
     _tidy(module.graph)
     gone = {node for node, entry in entering.items() if entry.role is not Entering.INPUT and not node.users}
     for node in gone:
