@@ -30,6 +30,8 @@ class Cost:
         bytes_link: bytes moved over the host link per call.
         error_squared: contribution to ‖y − y₀‖² / ‖y₀‖² of the model's output. Quantisation errors of
             different sites are nearly uncorrelated, so their squares add (HAWQ-V2, Dong et al. 2020, §3).
+        roof_seconds: the least that the arithmetic of its products takes at the machine's peak rates, of those that are known (the
+            compute roof of Williams et al. 2009); 0 for what is no product.
         provenance: the weakest source among the figures.
     """
 
@@ -39,6 +41,7 @@ class Cost:
     bytes_transient: int = 0
     bytes_link: int = 0
     error_squared: float = 0.0
+    roof_seconds: float = 0.0
     provenance: Provenance = Provenance.MEASURED
 
     def __add__(self, other: Cost) -> Cost:
@@ -49,6 +52,7 @@ class Cost:
             bytes_transient=max(self.bytes_transient, other.bytes_transient),
             bytes_link=self.bytes_link + other.bytes_link,
             error_squared=self.error_squared + other.error_squared,
+            roof_seconds=self.roof_seconds + other.roof_seconds,
             provenance=max(self.provenance, other.provenance, key=_STRENGTH.__getitem__),
         )
 

@@ -18,16 +18,13 @@ from torch import fx
 from effcompile.core.cost import Provenance
 from effcompile.estimate.storages import Storages, storages
 from effcompile.ir.program import Program, dtype_of, shape_of
-from effcompile.machine.target import KernelCall, Target
+from effcompile.machine.target import MATMULS, KernelCall, Target
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - an operator that is priced
 from effcompile.sites.attention.normalise import EAGER, OUR_ATTENTIONS
 from effcompile.sites.parts import argument
 
 aten = torch.ops.aten
 Calls = tuple[KernelCall, ...]
-
-#: Kernels whose FLOPs `torch.utils.flop_counter.FlopCounterMode` counts too; all others are memory bound.
-MATMULS = ("linear/", "matmul/", "attention/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

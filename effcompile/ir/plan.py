@@ -123,12 +123,14 @@ class Totals:
 
     `seconds` is per call (measured: the median); `error` relative L2 of the outputs. In training `seconds` is one step
     (forward and backward), `peak_bytes` its highest instant, and `error` 0 when loss and gradients are bit-identical.
+    `roof_seconds`: of `seconds`, what the arithmetic of the products takes at the machine's peak rates.
     """
 
     seconds: float | None = None
     weight_bytes: int | None = None
     peak_bytes: int | None = None
     error: float | None = None
+    roof_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

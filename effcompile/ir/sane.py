@@ -15,7 +15,7 @@ _DEEPEST = 12
 #: reasons say of them; limits of a mask.
 _SIGNED = (
     "objective", "bound", "gap", "cost.seconds", "cost.weight_bytes", "cost.bytes_kept", "cost.bytes_transient", "cost.bytes_link",
-    "reason.seconds", "reason.against", "why.seconds", "why.against", "note.change", "note.cosine",
+    "cost.roof_seconds", "reason.seconds", "reason.against", "why.seconds", "why.against", "note.change", "note.cosine",
     "lo.offset", "hi.offset", "ahead",
 )  # fmt: skip
 #: What stands in the text of a reason is of either sign.

@@ -185,6 +185,10 @@ def linear_call(held: WeightFormat, dims: Dims) -> KernelCall:
     return KernelCall(f"linear/{held.family}", (*dims, held.group) if held.group else dims)
 
 
+#: Kernels whose FLOPs `torch.utils.flop_counter.FlopCounterMode` counts too; all others are memory bound.
+MATMULS = ("linear/", "matmul/", "attention/")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
     """The measured times of one kernel on one backend.
@@ -291,6 +295,12 @@ class Target:
             return None
         seconds = max(call.flops / (peak * gain * self.efficiency), call.bytes / (self.memory_bandwidth * self.efficiency))
         return seconds + self.launch_seconds, Provenance.PUBLISHED if spec.gain else Provenance.MODELLED
+
+    def roof(self, call: KernelCall) -> float:
+        """Seconds of a product's arithmetic at the peak of its dtype: nothing runs it faster. 0 for what is none, or of an unknown peak."""
+        spec = call.spec
+        peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain, 1.0) if spec.gain else 1.0
+        return call.flops / (peak * gain) if peak and call.kernel.startswith(MATMULS) else 0.0
 
     def describe(self) -> str:
         """One line for the report's head."""

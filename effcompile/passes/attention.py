@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from effcompile.core.cost import Cost, Provenance
+from effcompile.core.cost import Cost, Provenance, total
 from effcompile.core.errors import FormatError
 from effcompile.core.mask import OnlyWhere, Sees, StaysDense
 from effcompile.core.reasons import NotMeasured, Reason, Unsupported
@@ -175,7 +175,7 @@ def _sum_of_parts(site: AttentionSite, context: Context) -> Cost | None:
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
-    return replace(known[0], seconds=sum(part.seconds for part in known))
+    return replace(total(known), bytes_transient=known[0].bytes_transient)
 
 
 def _forms(site: AttentionSite, mask: GraphMask | None) -> Iterator[str]:

@@ -94,9 +94,11 @@ def merge_cost(site: MergeSite, held: WeightFormat, context: Context) -> Cost | 
     priced = [cost for cost in members if cost is not None]
     if merged is None or split is None or len(priced) < len(members):
         return None
+    apart = total(priced)
     return replace(
         merged + split,
-        seconds=merged.seconds + split.seconds - total(priced).seconds,
+        seconds=merged.seconds + split.seconds - apart.seconds,
+        roof_seconds=merged.roof_seconds + split.roof_seconds - apart.roof_seconds,
         weight_bytes=_zero_bias_bytes(site),
         error_squared=max(context.sensitivity.get((site.site, Form(word=MERGED, weights=held).name), 0.0), 0.0),
     )

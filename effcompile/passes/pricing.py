@@ -32,7 +32,7 @@ def price_call(context: Context, call: KernelCall, backend: str | None = None) -
     if backend is None and context.lacks(call) is not None:
         return None
     found = context.target.price(backend or context.backend, call)
-    return None if found is None else Cost(seconds=found[0], provenance=found[1])
+    return None if found is None else Cost(seconds=found[0], roof_seconds=context.target.roof(call), provenance=found[1])
 
 
 def no_kernel(context: Context, kernel: str, because: str = "", others: tuple[str, ...] = ()) -> NoKernel:

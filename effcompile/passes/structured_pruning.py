@@ -261,7 +261,7 @@ def _cost(context: Context, structure: Structure, kept: int, held: WeightFormat,
 
 
 def _negative(cost: Cost | None) -> Cost | None:
-    return None if cost is None else replace(cost, seconds=-cost.seconds)
+    return None if cost is None else replace(cost, seconds=-cost.seconds, roof_seconds=-cost.roof_seconds)
 
 
 def _bytes(site: LinearSite, held: WeightFormat) -> int:

@@ -43,6 +43,9 @@ def print_plan(plan: Plan, console: Console | None = None, verbose: bool = False
     _head(page, plan)
     _goal(page, plan)
     print_totals(page, plan)
+    if where := f.where_time_goes(plan):
+        page.blank()
+        page.field("time", where)
     print_memory(page, plan)
     print_levers(page, plan)
     page.blank()

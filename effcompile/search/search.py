@@ -205,14 +205,16 @@ class Search:
 
     def _rest(self, backend: str, made: Sequence[Sequence[Choice]], choices: Sequence[Choice]) -> Cost:
         """Seconds of nodes that no choice covers, bytes of weights that no choice stores, and what is held beside them."""
-        decided, seconds = {choice.site for choice in choices}, 0.0
+        decided, seconds, roof, target = {choice.site for choice in choices}, 0.0, 0.0, self.machine.target
         for regime, of_regime in zip(self.regimes.each, made, strict=True):
             covered = frozenset[fx.Node]().union(*(choice.covers for choice in of_regime if choice.site in decided))
-            predicted = estimate(regime.program, self.machine.target, backend, overrides=dict.fromkeys(covered, 0.0))
+            predicted = estimate(regime.program, target, backend, overrides=dict.fromkeys(covered, 0.0))
             seconds += regime.calls * predicted.seconds
+            alone = (call for node, calls in predicted.calls.items() if node not in covered for call in calls)
+            roof += regime.calls * sum(map(target.roof, alone))
         own = total([choice.option(choice.baseline).cost for choice in choices])
         weights, kept = max(self.regimes.weight_bytes - own.weight_bytes, 0), max(self.regimes.kept(backend) - own.bytes_kept, 0)
-        return Cost(seconds=seconds, weight_bytes=weights, bytes_kept=kept)
+        return Cost(seconds=seconds, roof_seconds=roof, weight_bytes=weights, bytes_kept=kept)
 
     def _plan(self, proposal: Proposal, problem: planner.Problem, solution: planner.Solution, constraints: Constraints) -> Plan:
         chosen = {choice.site: choice.option(solution.choice[choice.site]) for choice in proposal.choices}
@@ -231,6 +233,7 @@ class Search:
             baseline=self.baseline(),
             predicted=Totals(
                 seconds=cost.seconds,
+                roof_seconds=cost.roof_seconds or None,
                 weight_bytes=cost.weight_bytes,
                 peak_bytes=cost.weight_bytes + cost.bytes_kept,
                 error=cost.error,
@@ -253,8 +256,9 @@ def _merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iter
         for option in choice.options:
             same = [other for twin in twins for other in twin.options if other.name == option.name]
             if len(same) == len(regimes):
-                seconds = sum(regime.calls * other.cost.seconds for regime, other in zip(regimes, same, strict=True))
-                options.append(replace(option, cost=replace(option.cost, seconds=seconds)))
+                costs = [(regime.calls, other.cost) for regime, other in zip(regimes, same, strict=True)]
+                seconds, roof = sum(calls * cost.seconds for calls, cost in costs), sum(calls * cost.roof_seconds for calls, cost in costs)
+                options.append(replace(option, cost=replace(option.cost, seconds=seconds, roof_seconds=roof)))
         if any(option.name == choice.baseline for option in options):
             yield replace(choice, options=tuple(options))
 
