@@ -2,7 +2,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import effcompile
 from effcompile.core.cost import Provenance
 from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.machine.machines import TARGETS, known_targets, load_target
@@ -96,3 +98,18 @@ def test_kernels_of_ours_for_processors_are_offered_on_no_gpu(kernel: str) -> No
     call = KernelCall(kernel, dims)
     assert load_target("h100-sxm").price("torch-inductor", call) is None
     assert load_target("cpu-generic").price("torch-inductor", call) is not None
+
+
+def test_the_roof_of_a_product_is_its_arithmetic_and_of_anything_else_nothing() -> None:
+    target = load_target("h100-sxm")
+    product, norm = KernelCall("linear/bf16", (128, 256, 512)), KernelCall("norm/layer", (128, 256))
+    assert target.roof(product) == 2 * 128 * 256 * 512 / target.peak_flops["bf16"]
+    assert target.roof(norm) == 0
+    assert target.roof(KernelCall("linear/bf16", (128, 256, 512))) < target.roofline(product)[0]
+
+
+def test_a_plan_adds_up_the_roofs_of_what_it_takes() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 32)).eval()
+    plan = effcompile.plan(model, (torch.randn(16, 64),), target="epyc-9654")
+    flops = 2 * 16 * (64 * 128 + 128 * 32)
+    assert plan.predicted.roof_seconds == pytest.approx(flops / load_target("epyc-9654").peak_flops["fp32"])
