@@ -27,10 +27,18 @@ class ConfigReads:
 
     of: dict[int, tuple[object, set[str]]] = field(default_factory=dict)
 
-    def may_read(self, holder: object, name: str) -> bool:
-        """Whether the captured calls read this attribute, as far as is known."""
+    def may_read(self, holder: object, name: str, *, named: bool) -> bool:
+        """Whether the captured calls read this attribute, as far as is known. `named`: code behind a forward names it.
+
+        What was read counts without being named: a configuration's properties read what no forward names (`_output_attentions`).
+        """
         _, names = self.of.get(id(holder), (None, None))
-        return names is None or name in names or not names.isdisjoint(_ALL)
+        return named if names is None else name in names or (named and not names.isdisjoint(_ALL))
+
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> ConfigReads:
+        """The same of a copy of the model, whose configurations are others."""
+        pairs = zip(_configurations(model), _configurations(copied), strict=False)
+        return ConfigReads(of={id(now): (now, self.of[id(was)][1]) for was, now in pairs if id(was) in self.of})
 
 
 @contextlib.contextmanager

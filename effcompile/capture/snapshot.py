@@ -241,7 +241,8 @@ class Snapshot:
         """Attributes of an object that code names; all of them where its class finds them by names made at run time."""
         kind = type(value)
         every = code.is_own(kind) and any(name in vars(base) for base in kind.__mro__[:-1] for name in code.FINDERS)
-        read = (key for key in keys if every or (key in self._reads.names and self._reads.configurations.may_read(value, key)))
+        seen = self._reads.configurations
+        read = (key for key in keys if every or seen.may_read(value, key, named=key in self._reads.names))
         return tuple(key for key in read if f"{place}.{key}" not in self._without)
 
     @_value.register

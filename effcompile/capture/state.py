@@ -135,10 +135,10 @@ class ModelGuards:
         """See `ir.guards.StateGuards`. What has changed before is not forgotten."""
         if tuple(self._roots.values()) == models:
             return self
+        read = self._reads.configurations.of_copy(next(iter(self._roots.values())), models[0])
         other = ModelGuards(
-            *models, training=self._training, configurations=self._reads.configurations, beside=self._beside,
-            minds_gradients=self._reads.minds_gradients,
-        )  # fmt: skip
+            *models, training=self._training, configurations=read, beside=self._beside, minds_gradients=self._reads.minds_gradients
+        )
         other._without = self._without
         other._snapshot = other._taken_at_capture()
         try:

@@ -14,6 +14,7 @@ import platformdirs
 
 from effcompile.core.disk import abandoned, lock, sync
 from effcompile.core.errors import FormatError, UsageError
+from effcompile.core.trust import distrust_file
 
 _UNFINISHED = ".unfinished"
 
@@ -42,15 +43,33 @@ def read_bounded(path: Path, most: int, what: str) -> bytes:
     return content
 
 
-def write_atomically(path: Path, content: bytes) -> Path:
+def read_kept(path: Path, most: int, what: str) -> bytes:
+    """The same of what effcompile keeps for itself, if nobody else can have written it.
+
+    Raises:
+        UsageError: it cannot be read, or may be another's. FormatError: it has more than `most` bytes.
+    """
+    if path.exists() and (said := distrust_file(path)) is not None:
+        raise UsageError(f"{said}: {what} is not read.")
+    return read_bounded(path, most, what)
+
+
+def write_kept(path: Path, content: bytes) -> Path:
+    """Write what `read_kept` reads, for nobody else to change. Raises as `write_atomically` does."""
+    return write_atomically(path, content, mode=0o644)
+
+
+def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> Path:
     """Write a file so that it is whole or absent: temporary file beside it, fsync, rename. What killed writers left is removed.
+
+    mode: of the file, but for what the process's umask takes away.
 
     Raises:
         UsageError: the folder cannot be made or written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary, file = _temporary(path)
+        temporary, file = _temporary(path, mode)
         try:
             with file:
                 file.write(content)
@@ -67,11 +86,11 @@ def write_atomically(path: Path, content: bytes) -> Path:
     return path
 
 
-def _temporary(path: Path) -> tuple[Path, BinaryIO]:
+def _temporary(path: Path, mode: int) -> tuple[Path, BinaryIO]:
     """A new file beside, open and locked: nobody takes its writer for dead."""
     while True:
         temporary = path.with_name(f".{path.name[:64]}.{secrets.token_hex(4)}{_UNFINISHED}")
-        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+        file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
         if lock(file.fileno()) is not False and temporary.exists():
             return temporary, file
         file.close()

@@ -29,6 +29,19 @@ def distrust(path: Path) -> str | None:
         return f"{str(path)!r}: {error.strerror or error}"
 
 
+def distrust_file(path: Path) -> str | None:
+    """Why what a file says is not taken: another user owns it, or everybody may write it. Of the file alone, for data that runs nothing."""
+    if pwd is None:
+        return None
+    try:
+        status = path.stat()
+    except OSError as error:
+        return f"{str(path)!r}: {error.strerror or error}"
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{str(path)!r} belongs to another user"
+    return f"{str(path)!r} may be written by everybody" if status.st_mode & stat.S_IWOTH else None
+
+
 def _of_itself(path: Path) -> str | None:
     """Of what is opened, not of what the name may mean a moment later."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

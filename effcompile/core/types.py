@@ -22,9 +22,10 @@ Forward = Callable[..., Outputs]
 Shape = Sequence[int]
 #: What a node of a graph stands for: a tensor, a size, a plain value, or a list of them.
 Value = Any
-#: A model of transformers, and its class: they have attributes that torch.nn.Module has not.
+#: A model of transformers, and its class: they have attributes that torch.nn.Module has not. Its configurations.
 HFModel = Any
 HFClass = Any
+HFConfig = Any
 #: An operator's arguments by name: tensors or nodes, numbers, and lists of them.
 Arguments = dict[str, Any]
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, read_bounded, write_atomically
+from effcompile.core.files import cache_folder, read_kept, write_kept
 from effcompile.core.types import Inputs
 from effcompile.estimate.perturb import Weights
 from effcompile.estimate.sensitivity import Progress, Sensitivity, leaves_of, measure
@@ -26,7 +26,9 @@ from effcompile.ir.program import Program
 
 #: Files that are kept, and bytes of one: more is none of ours.
 _MOST_FILES, _MOST_BYTES = 64, 32 << 20
-_Error = Annotated[float, msgspec.Meta(ge=0)]
+#: A squared relative error, and seconds: more of either nothing measured ever is.
+_Error = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
 class KeptErrors(msgspec.Struct, kw_only=True, frozen=True):
@@ -34,8 +36,8 @@ class KeptErrors(msgspec.Struct, kw_only=True, frozen=True):
 
     errors: list[tuple[str, str, _Error]]
     method: str
-    draws: int
-    seconds: float
+    draws: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+    seconds: _Seconds
 
     def sensitivity(self) -> Sensitivity:
         """What was measured: of the same weights and inputs, so that a plan's text is the same whether it was read or measured."""
@@ -109,7 +111,7 @@ def _code() -> str:
 
 def _read(path: Path) -> KeptErrors | None:
     try:
-        return msgspec.json.decode(read_bounded(path, _MOST_BYTES, "kept sensitivities"), type=KeptErrors)
+        return msgspec.json.decode(read_kept(path, _MOST_BYTES, "kept sensitivities"), type=KeptErrors)
     except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -119,6 +121,6 @@ def _write(path: Path, found: Sensitivity) -> None:
     errors = [(site, option, error) for (site, option), error in found.errors.items()]
     kept = KeptErrors(errors=errors, method=found.method, draws=found.draws, seconds=found.seconds)
     with contextlib.suppress(EffcompileError, OSError):
-        write_atomically(path, msgspec.json.encode(kept))
+        write_kept(path, msgspec.json.encode(kept))
         for old in sorted(path.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-_MOST_FILES]:
             old.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from effcompile.core.errors import EffcompileError, FormatError, UsageError, clipped
-from effcompile.core.files import cache_folder, read_bounded, write_atomically
+from effcompile.core.files import cache_folder, read_kept, write_kept
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.formats import W4, W8, W8_CHANNEL
 from effcompile.machine import native
@@ -216,7 +216,7 @@ def save(calibration: Calibration, path: Path | None = None) -> Path:
     path = path or calibration_path(calibration.machine)
     body = msgspec.to_builtins(calibration)
     body.pop("dirty", None)
-    written = write_atomically(path, msgspec.json.encode({"format": FORMAT, "version": VERSION, **body}))
+    written = write_kept(path, msgspec.json.encode({"format": FORMAT, "version": VERSION, **body}))
     calibration.dirty = False
     return written
 
@@ -242,7 +242,7 @@ def load(path: Path | None = None, device: Accelerator | None = None) -> Calibra
     path = path or calibration_path(this_hardware(device))
     if not path.exists():
         raise UsageError(f"This machine is not calibrated yet: there is no {str(path)!r}. Run `effcompile calibrate`.")
-    return _without_stale(_parsed(read_bounded(path, _MOST_BYTES, "the calibration"), path, device))
+    return _without_stale(_parsed(read_kept(path, _MOST_BYTES, "the calibration"), path, device))
 
 
 def load_or_none(path: Path | None = None, device: Accelerator | None = None) -> tuple[Calibration | None, Reason | None]:

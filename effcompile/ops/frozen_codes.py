@@ -199,6 +199,19 @@ class CodedWeight(Tensor):
         made: Tensor = expand_codes(self.packed, tuple(self.shape), self.form, self.dtype)
         return made
 
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor."""
+        found: Tensor = super().data
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Its own values in another dtype, as half() and to() put there. Raises GuardError for others: the codes would stay as they are."""
+        if value.shape != self.shape or not torch.equal(self.plain().to(value.dtype), value):
+            raise _written("data", self)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
     def with_codes(self, packed: Tensor) -> CodedWeight:
         """The same with other bytes."""
         return CodedWeight(packed, tuple(self.shape), self.form, self.dtype)
@@ -245,12 +258,16 @@ def _alike(first: object, second: object) -> bool:
 def _refuse_writes(func: Any, args: Sequence[object]) -> None:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if isinstance(value, CodedWeight) and argument.alias_info is not None and argument.alias_info.is_write:
-            raise GuardError(
-                f"{func.name()} would write to a frozen weight that is held in {value.form}, as the plan of this model says, and its "
-                "values are not there to be changed. Load the model anew, and plan it again (--pass no-frozen holds its weights as given).",
-                place="a frozen weight",
-                of_model=True,
-            )
+            raise _written(func.name(), value)
+
+
+def _written(how: str, weight: CodedWeight) -> GuardError:
+    return GuardError(
+        f"{how} would write to a frozen weight that is held in {weight.form}, as the plan of this model says, and its values are not there "
+        "to be changed. Load the model anew, and plan it again (--pass no-frozen holds its weights as given).",
+        place="a frozen weight",
+        of_model=True,
+    )
 
 
 def _as_parameter(weight: CodedWeight) -> Any:

@@ -49,8 +49,18 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
 
 
 def states_of(optimizer: Optimizer, groups: list[list[str]]) -> States:
-    """The states by the parameters' names."""
-    held = optimizer.state_dict()
+    """The states by the parameters' names.
+
+    Raises:
+        UsageError: there are some of a parameter that is in no group any more.
+    """
+    try:
+        held = optimizer.state_dict()
+    except KeyError as error:
+        raise UsageError(
+            "The optimizer has states of a parameter that is in none of its groups any more, which cannot be handed on. Put it back, or "
+            "drop them: optimizer.state.pop(parameter)."
+        ) from error
     flat = [name for group in groups for name in group]
     return {flat[number]: state for number, state in held["state"].items()}
 

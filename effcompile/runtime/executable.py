@@ -145,8 +145,9 @@ class Executable(PlannedModel):
             beside: further files, name → text.
 
         Raises:
-            UsageError: the folder cannot be written, or holds files of others.
+            UsageError: the folder cannot be written, or holds files of others. GuardError: the model was changed since it was planned.
         """
+        self.check_weights()
         folder = Path(directory)
         saved.save(self.plan, folder, artifact=self._lowered.save, beside=beside)
         return folder

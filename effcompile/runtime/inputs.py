@@ -55,7 +55,7 @@ class GraphInputs:
                 self._accepted.clear()
             self._accepted.add(seen)
         for bound in self._bounds:
-            self._check_bound(bound, tensors[bound.index])
+            check_index(self._program.inputs[bound.index].name, tensors[bound.index], bound.size)
         return [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -117,17 +117,27 @@ class GraphInputs:
             said = ", ".join(f"{name}={size}" for name, size in sizes.items())
             raise GuardError(f"The captured graph of {self._program.name} does not hold for {said}. {_AGAIN}", place="inputs")
 
-    def _check_bound(self, bound: Bound, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "cpu" or not tensor.numel():
-            return
-        low, high = (int(t) for t in torch.aminmax(tensor))
-        if low < 0 or high >= bound.size:
-            name = self._program.inputs[bound.index].name
-            raise GuardError(
-                f"{name} has the index {low if low < 0 else high}; the table that it is looked up in has the rows 0 to {bound.size - 1}, "
-                "and the model itself raises for it, too. Give indices within it.",
-                place=f"inputs[{name!r}]",
-            )
+
+def check_index(name: str, tensor: torch.Tensor, size: int) -> None:
+    """Look at the values of an input that is looked up in a table of `size` rows. Runtimes count negative ones from the end.
+
+    Raises:
+        GuardError: one that the table does not have.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return
+    low, high = (int(t) for t in torch.aminmax(tensor))
+    if low < 0 or high >= size:
+        raise GuardError(
+            f"{name} has the index {low if low < 0 else high}; the table that it is looked up in has the rows 0 to {size - 1}, "
+            "and the model itself raises for it, too. Give indices within it.",
+            place=f"inputs[{name!r}]",
+        )
+
+
+def tables_of(program: Program) -> dict[str, int]:
+    """The inputs that are looked up as they are, by name: the rows of the smallest of the tables of each."""
+    return {program.inputs[bound.index].name: bound.size for bound in _bounds(program)}
 
 
 def as_captured(program: Program, signature: inspect.Signature, args: Args, kwargs: Kwargs) -> Inputs:

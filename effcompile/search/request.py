@@ -110,6 +110,8 @@ class Request:
         if self.on_change not in (None, *get_args(OnChange)):
             known = ", ".join(map(repr, get_args(OnChange)))
             raise UsageError(f"on_change = {self.on_change!r} is not known. What a call does that the plan does not hold for: {known}.")
+        if self.on_change in ("replan", "eager") and self.goal.mode == "generation":
+            raise UsageError(f"on_change={self.on_change!r} is not there for mode = 'generation', which refuses such calls. Leave it out.")
         if self.on_change == "replan" and self.optimizer is not None:
             raise UsageError(
                 "on_change='replan' would lose the states of the planned optimizer. Leave it out, or plan without `optimizer`."

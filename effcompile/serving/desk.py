@@ -22,6 +22,8 @@ from effcompile.runtime.generation.rows import SharedRows
 End = Literal["stop", "length", "cancelled", "failed"]
 #: Tokens of a prompt that are read between two tokens of the others.
 _CHUNK = 256
+#: Below this temperature the likeliest token is taken: logits divided by less are no numbers any more.
+_COLD = 1e-5
 #: Tokens in common with an earlier prompt from which on its cache is begun with.
 _COMMON = 16
 
@@ -71,15 +73,19 @@ class Ticket:
         return self._dropped
 
     def take(self, logits: torch.Tensor) -> None:
-        """One more token, of logits (vocabulary)."""
+        """One more token, of logits (vocabulary). Of such as none can be drawn from this request fails, and no other one."""
         if self._dropped:
             return
-        token = self._drawn(logits.float())
+        try:
+            token = self._drawn(logits.float())
+        except Exception:
+            self.end("failed")
+            return
         if token in self.wish.stops:
             self.end("stop")
             return
         self.given.append(token)
-        self.said(token, None)
+        self._say(token, None)
         if len(self.given) >= self.wish.most:
             self.end("length")
 
@@ -87,10 +93,17 @@ class Ticket:
         """No more tokens come."""
         if self.ended is None:
             self.ended = why
-            self.said(None, why)
+            self._say(None, why)
+
+    def _say(self, token: int | None, ended: End | None) -> None:
+        """Whoever cannot be told is gone: it is none of the others' business."""
+        try:
+            self.said(token, ended)
+        except Exception:
+            self._dropped = True
 
     def _drawn(self, logits: torch.Tensor) -> int:
-        if self.wish.temperature == 0:
+        if self.wish.temperature < _COLD:
             return int(logits.argmax())
         if self._random is None:
             self._random = torch.Generator()
@@ -174,23 +187,31 @@ class Desk:
         self._thread.join()
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._waiting or self._here or self._reading is not None)
-                if self._closed:
-                    self._end_all("cancelled")
-                    return
-            try:
-                self._turn()
-            except Exception:  # of the batch as a whole: whose fault it was is not known
-                with self._changed:
+        try:
+            while self._has_work():
+                try:
+                    self._turn()
+                except Exception:  # of the batch as a whole: whose fault it was is not known
                     self._end_all("failed")
+        finally:  # nobody computes any longer: nobody is to wait
+            with self._changed:
+                self._closed = True
+            self._end_all("cancelled")
+
+    def _has_work(self) -> bool:
+        """Wait for some; False where the desk was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._waiting or self._here or self._reading is not None)
+            return not self._closed
 
     def _end_all(self, why: End) -> None:
-        for ticket in (*self._here, *([self._reading[0]] if self._reading else ()), *(self._waiting if self._closed else ())):
-            ticket.end(why)
-        self._here, self._reading = [], None
-        self._rows.change([], [])
+        """End those that have a place, and where the desk is closed those that wait, too: whatever state an error left the rows in."""
+        with self._changed:
+            gone = [*self._here, *([self._reading[0]] if self._reading else ()), *(self._waiting if self._closed else ())]
+            self._here, self._reading = [], None
+            for ticket in gone:
+                ticket.end(why)
+            self._rows.clear()
 
     def _turn(self) -> None:
         """A chunk of one prompt that is being read, and a token of each request that is."""

@@ -55,7 +55,7 @@ def read(body: bytes) -> CompletionBody:
     """
     try:
         asked = msgspec.json.decode(body, type=CompletionBody)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"The body is no completion request: {error}.") from error
     for name, allowed in _NEUTRAL.items():
         if getattr(asked, name) not in allowed:

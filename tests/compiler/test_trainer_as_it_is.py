@@ -110,13 +110,14 @@ def test_recording_leaves_a_configuration_as_it_was() -> None:
     kind, held = type(config), dict(vars(config))
     with recording(model, read):
         assert isinstance(config, kind) and type(config) is not kind and config.hidden_size == 16
-        assert read.may_read(config, "hidden_size") and read.may_read(config, "n_embd")  # one stands for the other
-        assert not read.may_read(config, "bos_token_id")
+        assert read.may_read(config, "hidden_size", named=True) and read.may_read(config, "n_embd", named=False)  # one stands for the other
+        assert not read.may_read(config, "bos_token_id", named=True)
     assert type(config) is kind and vars(config) == held
     with recording(model, read):
         vars(config)
         config.to_dict()
-    assert read.may_read(config, "bos_token_id") and read.may_read(object(), "anything")
+    assert read.may_read(config, "bos_token_id", named=True) and read.may_read(object(), "anything", named=True)
+    assert not read.may_read(config, "bos_token_id", named=False) and not read.may_read(object(), "anything", named=False)
 
 
 @pytest.mark.parametrize(("name", "value", "reads"), [("pad_token_id", 5, True), ("bos_token_id", 7, False)])

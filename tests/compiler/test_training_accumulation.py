@@ -93,6 +93,15 @@ def test_a_number_of_items_in_every_form(items: Any) -> None:
         assert gradient is not None and other is not None and torch.allclose(other, gradient, rtol=1e-4, atol=1e-7), name
 
 
+def test_an_example_of_few_labels_tells_what_is_taken() -> None:
+    """The model is asked with a number of items that no example can have: with as many as it has, its loss is the plain mean."""
+    model, examples = small()
+    batch, plain = _stacked(examples[1:2]), twin(model)
+    assert int((batch["labels"][:, 1:] >= 0).sum()) == 3
+    planned = optimize(model, batch)
+    assert float(planned(**batch, num_items_in_batch=7).loss) == pytest.approx(float(plain(**batch, num_items_in_batch=7).loss), rel=1e-5)
+
+
 @pytest.mark.parametrize("passes", [[], ["loss_head.chunks=2"]])
 def test_a_batch_without_a_label_adds_nothing(passes: list[str]) -> None:
     model, examples = small()

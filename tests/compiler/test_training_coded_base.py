@@ -158,6 +158,8 @@ def test_a_copy_has_codes_and_what_reads_or_writes_the_weights_that_are_not_ther
     with pytest.raises((GuardError, RuntimeError), match="held in int8"):
         twin.merge_and_unload()
     name = had.names[0]
+    with pytest.raises(GuardError, match="held in int8"):
+        twin.get_parameter(name).data = had.original.get_parameter(name).data
     twin.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(had.original.get_parameter(name), requires_grad=False)
     with pytest.raises(GuardError, match="no longer held in int8"):
         twin(**had.batch)

@@ -294,6 +294,13 @@ def test_what_a_backward_that_updates_cannot_follow_is_refused() -> None:
             planned(**batch)
         handle.remove()
     planned(**batch).backward()
+    planned.optimizer.step()
+    path, _, own = name.rpartition(".")
+    setattr(model.get_submodule(path), own, nn.Parameter(parameter.detach() * 2))
+    with pytest.raises(InputsError, match=rf"The parameter {name} is another one than the optimizer has"):
+        planned(**batch)
+    setattr(model.get_submodule(path), own, parameter)
+    planned(**batch).backward()
 
 
 def test_schedules_of_the_learning_rate_reach_every_form() -> None:

@@ -1,12 +1,15 @@
 """Fronts kept on disk: another process finds them, with figures computed anew; a file that is not ours is as none."""
 
+import copy
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from remat_brute import transformer_block
@@ -110,3 +113,45 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch
     monkeypatch.setenv("EFFCOMPILE_CACHE", str(tmp_path / "file"))
     assert block_front(transformer_block(), timeout=0.2).options
     keep_fronts()
+
+
+ODD = [None, True, -1, 0, 3, 10**30, 1e300, -1e300, 1e-320, "x", [], {}, [[0]], {"0": "away"}, {"99": "x"}]
+
+
+def spoiled(value: Any, dice: random.Random) -> Any:
+    """The same with one place of it lost, repeated, or something else."""
+    inner = list(value if isinstance(value, dict) else range(len(value))) if isinstance(value, dict | list) else []
+    if not inner or dice.random() < 0.2:
+        return dice.choice(ODD)
+    key, made = dice.choice(inner), copy.copy(value)
+    change = dice.randrange(6)
+    if change == 0:
+        del made[key]
+    elif change == 1 and isinstance(made, list):
+        made += [made[key]] * dice.choice([1, 300])
+        dice.shuffle(made)
+    else:
+        made[key] = spoiled(made[key], dice)
+    return made
+
+
+def test_what_is_read_of_a_spoiled_file_is_options_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the figures that this process computes, in the order that a search gives, none of them covered by another."""
+    monkeypatch.setattr(block, "_WORTH_KEEPING", 0.0)
+    problem, dice, read = transformer_block(), random.Random(5), 0
+    first()
+    tree = json.loads(kept.path().read_bytes())
+    (key,) = tree
+    for _ in range(200):
+        kept.path().write_text(json.dumps({key: spoiled(tree[key], dice)}))
+        block._from_disk.clear()
+        given, front = block._read(key, problem)
+        if front is None:
+            continue
+        read += 1
+        assert 0 <= given <= 1e6 and 0 <= front.seconds <= 1e6 and front.found >= 1
+        assert [o.seconds for o in front.options] == sorted(o.seconds for o in front.options)
+        for at, option in enumerate(front.options):
+            assert problem.forced <= option.kept and option.kept.isdisjoint(option.forms)
+            assert not any(o.kept_bytes <= option.kept_bytes and o.backward_peak <= option.backward_peak for o in front.options[:at])
+    assert read > 10

@@ -90,6 +90,15 @@ def test_a_run_is_resumed_to_the_bit(saved: tuple[list[torch.Tensor], Path, dict
     assert all(torch.equal(value, parameters[name]) for name, value in model.state_dict().items())
 
 
+def test_states_of_a_parameter_that_was_taken_out_are_told_of() -> None:
+    torch.manual_seed(0)
+    model = Tagger()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run = schedule(model, STAGES, inputs=lambda stage: batch_at(stage.sequence), optimizer=optimizer, passes=PASSES)
+    with pytest.raises(UsageError, match="in none of its groups any more"):
+        taken(run, lambda count: optimizer.param_groups[0]["params"].pop() if count == 1 else None)
+
+
 def test_a_saved_run_of_other_stages_is_refused_and_nothing_is_loaded(
     saved: tuple[list[torch.Tensor], Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from effcompile.backends.onnxruntime import lowering
 from effcompile.compiler import optimize, run_artifact
-from effcompile.core.errors import EffcompileError, FormatError, InputsError, UsageError
+from effcompile.core.errors import EffcompileError, FormatError, GuardError, InputsError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 
@@ -115,6 +115,21 @@ def test_an_artifact_beside_another_plan_is_refused(made, tmp_path):
         run_artifact(tmp_path / "two")
     other.save(tmp_path / "two")  # whatever became of the old files, the folder is effcompile's
     assert run_artifact(tmp_path / "two").outputs[0].startswith("float32")
+
+
+def test_what_is_saved_is_the_model_as_it_is(made, tmp_path):
+    """The artifact has the weights of planning: whoever opened it would be given old answers."""
+    model, fast = made
+    before = model.b.bias.detach().clone()
+    with torch.no_grad():
+        model.b.bias.data[5] += 1  # noticed by a look at all bytes
+    try:
+        with pytest.raises(GuardError, match=r"b\.bias was changed"):
+            fast.save(tmp_path / "made")
+    finally:
+        model.b.bias.data.copy_(before)
+    assert not (tmp_path / "made").exists()
+    fast.save(tmp_path / "made")
 
 
 def test_a_plan_without_an_artifact_is_not_run(made, tmp_path):

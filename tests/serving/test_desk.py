@@ -25,9 +25,10 @@ class Client:
         self.tokens: list[int] = []
         self.ended: End | None = None
         self.done, self.began = threading.Event(), threading.Event()
+        self.late = False
 
     def __call__(self, token: int | None, ended: End | None) -> None:
-        assert self.ended is None  # nothing is said after the end
+        self.late |= self.ended is not None
         if token is not None:
             self.tokens.append(token)
             self.began.set()
@@ -37,6 +38,7 @@ class Client:
 
     def wait(self) -> list[int]:
         assert self.done.wait(60)
+        assert not self.late, "nothing is said after the end"
         return self.tokens
 
 
@@ -181,6 +183,55 @@ def test_one_failure_ends_its_requests_and_no_later_ones(desk: Desk, model: nn.M
     assert client.ended == "failed"
     wish, client, _ = ask(desk, 2)
     assert client.wait() == greedy(model, wish)
+
+
+def test_an_error_while_rows_change_ends_requests_and_not_the_desk(desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: once in a turn, and once more where that turn's requests are ended."""
+    own, left = SharedRows.change, [1, 1]
+
+    def broken(self: SharedRows, keep: list[int], joining: list[Any]) -> None:
+        if left:
+            left.pop()
+            raise RuntimeError("out of memory")
+        own(self, keep, joining)
+
+    monkeypatch.setattr(SharedRows, "change", broken)
+    for at in (1, 2):
+        _, client, _ = ask(desk, at)
+        client.wait()
+        assert client.ended == "failed"
+    wish, client, _ = ask(desk, 3)
+    assert client.wait() == greedy(model, wish)
+
+
+def test_a_client_that_cannot_be_told_is_gone(desk: Desk, model: nn.Module) -> None:
+    def deaf(token: int | None, ended: End | None) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    held = [ask(desk, at, most=30) for at in range(2)]
+    desk.take([Wish(prompt=(5,), most=50)], [deaf])
+    for wish, client, _ in held:
+        assert client.wait() == greedy(model, wish)
+
+
+def test_logits_that_nothing_can_be_drawn_from_fail_one_request(desk: Desk, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temperature of nearly nothing takes the likeliest token, as one of nothing does."""
+    cold, plain = ask(desk, 4, temperature=1e-320), ask(desk, 4)
+    assert cold[1].wait() == plain[1].wait() == greedy(model, plain[0])
+    own = SharedRows.next
+
+    def spoiled(self: SharedRows, tokens: list[int]) -> torch.Tensor:
+        logits = own(self, tokens)
+        logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(SharedRows, "next", spoiled)
+    _, first, _ = ask(desk, 5, temperature=1.0, most=40)
+    assert first.began.wait(60)
+    second = ask(desk, 6, temperature=1.0, most=5)[1]
+    first.wait()
+    second.wait()
+    assert first.ended == "failed" and second.ended in ("failed", "length")
 
 
 def test_closing_ends_all_requests(desk: Desk) -> None:

@@ -36,6 +36,8 @@ def test_choices_draw_from_seeds_of_their_own() -> None:
     [
         ("{", "no completion request"),
         ("[]", "no completion request"),
+        ('{"prompt": ' + "[" * 100_000, "no completion request"),
+        ('{"prompt": "\\ud800"}', "no completion request"),
         ('{"prompt": 5}', r"\$\.prompt"),
         ("{}", "prompt"),
         ('{"prompt": "a", "max_tokens": "4"}', r"\$\.max_tokens"),

@@ -26,7 +26,7 @@ class PlannedOptimizer(OneByOne):
     """An optimizer of the given one's groups. Its state_dict is the given one's where states are in its form.
 
     Attributes:
-        form: of the inner optimizers. on_host: whether states lie in the host's memory.
+        form: of the inner optimizers. on_host: whether states lie in the host's memory. by_name: the model's parameters that it has.
     """
 
     def __init__(self, given: Optimizer, form: StatesForm, *, on_host: bool, names: Mapping[int, str]):
@@ -34,7 +34,8 @@ class PlannedOptimizer(OneByOne):
         self._given, self.form, self.on_host = given, form, on_host
         super().__init__([dict(group) for group in given.param_groups], dict(given.defaults))
         self._workers: dict[int, Worker] = {}
-        self._by_name = {names[id(p)]: (p, group) for group in self.param_groups for p in group["params"] if id(p) in names}
+        self.by_name = {names[id(p)]: p for group in self.param_groups for p in group["params"] if id(p) in names}
+        self._group_of: dict[int, Group] = {}  # as they stand when the backward begins: they may be moved, and loading replaces them
         self._consumed: set[str] = set()
         self._options: list[dict[str, object]] = []  # of all groups, as the backward read them
 
@@ -46,7 +47,7 @@ class PlannedOptimizer(OneByOne):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         for name in self._consumed:
-            self._by_name[name][0].grad = None
+            self.by_name[name].grad = None
         super().step()
         before, now = self._options, self._plain_options()
         used, self._options = bool(self._consumed), []
@@ -67,7 +68,7 @@ class PlannedOptimizer(OneByOne):
         """Update one parameter within the backward.
 
         Raises:
-            InputsError: it was updated already since the last step.
+            InputsError: it was updated already since the last step, or is in none of the groups any more.
         """
         if name in self._consumed:
             raise InputsError(
@@ -76,8 +77,16 @@ class PlannedOptimizer(OneByOne):
             )
         if not self._consumed:
             self._options = self._plain_options()
+            self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        parameter = self.by_name[name]
+        if (group := self._group_of.get(id(parameter))) is None:
+            raise InputsError(
+                f"{name} is in none of the optimizer's groups any more, and this plan's backward hands its gradient to the optimizer at "
+                "once. Put it back, or plan again without it (or with --pass states.in_backward=false)."
+            )
+        if parameter.grad is not None and not isinstance(parameter.grad, ConsumedGradient):
+            gradient = gradient + parameter.grad  # the user's own, or of a loss beside: a backward adds to it
         self._consumed.add(name)
-        parameter, group = self._by_name[name]
         self.update(parameter, gradient, group)
         parameter.grad = ConsumedGradient.of(parameter, name)
 
@@ -103,9 +112,14 @@ class PlannedOptimizer(OneByOne):
         self.state[parameter] = worker.state
 
     def _worker(self, parameter: torch.Tensor, group: Group) -> Worker:
-        if id(parameter) not in self._workers:
-            self._workers[id(parameter)] = Worker(parameter, group, self._given, self.form, self.on_host)
-        return self._workers[id(parameter)]
+        """Who updates it, with the states that stand in `state` now: they may be cleared, or others be put there."""
+        known = self.state.get(parameter)
+        worker = self._workers.get(id(parameter))
+        if worker is None or not worker.has(known):
+            self._workers[id(parameter)] = worker = Worker(parameter, group, self._given, self.form, self.on_host)
+            if known:
+                self.state[parameter] = worker.load(known)
+        return worker
 
 
 class Worker:
@@ -126,6 +140,13 @@ class Worker:
         """The parameter's states; those of pieces by number."""
         found = [self.inner.state[leaf] for leaf in self.leaves]
         return found[0] if len(found) == 1 else {f"piece {i}": state for i, state in enumerate(found)}
+
+    def has(self, state: Mapping[str, Any] | None) -> bool:
+        """Whether these are its own states."""
+        if state is None:
+            return False
+        found = [state] if len(self.leaves) == 1 else [state.get(f"piece {i}") for i in range(len(self.leaves))]
+        return all(one is self.inner.state.get(leaf) for one, leaf in zip(found, self.leaves, strict=True))
 
     def step(self, gradient: torch.Tensor, group: Group) -> None:
         update_options(self.inner, self.form, group)

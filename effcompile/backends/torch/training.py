@@ -48,6 +48,7 @@ class StepRunner:
         self.loss_scale = LossScale(step.loss.meta["val"].device.type) if scaled and step.tangent is not None else None
         self.items: Items | None = None  # how the loss follows num_items_in_batch
         self.sink: Sink | None = None  # where gradients go that the backward hands on by itself
+        self.updated: Mapping[str, torch.Tensor] = {}  # the parameters that it updates by them
         assert step.state is not None
         self.state = step.state.bound_to(model)
         self.guarded = True  # but while the step is verified, which runs the model's own forward
@@ -58,7 +59,7 @@ class StepRunner:
     def bound_to(self, model: nn.Module) -> StepRunner:
         """The same step for another instance of the model: a copy of it."""
         other = copy.copy(self)
-        other.model, other.sink, other.state = model, None, self.state.bound_to(model)
+        other.model, other.sink, other.updated, other.state = model, None, {}, self.state.bound_to(model)
         other._codes = dict(self._codes)
         other.loss_scale = copy.deepcopy(self.loss_scale)
         return other
@@ -127,7 +128,7 @@ class StepRunner:
         parameters = [held(self.model, name) for name in self._differentiated]
         wanted = [values[node] for node in self._wanted]
         consumed = [held(self.model, name) for name in self.step.consumed]
-        _refuse_hooks(dict(zip(self.step.consumed, consumed, strict=True)))
+        _refuse_others(dict(zip(self.step.consumed, consumed, strict=True)), self.updated)
         results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters, *wanted, *consumed)
         return results
 
@@ -311,9 +312,14 @@ def first_order(gradients: tuple[object, ...], of: Sequence[torch.Tensor]) -> Ar
     )
 
 
-def _refuse_hooks(consumed: Mapping[str, torch.Tensor]) -> None:
-    """Raises InputsError where a hook wants a gradient that goes to the optimizer within the backward."""
+def _refuse_others(consumed: Mapping[str, torch.Tensor], updated: Mapping[str, torch.Tensor]) -> None:
+    """Raises InputsError where a hook wants a gradient that goes to the optimizer at once, or that has another parameter there."""
     for name, parameter in consumed.items():
+        if updated.get(name, parameter) is not parameter:
+            raise InputsError(
+                f"The parameter {name} is another one than the optimizer has, which this plan's backward hands its gradient to at once: it "
+                "was replaced. Call effcompile.optimize again, or plan with --pass states.in_backward=false."
+            )
         if torch_compat.has_gradient_hooks(parameter):
             raise InputsError(
                 f"The parameter {name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which this plan's "

@@ -26,7 +26,7 @@ import torch
 
 from effcompile.backends.triton.configs import interpreting
 from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, read_bounded, write_atomically
+from effcompile.core.files import cache_folder, read_kept, write_kept
 from effcompile.core.stages import first_line
 from effcompile.machine.accelerator import kernel_sources, this_accelerator
 
@@ -138,7 +138,7 @@ def _digest(device: str) -> str:
 
 def _read(path: Path) -> dict[tuple[str, str], KernelVerdict]:
     try:
-        verdicts = [KernelVerdict(**each) for each in json.loads(read_bounded(path, _MOST_BYTES, "kept verdicts"))]
+        verdicts = [KernelVerdict(**each) for each in json.loads(read_kept(path, _MOST_BYTES, "kept verdicts"))]
     except (EffcompileError, ValueError, TypeError):  # none yet, or damaged: made again
         return {}
     return {(v.family, v.dtype): v for v in verdicts}
@@ -146,7 +146,7 @@ def _read(path: Path) -> dict[tuple[str, str], KernelVerdict]:
 
 def _write(path: Path, kept: Mapping[tuple[str, str], KernelVerdict]) -> None:
     try:
-        write_atomically(path, json.dumps([asdict(v) for v in kept.values()], indent=1).encode())
+        write_kept(path, json.dumps([asdict(v) for v in kept.values()], indent=1).encode())
     except EffcompileError as error:  # a read-only home: compared again by the next process
         log.info("the verdicts on kernels are not kept: %s", error)
 

@@ -11,6 +11,7 @@ from effcompile.capture.generation import PAST, GenerationStep
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep, assembled
+from effcompile.runtime.inputs import tables_of
 from effcompile.search.generation.cases import sized, solid
 from effcompile.search.generation.text import as_inputs
 
@@ -39,4 +40,5 @@ def lower_step(
         if graph is not None:
             made[name] = backend.lower(graph, plan, calibration if graph is program else [graph.flat_inputs()])
             made[name].tune(graph.flat_inputs())
-    return assembled(step.boundary, step.layout, room, program.inputs, made), made
+    tables = {name: rows for graph in (step.program, step.encoder) if graph is not None for name, rows in tables_of(graph).items()}
+    return assembled(step.boundary, step.layout, room, program.inputs, tables, made), made

@@ -117,7 +117,8 @@ def _read(key: str, problem: BlockProblem) -> tuple[float, BlockFront | None]:
         return 0.0, None
     solver = f"z3 {z3.get_version_string()}"
     front = BlockFront(
-        options=options, found=found.found, complete=found.complete, proven=found.proven, solver=solver, seconds=found.seconds
+        options=tuple(_pareto(list(options), problem.scarce)), found=found.found, complete=found.complete, proven=found.proven,
+        solver=solver, seconds=found.seconds,
     )  # fmt: skip
     return found.given, front
 

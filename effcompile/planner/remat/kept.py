@@ -10,17 +10,20 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import z3
 
 from effcompile.core.errors import EffcompileError
-from effcompile.core.files import cache_folder, read_bounded, write_atomically
+from effcompile.core.files import cache_folder, read_kept, write_kept
 from effcompile.planner.remat.problem import BlockOption, BlockProblem
 from effcompile.planner.remat.simulate import option
 
 #: Fronts in the file, bytes of it, options of one: more is none of ours.
 _MOST, _MOST_BYTES, _MOST_OPTIONS = 2_000, 32 << 20, 1_000
+#: More no search takes, nor is given.
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 #: Fronts by what they are kept under, in JSON: a plan reads a few of thousands.
 Kept = dict[str, msgspec.Raw]
 
@@ -34,9 +37,9 @@ class KeptFront(msgspec.Struct, kw_only=True, frozen=True):
         kept: option → the values it keeps, by their number in the problem. forms: option → value → the form it is held in.
     """
 
-    given: float
-    seconds: float
-    found: int
+    given: _Seconds
+    seconds: _Seconds
+    found: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     complete: bool
     proven: bool
     kept: list[list[int]]
@@ -53,6 +56,8 @@ class KeptFront(msgspec.Struct, kw_only=True, frozen=True):
                 return None
             others = {names[v]: form for v, form in forms.items()}
             if not all(form in {f.name for f in problem.forms.get(name, ())} for name, form in others.items()):
+                return None
+            if not others.keys().isdisjoint({*problem.forced, *(names[v] for v in kept)}):
                 return None
             made.append(option(problem, (names[v] for v in kept), others))
         return tuple(o for o in made if o is not None) if all(made) else None
@@ -79,7 +84,7 @@ def path() -> Path:
 def read(file: Path) -> Kept:
     """The fronts of a file, each of them not decoded before it is asked for; none where there is none, or it is not ours."""
     try:
-        return dict(msgspec.json.decode(read_bounded(file, _MOST_BYTES, "the fronts of blocks"), type=Kept))
+        return dict(msgspec.json.decode(read_kept(file, _MOST_BYTES, "the fronts of blocks"), type=Kept))
     except (EffcompileError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
 
@@ -97,5 +102,5 @@ def write(file: Path, fronts: Mapping[str, KeptFront]) -> Kept:
     every = {**read(file), **{key: msgspec.Raw(msgspec.json.encode(front)) for key, front in fronts.items()}}
     every = dict(list(every.items())[-_MOST:])
     with contextlib.suppress(EffcompileError, OSError):
-        write_atomically(file, msgspec.json.encode(every))
+        write_kept(file, msgspec.json.encode(every))
     return every

@@ -271,7 +271,10 @@ def _made(work: Work, runner: StepRunner, states: StatesOption) -> Optimizer:
 def _finished(work: Work, runner: StepRunner, plan: Plan, states: StatesOption | None) -> TrainingExecutable:
     """The planned model, with its optimizer fresh and bound to it."""
     optimizer = None if states is None else _made(work, runner, states)
-    runner.sink = optimizer.consume if isinstance(optimizer, PlannedOptimizer) else None
+    if isinstance(optimizer, PlannedOptimizer):
+        runner.sink, runner.updated = optimizer.consume, optimizer.by_name
+    else:
+        runner.sink, runner.updated = None, {}
     return planned(work.model, runner, plan, optimizer)
 
 

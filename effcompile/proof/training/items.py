@@ -19,7 +19,8 @@ from effcompile.proof.training import verify
 from effcompile.runtime.training import TrainingExecutable
 from effcompile.search.training.work import Work
 
-_PROBE = 3.0
+#: No number of labels: a mean over as many as are said is the plain mean.
+_PROBE = 3.5
 NOT_TAKEN = Because(
     "{name} is not taken: the loss is not one mean over labels. With gradient accumulation HuggingFace's Trainer then averages the "
     "batches' means, where the model alone would weigh every label alike. Plan with {name} among the inputs to have it taken.",

@@ -45,6 +45,7 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
         kind: the model's class in transformers.
         inputs: of the step.
         graphs: part ("step", "source", "encoder") → what it is.
+        tables: as in `LoweredStep`.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Header(msgspec.Struct, kw_only=True, frozen=True):
     room: CacheRoom
     inputs: tuple[TensorSpec, ...]
     graphs: dict[str, SavedGraph]
+    tables: dict[str, int]
 
     @property
     def encoder(self) -> tuple[str, ...]:
@@ -74,7 +76,7 @@ def write(folder: Path, step: GenerationStep, lowered: LoweredStep, parts: Mappi
         inner.rmdir()
     header = Header(
         kind=type(model).__name__, boundary=lowered.boundary, layout=lowered.layout, room=lowered.room, inputs=lowered.inputs,
-        graphs=graphs,
+        graphs=graphs, tables=dict(lowered.tables),
     )  # fmt: skip
     (folder / HEADER).write_bytes(msgspec.json.encode(header))
     model.config.save_pretrained(folder)
@@ -112,7 +114,7 @@ def read(folder: Path) -> tuple[Plan, Header]:
 def opened(folder: Path, plan: Plan, header: Header) -> LoweredStep:
     """The graphs at work again."""
     runs: dict[str, Run] = {name: _open(folder / Path(graph.file).name, graph, plan) for name, graph in header.graphs.items()}
-    return assembled(header.boundary, header.layout, header.room, header.inputs, runs)
+    return assembled(header.boundary, header.layout, header.room, header.inputs, header.tables, runs)
 
 
 def _open(file: Path, graph: SavedGraph, plan: Plan) -> Run:

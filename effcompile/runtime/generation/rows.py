@@ -60,6 +60,10 @@ class SharedRows:
             fill(made, self._layout, [append(buffer(kept, max(tokens, capacity)), kept, capacity)], tokens, [place])
         return made
 
+    def clear(self) -> None:
+        """No rows, whatever state an error left them in."""
+        self._cache, self.lengths = self.opened(), []
+
     def change(self, keep: Sequence[int], joining: Sequence[HFCache]) -> None:
         """Rows at `keep` stay, in that order; behind them come copies of those of the caches."""
         lengths = [self.lengths[at] for at in keep] + [seen_by(cache) for cache in joining]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +15,24 @@ from effcompile.core.types import HFClass, HFModel, Outputs
 Step = Callable[..., Outputs]
 
 
-def around(model: HFModel, forward: Step, encoder: nn.Module | None) -> nn.Module:
-    """The model under a class that computes another forward. Attributes that generate() sets are not the model's."""
-    clone = copy.copy(model)
-    clone.__dict__ = dict(model.__dict__)
-    clone.__class__ = _class(type(model), forward, encoder, model.device, model.dtype)
-    return clone
+def kind_around(model: HFModel, forward: Step, encoder: nn.Module | None) -> HFClass:
+    """The class of what is put around a model."""
+    return _class(type(model), forward, encoder, model.device, model.dtype)
+
+
+def around(model: HFModel, kind: HFClass) -> HFModel:
+    """The model as it is now under that class. Attributes that generate() sets are not the model's.
+
+    Hooks of the model stand in the step's graph; a forward that was put onto the model is what the graph was made of.
+    """
+    made = object.__new__(kind)
+    made.__dict__ = {**model.__dict__, **_without_hooks()}
+    made.__dict__.pop("forward", None)
+    return made
+
+
+def _without_hooks() -> dict[str, object]:
+    return {name: OrderedDict() for name in vars(nn.Module()) if name.endswith("_hooks")}
 
 
 def empty(kind: HFClass, config: Any, generation_config: Any, forward: Step, encoder: nn.Module | None, device: torch.device) -> nn.Module:

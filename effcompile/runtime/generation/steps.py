@@ -13,10 +13,12 @@ from effcompile.backends.torch import TorchLowered
 from effcompile.backends.torch.in_place import in_place
 from effcompile.capture.caches import HFCache, fill, held, records, seen_by
 from effcompile.capture.generation import Boundary
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import EffcompileError, GuardError, LoweringError
+from effcompile.core.stages import first_line
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 from effcompile.ir.program import TensorSpec
 from effcompile.ops.append import buffer, last
+from effcompile.runtime.inputs import check_index
 
 #: How the memory of a cache is taken: all at once, or as it is needed.
 CacheMemory = Literal["static", "growing"]
@@ -44,12 +46,17 @@ class CacheRoom:
 
 @dataclass(frozen=True, kw_only=True)
 class LoweredStep:
-    """Flat functions that a backend made, and what their tensors are."""
+    """Flat functions that a backend made, and what their tensors are.
+
+    Attributes:
+        tables: input of a graph that is looked up as it is → rows of the smallest table that it is looked up in.
+    """
 
     boundary: Boundary
     layout: CacheLayout
     room: CacheRoom
     inputs: tuple[TensorSpec, ...]
+    tables: Mapping[str, int]
     run: Run
     source: Run | None = None
     encoder: Run | None = None
@@ -58,8 +65,10 @@ class LoweredStep:
         """The logits of new tokens; the cache is longer by them afterwards.
 
         Raises:
-            GuardError: more tokens than there is room for, or a cache of another kind.
+            GuardError: more tokens than there is room for, ids that are none, or a cache of another kind.
+            LoweringError: the backend cannot run with these tensors.
         """
+        self.check_indices(given)
         tokens = given["tokens"]
         past, new = seen_by(cache), tokens.shape[1]
         if past + new > self.room.context:
@@ -73,14 +82,19 @@ class LoweredStep:
         parts = [part for part in parts if part.shape[1]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def check_indices(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Raises GuardError for inputs, by name, that are not in the tables where they are looked up."""
+        for name, size in self.tables.items():
+            if name in given:
+                check_index(name, given[name], size)
+
     def _chunk(self, given: Mapping[str, torch.Tensor], cache: HFCache, hidden: torch.Tensor | None, start: int, end: int) -> torch.Tensor:
         """The logits of some of the new tokens, of those rows of them that are wanted."""
         tokens = given["tokens"]
         if (start, end) != (0, tokens.shape[1]):
             given = _part(given, start, end)
         flat, wanted = self.flat(given, cache, hidden), given.get("rows")
-        with torch.no_grad():
-            logits, *after = self.run(*flat)
+        logits, *after = carried_out(self.run, flat)
         del flat
         if wanted is not None and not wanted.numel():
             logits = logits[:, :0]
@@ -101,9 +115,10 @@ class LoweredStep:
         if places and self.source is not None:
             if hidden is None:
                 raise GuardError("The first call of a decoder needs encoder_outputs, which generate() gives it.", place="inputs")
-            made = list(self.source(hidden, tokens))
+            made = list(carried_out(self.source, (hidden, tokens)))
             fill(cache, self.layout, made, 0, places)
             found = held(cache, self.layout)
+        _check_rows(found, tokens)
         return [
             self._empty(leaf, spec, tokens) if tensor is None else tensor
             for tensor, leaf, spec in zip(found, self.layout, specs, strict=True)
@@ -119,6 +134,34 @@ class LoweredStep:
         if leaf.growth is not Growth.WINDOW:
             return rows
         return last(rows, leaf.window + beside, max(leaf.capacity(self.room.context), leaf.window) + beside)
+
+
+def carried_out(run: Run, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The outputs of a graph.
+
+    Raises:
+        LoweringError: it cannot run with these tensors.
+    """
+    try:
+        with torch.no_grad():
+            return run(*flat)
+    except EffcompileError:
+        raise
+    except Exception as error:
+        raise LoweringError(
+            f"A planned step failed with these inputs: {first_line(error)}. Give token ids, a mask, positions and a cache that the model "
+            "itself takes; if it does take them, please report it."
+        ) from error
+
+
+def _check_rows(held: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> None:
+    """Raises GuardError for a cache of more or fewer rows than there are tokens of: one row would be spread over all."""
+    first = next((tensor for tensor in held if tensor is not None), None)
+    if first is not None and first.shape[0] != tokens.shape[0]:
+        raise GuardError(
+            f"past_key_values has {first.shape[0]} rows, and there are tokens of {tokens.shape[0]}. Give each row its own cache.",
+            place="inputs['past_key_values']",
+        )
 
 
 def _given(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -141,8 +184,9 @@ def _part(given: Mapping[str, torch.Tensor], start: int, end: int) -> dict[str, 
 
 
 def assembled(
-    boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...], runs: Mapping[str, Run]
-) -> LoweredStep:
+    boundary: Boundary, layout: CacheLayout, room: CacheRoom, inputs: tuple[TensorSpec, ...], tables: Mapping[str, int],
+    runs: Mapping[str, Run],
+) -> LoweredStep:  # fmt: skip
     """The parts of a step put together; the cache of torch's graphs grows in place.
 
     Raises:
@@ -155,5 +199,6 @@ def assembled(
         narrow = [holders[at] for at in layout.written if layout.leaves[at].held]
         run = in_place(graph, {holders[at]: room.capacity(layout.leaves[at]) for at in layout.written}, narrow)
     return LoweredStep(
-        boundary=boundary, layout=layout, room=room, inputs=inputs, run=run, source=runs.get("source"), encoder=runs.get("encoder")
-    )
+        boundary=boundary, layout=layout, room=room, inputs=inputs, tables=tables, run=run, source=runs.get("source"),
+        encoder=runs.get("encoder"),
+    )  # fmt: skip

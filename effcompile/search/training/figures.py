@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from effcompile.core.errors import UsageError
-from effcompile.core.files import read_bounded, write_atomically
+from effcompile.core.files import read_kept, write_kept
 from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.operators import Measured
 from effcompile.machine.calibration import Calibration, calibration_path
@@ -38,7 +38,7 @@ def figures_path(of: Calibration | None = None) -> Path:
 def known_figures(of: Calibration | None = None) -> dict[str, Measured]:
     """Figures measured before with this torch and thread count; none when there is no such file or it is not ours."""
     try:
-        found = msgspec.json.decode(read_bounded(figures_path(of), _MOST_BYTES, "the operator times"), type=_File)
+        found = msgspec.json.decode(read_kept(figures_path(of), _MOST_BYTES, "the operator times"), type=_File)
     except (UsageError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
     fits = found.format == _FORMAT and found.torch == str(torch.__version__) and found.threads == torch.get_num_threads()
@@ -55,7 +55,7 @@ def keep_figures(known: Mapping[str, Measured], of: Calibration | None = None) -
     kept = dict(list(known.items())[-_MOST:])
     file = _File(format=_FORMAT, torch=str(torch.__version__), threads=torch.get_num_threads(), operators=kept)
     try:
-        write_atomically(figures_path(of), msgspec.json.encode(file))
+        write_kept(figures_path(of), msgspec.json.encode(file))
     except (UsageError, OSError) as error:
         text = "operator times could not be kept for the next plan ({name}); EFFCOMPILE_CACHE={name}"
         return Because(text, (str(error), os.environ.get("EFFCOMPILE_CACHE", "")))
