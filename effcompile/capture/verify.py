@@ -24,8 +24,8 @@ from effcompile.ir.program import Program, TensorSpec
 #: Relative L2 that re-ordered fp32 arithmetic may cost.
 LIMIT = 1e-5
 
-#: Elements that are compared at a time: in float64, several times over, they take some 10 MiB.
-_PIECE = 1 << 18
+#: Elements that are compared at a time: in float64, several times over, they take some 2 MiB.
+_PIECE = 1 << 15
 
 #: How another length is made from the example's, in the order of trial.
 _STEPS: tuple[Callable[[int], int], ...] = (

@@ -15,7 +15,7 @@ from effcompile.backends.base import Backend
 from effcompile.capture import variants
 from effcompile.compiler import measure
 from effcompile.compiler.borne_out import confirmed, stale_timings
-from effcompile.compiler.settle import Outcome, Workshop, as_saved, settle, settle_all
+from effcompile.compiler.settle import Outcome, Workshop, as_saved, let_go, settle, settle_all
 from effcompile.core import gpu
 from effcompile.core.errors import EffcompileError, FormatError, InternalError, LoweringError, UsageError, VerificationError
 from effcompile.core.findings import NotBuilt
@@ -26,7 +26,6 @@ from effcompile.estimate import sensitivity
 from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.plan import Candidate, Plan
 from effcompile.ir.program import Program
-from effcompile.machine.memory import give_back
 from effcompile.passes import Pass, load_passes, optional_in
 from effcompile.proof.verify import references, stress_references, stressed, worst
 from effcompile.runtime.executable import Executable
@@ -208,7 +207,7 @@ def _priced_again(built: Plan, plan: Plan) -> Plan:
 def _finish(shop: Workshop, outcomes: Sequence[Outcome], candidates: Sequence[Candidate]) -> Outcome:
     """Time the original and all outcomes in turn, take the best, and complete its plan with what was measured."""
     program, model = shop.program, shop.model
-    give_back()  # what lowering and verifying left, before the original and all outcomes are called in turn
+    let_go(program)  # what lowering and verifying left, before the original and all outcomes are called in turn
     with shop.progress.step("measure"):
         seconds = measure.compare(program, model, outcomes)
         if shop.goal.minimize == "time":

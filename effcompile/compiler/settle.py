@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.formats import Form
 from effcompile.ir.plan import Candidate, Check, Plan
 from effcompile.ir.program import Program
+from effcompile.machine.memory import give_back
 from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass
 from effcompile.passes.merge import MERGED, SEPARATE
@@ -42,6 +44,9 @@ _MARGIN = 1.05
 _WORTH_CORRECTING = 0.85
 #: ... and the plan that this allows is lowered when its objective is better by more than this factor.
 _WORTH_LOWERING = 0.97
+
+#: Bytes of weights from which on half a second of collecting garbage is worth the bytes.
+_LARGE = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,9 +285,11 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
             f"Lowering to {backend.name} {refusal}: weights are held about {backend.copies} times beside the model. "
             "Close what else holds memory, or let another backend do it (--backend torch-eager copies least)."
         )
+    let_go(shop.program)  # what capture and prices left, before weights are held once more
     with shop.progress.step(f"lower to {backend.name}"):
         tagged = apply_passes(shop.program, shop.passes, plan, next(iter(shop.cases), None))
         lowered = backend.lower(tagged, plan, shop.calibration)
+    let_go(shop.program)
     run = Executable(shop.model, tagged, lowered, plan)
     with shop.progress.step(f"verify {backend.name}"):
         checks = verify(run, tagged, shop.cases, shop.goal)
@@ -293,6 +300,13 @@ def _lower_and_check(shop: Workshop, backend: Backend, plan: Plan) -> Outcome:
     plan = _counted(plan, shop.program, lowered)
     plan = replace(plan, checks=tuple(checks), settings=dict(lowered.settings))
     return Outcome(plan=plan, program=tagged, lowered=lowered, checks=tuple(checks))
+
+
+def let_go(program: Program) -> None:
+    """Give back what nobody refers to any more: graphs are circles, which Python's collector comes to late, and large ones are many."""
+    if program.weight_bytes() > _LARGE:
+        gc.collect()
+        give_back()
 
 
 def _counted(plan: Plan, program: Program, lowered: Lowered) -> Plan:

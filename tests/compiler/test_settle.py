@@ -1,8 +1,9 @@
 """Correction of a wrong error model, honest counting, and passes that are not what they say: with a backend of our own."""
 
+import gc
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from form_names import form
 from torch import nn
 
 from effcompile.capture import capture
+from effcompile.compiler import settle as settle_module
 from effcompile.compiler.settle import Workshop, apply_passes, settle
 from effcompile.core.errors import InfeasibleError, VerificationError
 from effcompile.core.goal import Goal
@@ -17,7 +19,7 @@ from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.formats import LINEAR_FORMATS
 from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
-from effcompile.proof.verify import references
+from effcompile.proof.verify import references, verify
 from effcompile.search.machine import Machine
 from effcompile.search.search import Regimes, Search
 from effcompile.sites.parts import linears
@@ -113,6 +115,39 @@ def test_a_right_prediction_is_taken_at_once():
     assert count_int8(outcome.plan) == 8  # √8 · 0.01 < 0.03
     assert outcome.plan.certificate.rounds == 1
     assert outcome.plan.settings == {"made": "here"}
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_nobody_refers_to_is_gone_before_a_large_model_is_lowered_and_verified(large, monkeypatch):
+    """Circles, which the collector has not come to, as graphs are."""
+
+    class Circle:
+        def __init__(self):
+            self.itself = self
+            left.append(ref(self))
+
+    class Leaving(Noisy):
+        def lower(self, *given):
+            seen.append(left[-1]() is None)
+            Circle()
+            return super().lower(*given)
+
+    def looking(*given):
+        seen.append(left[-1]() is None)
+        return verify(*given)
+
+    left, seen = [], []
+    monkeypatch.setattr(settle_module, "_LARGE", 0 if large else 1 << 40)
+    monkeypatch.setattr(settle_module, "verify", looking)
+    search, shop = bench(max_error=0.03, predicted_each=0.01)
+    gc.collect()
+    gc.disable()
+    try:
+        Circle()
+        settled(search, shop, Leaving(0.01))
+    finally:
+        gc.enable()
+    assert seen == [large, large]
 
 
 def test_only_what_is_kept_is_tuned_and_then_verified_as_it_is_held(monkeypatch):

@@ -17,6 +17,7 @@ from effcompile.core.errors import LoweringError
 from effcompile.core.types import Value
 from effcompile.ir.export import lenient_views
 from effcompile.ir.program import Program
+from effcompile.machine.memory import give_back
 
 #: Bytes of plain weights from which on they are worth files.
 LARGE = 16 << 20
@@ -100,10 +101,13 @@ def put_plain_aside(module: fx.GraphModule, made: Collection[str]) -> None:
     readers: dict[str, set[object]] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         readers.setdefault(str(node.target), set()).update(user.target for user in node.users)
-    plain = [_attribute(module, name) for name, targets in readers.items() if name in made and targets <= set(packers)]
+    found = [_attribute(module, name) for name, targets in readers.items() if name in made and targets <= set(packers)]
+    plain = [weight for weight in found if isinstance(weight, nn.Parameter)]
     if sum(weight.nbytes for weight in plain) > LARGE:
         with contextlib.suppress(OSError):  # a full disk: they stay where they are
-            put_aside(mapped(weight for weight in plain if isinstance(weight, nn.Parameter)))
+            for weight in plain:
+                put_aside(mapped([weight]))
+        give_back()
 
 
 def _packings(module: fx.GraphModule) -> list[fx.Node]:
