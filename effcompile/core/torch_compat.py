@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from effcompile.core.garbage import uncollected
 from effcompile.core.kernel_cache import mended
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
@@ -300,9 +301,11 @@ def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
     return _Reader()
 
 
-def memory_profile() -> torch.profiler.profile:
-    """A context that records every allocation and free of the CPU (and, where there is one, the CUDA) allocator."""
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+@contextlib.contextmanager
+def memory_profile() -> Iterator[torch.profiler.profile]:
+    """Records every allocation and free of the CPU (and, where there is one, the CUDA) allocator. Python's collector rests."""
+    with uncollected(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield profile
 
 
 @contextlib.contextmanager
@@ -370,8 +373,7 @@ def held_by_libraries() -> int:
 def peak_of_memory_events(profile: torch.profiler.profile) -> int:
     """Highest running sum of the CPU allocations and frees that a profile with `profile_memory=True` recorded."""
     live = peak = 0
-    events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    for event in events:
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]" and event.device_type().name == "CPU":
             live += event.nbytes()
             peak = max(peak, live)

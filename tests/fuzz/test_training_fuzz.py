@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -269,7 +270,7 @@ def step(
     """One step with its update; bytes where no optimizer's own states of before would be missed."""
     there = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive(model, inputs, optimizer)}.values())
     torch.manual_seed(seed)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with collector_at_rest(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         loss = planned(**inputs)
         loss.backward()
         gradients = {name: t.grad for name, t in differentiated(model, inputs)}
@@ -281,6 +282,16 @@ def step(
         optimizer.step()
     clear(model, inputs)
     return Stepped(loss.detach(), gradients, state, nbytes)
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """What it freed would be of before a step, and taken off the step's bytes."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def differentiated(model: nn.Module, inputs: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
