@@ -13,8 +13,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from effcompile.capture.generation import GenerationStep
 from effcompile.capture.source import Source
 from effcompile.capture.state import ModelGuards
+from effcompile.compiler.generation import build
 from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ir.program import Program
 from effcompile.ir.step import Step
@@ -131,4 +133,21 @@ def programs_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured, "capture", once)
+        yield
+
+
+@contextmanager
+def steps_once() -> Iterator[None]:
+    """Within, the latest model's step of generation is captured once for all plans of it; what plans remember of its masks is their own."""
+    latest: list[tuple[nn.Module, GenerationStep]] = []
+    capture = build.capture_step
+
+    def once(model: nn.Module, **given: Any) -> GenerationStep:
+        if not latest or latest[0][0] is not model:
+            latest[:] = [(model, capture(model, **given))]
+        step = latest[0][1]
+        return replace(step, program=replace(step.program, recovered={}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "capture_step", once)
         yield

@@ -1,13 +1,22 @@
 """Models as they are shipped, in bfloat16: an exact goal is held to what tells two roundings of one value apart, no closer."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from captured_once import steps_once
 from generation_models import ids, tiny
 from torch import nn
 
 import effcompile
 from effcompile import LoweringError, VerificationError
 from effcompile.proof.generation import check as checking
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_steps() -> Iterator[None]:
+    with steps_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """What a plan of generation declares, decides and measures: one memory, one error, both regimes."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from captured_once import steps_once
 from generation_models import ids, tiny
 from torch import nn
 
@@ -16,6 +18,12 @@ from effcompile.runtime.generation.executable import GenerationExecutable
 
 #: Of a machine whose figures are known: no kernel is timed.
 HOW: dict[str, Any] = {"mode": "generation", "target": "cpu-generic", "backend": "torch-eager", "context": 96, "prompt": 48, "new": 16}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_steps() -> Iterator[None]:
+    with steps_once():
+        yield
 
 
 @pytest.fixture(scope="module")
