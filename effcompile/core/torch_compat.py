@@ -375,7 +375,7 @@ def peak_of_memory_events(profile: torch.profiler.profile) -> int:
     live = peak = 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]" and event.device_type().name == "CPU":
-            live += event.nbytes()
+            live += event.nbytes()  # type: ignore[union-attr]
             peak = max(peak, live)
     return peak
 
