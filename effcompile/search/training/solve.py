@@ -152,12 +152,16 @@ def _unproven(prepared: Prepared, problem: ChainProblem, rounds: int) -> Schedul
 
 
 def _as_fast(lean: Schedule, budget: int, gap: float) -> Schedule:
-    """The fastest of what the planner takes for the leanest, if it is as lean: any of them was taken for that."""
-    problem, prepared = lean.problem, lean.prepared
-    if problem.budget is None:
+    """The fastest that the planner takes to fill the budget, or for as lean, if it fits: any schedule was taken for the leanest."""
+    prepared, least = lean.prepared, lean.problem.budget
+    if least is None:
         return lean
-    made = _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=gap), 1)
-    return lean if excess(made.trace.peak_bytes, budget) or made.seconds >= lean.seconds else made
+    for more in dict.fromkeys((budget - lean.trace.peak_bytes, 0)):
+        problem = replace(lean.problem, budget=least + more)
+        made = _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=gap), 1)
+        if not excess(made.trace.peak_bytes, budget):
+            return min(lean, made, key=lambda schedule: schedule.seconds)
+    return lean
 
 
 def as_autograd(prepared: Prepared) -> Iterator[Schedule]:
