@@ -15,7 +15,7 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.operators import Measured
 from effcompile.machine.calibration import Calibration, calibration_path
 
-_FORMAT = "effcompile-operators-2"
+_FORMAT = "effcompile-operators-3"
 #: More than this many, and the file is begun anew.
 _MOST = 20_000
 #: What a figure can be: seconds of one operator, bytes of its workspace, bytes of the file.
