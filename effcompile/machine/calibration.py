@@ -34,6 +34,8 @@ Measure = Callable[[KernelCall], float | None]
 #: Called after each kernel of the grid with the backend's name, kernels done and kernels in all.
 Progress = Callable[[str, int, int], None]
 
+#: Backend → raised whenever it runs a kernel in another way: what was measured before is of the old one.
+_LOWERING = {"torch-eager": "2", "torch-inductor": "2"}
 #: Backend → packages whose version its points depend on; every other backend runs on torch.
 _DEPENDS = {"onnxruntime": ("onnxruntime",), "openvino": ("openvino",)}
 
@@ -196,6 +198,7 @@ def versions_of(backend: str) -> dict[str, str]:
     """What a backend's points hold for: package → version, and our kernels that it runs."""
     depends = _DEPENDS.get(backend, ("torch", "torchao"))
     found = {package: version for package, version in package_versions().items() if package in depends}
+    found |= {"lowering": _LOWERING[backend]} if backend in _LOWERING else {}
     return found if backend == "openvino" else {**found, "compiled kernels": native.fingerprint()}
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
+from effcompile.backends.torch.packing import packs
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.torch_compat_aot import writes
@@ -32,8 +33,6 @@ aten = torch.ops.aten
 
 #: What named the function that a linear took in, in its meta.
 FOLLOWED = "effcompile_followed"
-#: Below this many rows MKL's unpacked product is faster than oneDNN's packed one (768×3072, Zen 4: 0.17 against 0.20 ms at 1 row).
-PACK_ROWS = 4
 #: Arguments of a oneDNN linear without a fused element-wise function. (The list may not be empty: torch.export cannot save it.)
 _NO_POST_OP = ("none", [None], "")
 
@@ -180,7 +179,7 @@ def _half(weight: torch.Tensor) -> torch.dtype:
 def _fp32(editor: _Editor, site: LinearSite, weight: torch.Tensor, held: WeightFormat) -> fx.Node:
     site.node.meta[SITE] = site.site
     fits = weight.dtype == torch.float32 == dtype_of(site.x) and weight.device.type == "cpu"
-    if not fits or site.m < PACK_ROWS or not torch_compat.has_onednn():
+    if not fits or not packs(*site.dims):
         return site.node
     plain = site.weight if not site.transposed else editor.constant(weight.contiguous())
     return _packed_float(editor, site, site.x, plain, site.bias)

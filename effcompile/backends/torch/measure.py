@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.edit import PACK_ROWS
-from effcompile.core import gpu, torch_compat
+from effcompile.backends.torch.packing import packs
+from effcompile.core import gpu
 from effcompile.core.errors import LoweringError
 from effcompile.core.timing import median_seconds
 from effcompile.core.types import Forward
@@ -155,7 +155,7 @@ def _sparse(dims: Dims) -> Body | None:
 
 
 def _float(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    if held == FP32 and (engine == "stock" or x.is_cuda or len(x) < PACK_ROWS or not torch_compat.has_onednn()):
+    if held == FP32 and (engine == "stock" or x.is_cuda or not packs(len(x), x.shape[1], len(weight))):
         return lambda: F.linear(x, weight, bias)
     if x.is_cuda:
         half = weight.bfloat16()

@@ -13,6 +13,7 @@ from resident_pages import resident_at
 from torch import Tensor, nn
 
 from effcompile.backends.torch import TorchEager, TorchInductor
+from effcompile.backends.torch import edit as torch_edit
 from effcompile.backends.torch import pack as packing
 from effcompile.backends.torch.lowered import load
 from effcompile.capture import capture
@@ -44,6 +45,7 @@ def test_no_byte_of_it_is_resident_and_answers_and_files_are_as_before(
 ) -> None:
     if backend.unavailable() is not None:
         pytest.skip("no C++ compiler")
+    monkeypatch.setattr(torch_edit, "packs", lambda m, k, n: True)
     monkeypatch.setattr(packing, "LARGE", 64)
     if full:
         monkeypatch.setattr(packing, "mapped", _no_room)
