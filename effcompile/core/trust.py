@@ -37,9 +37,7 @@ def distrust_file(path: Path) -> str | None:
         status = path.stat()
     except OSError as error:
         return f"{str(path)!r}: {error.strerror or error}"
-    if status.st_uid not in (0, os.geteuid()):
-        return f"{str(path)!r} belongs to another user"
-    return f"{str(path)!r} may be written by everybody" if status.st_mode & stat.S_IWOTH else None
+    return _of_others(path, status)
 
 
 def _of_itself(path: Path) -> str | None:
@@ -57,14 +55,22 @@ def _of_itself(path: Path) -> str | None:
 
 
 def _of_status(path: Path, status: os.stat_result) -> str | None:
-    if status.st_uid not in (0, os.geteuid()):
-        return f"{str(path)!r} belongs to another user"
-    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX  # others cannot rename what is in it
-    if status.st_mode & stat.S_IWOTH and not sticky:
-        return f"{str(path)!r} may be written by everybody"
-    if status.st_mode & stat.S_IWGRP and not sticky and not _private(status.st_gid):
+    if (said := _of_others(path, status)) is not None:
+        return said
+    if status.st_mode & stat.S_IWGRP and not _is_sticky(status) and not _private(status.st_gid):
         return f"{str(path)!r} may be written by its group"
     return None
+
+
+def _of_others(path: Path, status: os.stat_result) -> str | None:
+    if status.st_uid not in (0, os.geteuid()):
+        return f"{str(path)!r} belongs to another user"
+    return f"{str(path)!r} may be written by everybody" if status.st_mode & stat.S_IWOTH and not _is_sticky(status) else None
+
+
+def _is_sticky(status: os.stat_result) -> bool:
+    """A folder in which others cannot rename what is not theirs."""
+    return stat.S_ISDIR(status.st_mode) and bool(status.st_mode & stat.S_ISVTX)
 
 
 def _private(group: int) -> bool:

@@ -157,6 +157,12 @@ def set_to_what_no_plan_keeps(unscale: Any, step: Any, context: Any) -> Any:
     return [option(unscale, settings={"share": 0.5})]
 
 
+def the_same_in_reserve(unscale: Any, step: Any, context: Any) -> Any:
+    (choice,) = set_to_what_no_plan_keeps(unscale, step, context)
+    *others, strange = choice.options
+    return [replace(choice, options=tuple(others), reserve=(strange,))]
+
+
 def one_kind_twice(unscale: Any, step: Any, context: Any) -> Any:
     return [option(unscale), option(unscale)]
 
@@ -171,6 +177,7 @@ def one_kind_twice(unscale: Any, step: Any, context: Any) -> Any:
         (strange, "'nonsense'"),
         (said_in_a_sentence, "Give one of effcompile.core.reasons"),
         (set_to_what_no_plan_keeps, "0.5 is no setting"),
+        (the_same_in_reserve, "0.5 is no setting"),
         (one_kind_twice, "it decides about 'x', which is decided already"),
     ],
 )

@@ -173,12 +173,13 @@ def told(chosen: Chosen, outcome: StepOutcome, cost: Cost, baseline_cost: Cost, 
 def _checked(choice: StepChoice) -> StepChoice:
     if not isinstance(choice, StepChoice):
         raise TypeError(f"it proposes {choice!r}, which is neither a StepChoice nor a Declined")
-    names = [option.name for option in (*choice.options, *choice.reserve)]
+    offered = (*choice.options, *choice.reserve)
+    names = [option.name for option in offered]
     if len(set(names)) < len(names):
         raise ValueError(f"two options of {choice.site or choice.kind} have one name: {', '.join(names)}")
     if choice.baseline not in names and not choice.settled:
         raise ValueError(f"the baseline {choice.baseline!r} of {choice.site} is not among its options: {', '.join(names) or 'none'}")
-    for option in choice.options:
+    for option in offered:
         check_reasons(f"the option {option.name!r} at {choice.site!r}", option.why, option.note)
         if strange := [value for value in option.settings.values() if not _is_setting(value)]:
             raise TypeError(f"{strange[0]!r} is no setting, which a plan keeps: a whole number, a word, words")

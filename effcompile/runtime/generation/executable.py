@@ -197,7 +197,29 @@ class LoweredEncoder(nn.Module):
         return modeling_outputs.BaseModelOutput(last_hidden_state=carried_out(self._step.encoder, flat)[0])
 
 
-class GenerationExecutable(PlannedModel):
+class _Configured:
+    """What generate() is told by `config` and `generation_config`: those of the model that stands behind, as they are at the call."""
+
+    @property
+    def _behind(self) -> HFModel:
+        raise NotImplementedError
+
+    @property
+    def config(self) -> HFConfig:
+        """The model's."""
+        return self._behind.config
+
+    @property
+    def generation_config(self) -> HFConfig:
+        """The model's."""
+        return self._behind.generation_config
+
+    @generation_config.setter
+    def generation_config(self, config: HFConfig) -> None:
+        self._behind.generation_config = config
+
+
+class GenerationExecutable(_Configured, PlannedModel):
     """A Hugging Face model whose generate() runs each step as planned: greedy, sampling, beams, streamers, criteria, caches handed back.
 
     A call is the model's own forward: `executable(input_ids, past_key_values=cache)` returns logits and the longer cache. Weights are
@@ -240,18 +262,8 @@ class GenerationExecutable(PlannedModel):
         return shell.around(self.original, self._shell).generate(*args, **kwargs)
 
     @property
-    def config(self) -> HFConfig:
-        """The model's."""
-        return self.original.config
-
-    @property
-    def generation_config(self) -> HFConfig:
-        """The model's."""
-        return self.original.generation_config
-
-    @generation_config.setter
-    def generation_config(self, config: HFConfig) -> None:
-        self.original.generation_config = config
+    def _behind(self) -> HFModel:
+        return self.original
 
     def unplanned(self) -> nn.Module:
         """The model itself."""
@@ -295,7 +307,7 @@ def _device_of(lowered: LoweredStep) -> torch.device:
     return next((p.device for p in held), torch.device("cpu"))
 
 
-class OpenedGeneration:
+class OpenedGeneration(_Configured):
     """A saved folder at work, without the model it was made of: generate(), and calls as the model's forward."""
 
     def __init__(self, plan: Plan, lowered: LoweredStep, kind: HFClass, configs: tuple[Any, Any], encoder: tuple[str, ...]) -> None:
@@ -305,18 +317,8 @@ class OpenedGeneration:
         self._shell: HFModel = shell.empty(kind, *configs, self.stepper, source, _device_of(lowered))
 
     @property
-    def config(self) -> HFConfig:
-        """The model's."""
-        return self._shell.config
-
-    @property
-    def generation_config(self) -> HFConfig:
-        """The model's."""
-        return self._shell.generation_config
-
-    @generation_config.setter
-    def generation_config(self, config: HFConfig) -> None:
-        self._shell.generation_config = config
+    def _behind(self) -> HFModel:
+        return self._shell
 
     def __call__(self, *args: object, **kwargs: object) -> Outputs:
         """One step: the model's forward. Raises GuardError for arguments that the plan was not made for."""
