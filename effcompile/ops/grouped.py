@@ -14,7 +14,7 @@ from torch import Tensor
 
 from effcompile.ops.products import Product, Scratch, measured
 
-__all__ = ["flops", "with_offsets", "workspace_bytes"]
+__all__ = ["flops", "multiplies_runs", "with_offsets", "workspace_bytes"]
 
 #: Operator → where offs stands among its arguments.
 _OFFSETS: Mapping[str, int] = {
@@ -27,6 +27,11 @@ _OFFSETS: Mapping[str, int] = {
 def _name(target: object) -> str:
     name: str = getattr(target, "name", lambda: "")()
     return name.removesuffix(".default")
+
+
+def multiplies_runs(target: object) -> bool:
+    """Whether an operator's operands are rows, matrices and the ends of the rows' runs."""
+    return _name(target) in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def with_offsets(target: object, args: Sequence[Any]) -> Sequence[Any]:

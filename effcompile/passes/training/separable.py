@@ -20,6 +20,7 @@ from effcompile.core.torch_compat import is_fake
 from effcompile.core.torch_compat_aot import is_random
 from effcompile.ir.program import ancestors, module_path, shape_of
 from effcompile.ir.step import DividedStep, Step
+from effcompile.passes.training.regrouped import regrouped
 from effcompile.passes.training.step_edit import Refusal, operator_name
 from effcompile.schedules.blocks import split
 
@@ -176,15 +177,15 @@ class _Separation:
 
     def __init__(self, pairs: Mapping[fx.Node, fx.Node], count: int) -> None:
         self.pairs, self.count = pairs, count
-        self.axes: dict[fx.Node, set[int]] = {}  # of values that grow with the batch: where
+        grown = {a: self._grown(a, b) for a, b in pairs.items()}
+        self.axes = {a: axes for a, axes in grown.items() if axes}  # of values that grow with the batch: where
         self.over: set[fx.Node] = set()  # values of the whole batch
-        self.tail: set[fx.Node] = set()  # those of them that the loss is known to be linear in
+        regroups = set(regrouped(list(pairs), self.axes))
+        self.tail = set(regroups)  # those of them that the loss is known to be linear in, or not to follow
         for a, b in pairs.items():
-            if axes := self._grown(a, b):
-                self.axes[a] = axes
-            elif a.target not in _BLANK and any(arg in self.axes or arg in self.over for arg in a.all_input_nodes):
+            if a not in self.axes and a.target not in _BLANK and any(arg in self.axes or arg in self.over for arg in a.all_input_nodes):
                 self.over.add(a)
-            if a.target in _MIXES and self._axis(a) in axes:
+            if a.target in _MIXES and a not in regroups and self._axis(a) in grown[a]:
                 raise Refusal("{} at {} goes over the examples of the batch", operator_name(a), _place(a))
             elided = a.target in _ELIDED and not _alike(a, b)  # b made what a is a copy or view of
             if not elided and not (a in self.over and a.target in (*_TIMES, *_OVER)) and repr(_numbers(a)) != repr(_numbers(b)):
