@@ -178,14 +178,14 @@ def test_strategies_that_cannot_be_carried_out_are_told(
 
 def test_a_pipeline_is_planned_written_and_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "small.py").write_text(MODEL.replace("8", "64").replace("24", "192"))  # wide enough for 2 % of its bytes to be some
-    spec = ["optimize", str(tmp_path / "small.py"), "--mode", "training", "--devices", "2", "--strategy"]
-    assert run([*spec, "pp=2", "-o", str(tmp_path / "out")]) == 0
+    spec = ["optimize", str(tmp_path / "small.py"), "--mode", "training", "--devices", "4", "--strategy"]
+    assert run([*spec, "pp=2,zero=3", "-o", str(tmp_path / "out")]) == 0
     capsys.readouterr()
-    assert run(["verify", str(tmp_path / "out"), "--ranks", "2", "--json"]) == 0
+    assert run(["verify", str(tmp_path / "out"), "--ranks", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"]
+    assert len(found["ranks"]) == 4
+    assert "sharded, gathered by block" in found["form"]
     assert "layers over 2 ranks, 1f1b" in found["form"]
-    assert run([*spec, "pp=2,zero=3"]) == 2
-    assert "give pp and dp" in " ".join(capsys.readouterr().err.split())
     assert run(["export", str(tmp_path / "out"), "--engine", "fsdp2"]) == 2
     assert "for our own lowering" in " ".join(capsys.readouterr().err.split())

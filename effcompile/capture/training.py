@@ -243,10 +243,12 @@ def _edited(front: fx.GraphModule, module: _StepModule, tensors: list[Tensor]) -
 
 
 def copied(front: fx.GraphModule) -> fx.GraphModule:
-    """The same nodes in a graph of their own, with the same tensors."""
+    """The same nodes in a graph of their own, with the same tensors, and what stands for parameters."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(front.graph, {}))
-    return fx.GraphModule(front, graph)
+    made = fx.GraphModule(front, graph)
+    made.meta = dict(front.meta)
+    return made
 
 
 @contextlib.contextmanager

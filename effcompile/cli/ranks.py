@@ -53,9 +53,8 @@ class Axes:
     def passes(self) -> list[str]:
         """What planning is asked."""
         forms = {None: [], 0: ["shard.forms=replicated"], 3: ["shard.forms=block,weight"]}[self.zero]
-        if self.pp > 1:
-            return [f"pipeline.ranks={self.pp}", *(f"pipeline.{option}" for option in self.stages)]
-        return [f"shard.ranks={self.dp}", f"tensor.ranks={self.tp}", *forms]
+        stages = [f"pipeline.ranks={self.pp}", *(f"pipeline.{option}" for option in self.stages)] * (self.pp > 1)
+        return [f"shard.ranks={self.dp}", f"tensor.ranks={self.tp}", *forms, *stages]
 
 
 def axes_asked(devices: int | None, strategy: str | None, mode: object, backend: str | None) -> Axes:
@@ -77,8 +76,6 @@ def axes_asked(devices: int | None, strategy: str | None, mode: object, backend:
         raise UsageError(f"--strategy zero={zero} can be planned (effcompile plan), not carried out: give 0, or 3 (each block decides).")
     if others := [f"{name}={value}" for name, value in given.items() if _LOWERED.get(name) != value]:
         raise UsageError(f"--strategy {others[0]} can be planned (effcompile plan), not carried out. Give dp, tp, pp and zero here.")
-    if pp > 1 and (tp > 1 or zero):
-        raise UsageError("--strategy pp=... beside tp=... or zero=3 can be planned (effcompile plan), not carried out: give pp and dp.")
     if dp * tp * pp != devices:
         raise UsageError(
             f"--strategy dp={dp},tp={tp},pp={pp} is {dp * tp * pp} ranks, and --devices {devices}. They multiply to the devices."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -52,15 +52,18 @@ class Structure:
         return (*rows, *(replace(site, k=site.k // self.count * kept) for site, _ in self.reads))
 
 
-def structures(program: Program) -> list[Structure]:
-    """The structures of a program, in graph order; no linear is in two of them that can be removed."""
+def structures(program: Program, dtypes: Collection[torch.dtype] = (torch.float32,)) -> list[Structure]:
+    """The structures of a program, in graph order; no linear is in two of them that can be removed.
+
+    dtypes: those that weights may have; smaller linears are priced in fp32 alone.
+    """
     found = channels(program)
     shared = readers(program)
     names: dict[str, int] = defaultdict(int)
     taken: dict[str, str] = {}
     result = []
     for makes, reads in _families(found):
-        structure = _structure(program, found, makes, reads, shared)
+        structure = _structure(program, found, makes, reads, shared, dtypes)
         if structure is None:
             continue
         names[structure.site] += 1
@@ -96,7 +99,9 @@ def _families(found: Channels) -> Iterator[tuple[list[str], list[str]]]:
     yield from sorted((f for f in families if f[0] and f[1]), key=lambda f: order[f[0][0]])
 
 
-def _structure(program: Program, found: Channels, makes: list[str], reads: list[str], shared: Mapping[int, int]) -> Structure | None:
+def _structure(
+    program: Program, found: Channels, makes: list[str], reads: list[str], shared: Mapping[int, int], dtypes: Collection[torch.dtype]
+) -> Structure | None:
     """None for what is no structure: channels of one unit, or units that some linears make for nobody."""
     units = torch.cat([found.makes[site] for site in makes]).unique()
     family = tuple(units.tolist())
@@ -110,7 +115,7 @@ def _structure(program: Program, found: Channels, makes: list[str], reads: list[
     kind = "heads" if heads else "neurons"
     refused = next((found.pinned[unit] for unit in family if unit in found.pinned), None)
     refused = refused or _uneven([u for _, u in (*made, *read)], len(family))
-    refused = refused or _weights(program, [s for s, _ in (*made, *read)], shared)
+    refused = refused or _weights(program, [s for s, _ in (*made, *read)], shared, dtypes)
     fixed = (_fixed(node, found) for node in program.graph.nodes if _touches(node, found, set(family)))
     refused = refused or next(filter(None, fixed), None)
     parent = common_parent([site.site for site, _ in (*made, *read)])
@@ -132,16 +137,18 @@ def _uneven(tables: list[Tensor], count: int) -> Unsupported | None:
     return Unsupported("its units are of different sizes") if uneven else None
 
 
-def _weights(program: Program, members: list[LinearSite], shared: Mapping[int, int]) -> Unsupported | None:
+def _weights(program: Program, members: list[LinearSite], shared: Mapping[int, int], dtypes: Collection[torch.dtype]) -> Unsupported | None:
     """Why the weights cannot be cut; None if they can."""
     for site in members:
         weight = program.tensor(site.weight)
         assert weight is not None
         if shared[storage_of(weight)] > 1:
             return Unsupported("the weight of {site} is tied: something else reads it at its full size", (site.site,))
-        if weight.dtype != torch.float32:
-            dtype = str(weight.dtype).removeprefix("torch.")
-            return Unsupported("the weight of {site} is {name}; smaller layers are priced in float32", (site.site, dtype))
+        if weight.dtype not in dtypes:
+            named = [str(dtype).removeprefix("torch.") for dtype in (weight.dtype, *dtypes)]
+            return Unsupported(
+                "the weight of {site} is {name}; smaller layers are there in {name}", (site.site, named[0], " and ".join(named[1:]))
+            )
     return None
 
 

@@ -13,6 +13,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import CausalLMOutput
 
 from effcompile.backends.torch.ranks import Ranks, spread_parameters
 from effcompile.backends.torch.training import StepRunner
@@ -60,7 +61,35 @@ def _vit() -> nn.Module:
     return hf.ViTForImageClassification(config)
 
 
+class Layer(nn.Module):
+    """A block of the model below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Tied(nn.Module):
+    """Three layers between a table and the head that it is tied to: captured in a fraction of the time of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return CausalLMOutput(loss=nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": Tied,
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_DECODER)),
     "gpt2": _gpt2,
     "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**_COMMON, **_NO_DROPOUT, intermediate_size=48, max_position_embeddings=32)),

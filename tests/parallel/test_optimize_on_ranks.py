@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import effcompile
-from effcompile.compiler.parallel.lower import ranks_of
+from effcompile.compiler.parallel.axes import ranks_of
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.parallel.verify import verify_plan
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from rank_helpers import STEPS, Trained, batch_of, blocks_of, model_of, optimizer_of, part, trained, worst_error
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 
 import effcompile
 from effcompile.backends.torch.ranks import Ranks, ordered_mesh, spread_parameters
@@ -113,6 +114,37 @@ def test_four_ranks_two_along_each_axis(name: str) -> None:
     """The rank's parts of the weights are sharded over the data-parallel ranks, and gathered there."""
     wanted = trained(model_of(name), batch_of(name, 4))
     check(on_ranks(run, 4, name, wanted, 2, 2), wanted)
+
+
+def in_16_bits(rank: int, exact: dict[str, torch.Tensor]) -> tuple[dict[str, float], bool, list[bool]]:
+    """By the user's way in: how far each gradient is from fp32's; whether what all ranks have is the same; what was checked."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    inputs = dict(batch_of("tied", 2))
+    planned = effcompile.optimize(model_of("tied").bfloat16(), inputs=inputs, mode="training", mesh=mesh, passes=["checkpoint"])
+    planned.runner.loss((), inputs).backward()
+    gradients = {name: p.grad for name, p in planned.named_parameters()}
+    assert any(p.placements != (Replicate(),) for p in planned.parameters())
+    equal = all(equal_everywhere(g.to_local(), 2) for g in gradients.values() if g.placements == (Replicate(),))
+    return distances({name: g.full_tensor() for name, g in gradients.items()}, exact), equal, [c.passed for c in planned.plan.checks]
+
+
+def distances(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float((found[name].float() - value).norm() / value.norm()) for name, value in exact.items()}
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    model(**batch_of("tied", 2)).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_in_16_bits_ranks_are_as_near_to_fp32_as_one_process() -> None:
+    """Each rank rounds its part of a sum, so that no two gradients are equal: what counts is how far both are from fp32's."""
+    exact = gradients_of(model_of("tied").bfloat16().float())
+    own = distances(gradients_of(model_of("tied").bfloat16()), exact)
+    for found, equal, checked in on_ranks(in_16_bits, 2, exact):
+        assert equal
+        assert checked == [True]
+        assert 0 < max(found.values()) <= 1.5 * max(own.values()), (found, own)
 
 
 def declined(name: str, tp: int) -> Split:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from effcompile.backends.torch.microbatch import MicrobatchRunner, _Accumulated
+from effcompile.backends.torch.ranks import Ranks
 from effcompile.backends.torch.training import StepRunner, held
 from effcompile.core import torch_compat_ranks
 from effcompile.core.errors import UsageError
@@ -52,7 +53,8 @@ class Course:
 
     Attributes:
         order: its tasks. stages: how many there are in all; handed: the shape and dtype of what each hands on.
-        group: the ranks of the pipeline, in its order. data: those with the same stages and other examples.
+        group: the ranks of the pipeline, in its order. data: those with the same stages and other examples, where the stages' graphs do
+            not average their gradients.
         shared: parameter → the ranks of `group` that have it, where there are several.
     """
 
@@ -79,9 +81,9 @@ class Course:
 class PipelineRunner(MicrobatchRunner):
     """The step of a rank's stages. Gradients are made when the loss is; `loss.backward()` hands them out."""
 
-    def __init__(self, model: nn.Module, divided: DividedStep, chunks: Mapping[int, Chunk], course: Course) -> None:
+    def __init__(self, model: nn.Module, divided: DividedStep, chunks: Mapping[int, Chunk], course: Course, ranks: Ranks) -> None:
         first = next(iter(chunks.values()))
-        super().__init__(model, divided, first.runner.step, first.emitted)
+        super().__init__(model, divided, first.runner.step, first.emitted, ranks=ranks)
         self.chunks, self.course = chunks, course
         names = {name for chunk in chunks.values() for name in chunk.runner.step.consumed}
         self.names = [name for name, _ in model.named_parameters() if name in names]
@@ -114,7 +116,7 @@ class PipelineRunner(MicrobatchRunner):
     def accumulate(self, parts: list[list[Value]]) -> tuple[Tensor, list[Tensor | None]]:
         """(loss of the whole batch, gradients in the order of `names`): all tasks of this rank, in their order."""
         weights, course, count = self.weights(parts), self.course, len(parts)
-        sums = {name: torch.zeros_like(held(self.model, name), dtype=self._dtypes[name], requires_grad=False) for name in self.names}
+        sums = {name: self._zeros(name) for name in self.names}
         inbox = self._listening(count)
         alive: dict[tuple[int, int], tuple[dict[fx.Node, Value], list[Value]]] = {}
         total = torch.zeros((), dtype=torch.float32, device=parts[0][0].device)
@@ -149,7 +151,12 @@ class PipelineRunner(MicrobatchRunner):
         self._joined(sums, count)
         with answered(course.group):
             dist.broadcast(total, course.rank_of(course.stages - 1), group=course.group)
-        return total, [sums[name] for name in self.names]
+        assert self.ranks is not None
+        return total, [self.ranks.gradient(name, sums[name]) for name in self.names]
+
+    def _zeros(self, name: str) -> Tensor:
+        """Of what this rank has of a parameter's gradient."""
+        return torch.zeros_like(self._local(name, held(self.model, name)), dtype=self._dtypes[name], requires_grad=False)
 
     def _listening(self, count: int) -> dict[Task, Message]:
         """All that will arrive at this rank, asked for."""

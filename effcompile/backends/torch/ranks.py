@@ -66,11 +66,21 @@ class Ranks:
         with collectives.over({axis: self.mesh.get_group(at) for at, axis in enumerate(self.axes)}):
             yield
 
+    @cached_property
+    def among(self) -> tuple[str, ...]:
+        """The axes along which a parameter lies: the ranks of another place in a pipeline have not got it."""
+        return tuple(axis for axis in self.axes if axis != "pp")
+
+    @cached_property
+    def holders(self) -> DeviceMesh:
+        """The ranks along these axes."""
+        return self.mesh if self.among == self.axes else self.mesh[self.among]
+
     def placements(self, name: str) -> tuple[Placement, ...]:
-        """How a parameter lies along each axis."""
+        """How a parameter lies along each axis of its holders."""
         parts, shapes = self.spread.parts, self.spread.shapes
         along = {"tp": Shard(parts[name].axis) if name in parts else Replicate(), "dp": Shard(0) if name in shapes else Replicate()}
-        return tuple(along.get(axis, Replicate()) for axis in self.axes)
+        return tuple(along.get(axis, Replicate()) for axis in self.among)
 
     @property
     def divides(self) -> bool:
@@ -122,7 +132,7 @@ class Ranks:
             local = padded[: max(0, min(rows, count - me * rows))]
         whole = parts[name].shape if name in parts else shapes.get(name, tuple(padded.shape))
         return DTensor.from_local(
-            local, self.mesh, self.placements(name), run_check=False, shape=torch.Size(whole), stride=_contiguous_strides(whole)
+            local, self.holders, self.placements(name), run_check=False, shape=torch.Size(whole), stride=_contiguous_strides(whole)
         )
 
     @contextlib.contextmanager
@@ -136,7 +146,7 @@ class Ranks:
                 for name, value in list(table.items()):
                     if isinstance(value, DTensor):
                         if id(value) not in gathered:
-                            gathered[id(value)] = value.full_tensor(grad_placements=[Partial("avg")] * self.mesh.ndim)
+                            gathered[id(value)] = value.full_tensor(grad_placements=[Partial("avg")] * self.holders.ndim)
                         swapped.append((table, name, value))
                         table[name] = gathered[id(value)]
             yield
@@ -150,7 +160,7 @@ class Ranks:
             return
         how = f"a DTensor {value.placements}" if isinstance(value, DTensor) else f"a plain {type(value).__name__} {tuple(value.shape)}"
         raise GuardError(
-            f"{name} is {how} now; the step was planned for a DTensor {self.placements(name)} over {self.mesh.size()} ranks "
+            f"{name} is {how} now; the step was planned for a DTensor {self.placements(name)} over {self.holders.size()} ranks "
             "(something else has sharded or gathered the model: fully_shard, distribute_tensor, .data = ...). A planned step shards "
             "its parameters itself: leave that out, or call effcompile.optimize again.",
             place=f"model.{name}",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 import torch
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.ranks import AXES, Ranks, made_alike, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
+from effcompile.compiler.parallel.axes import axes_of, beside_any, passes_for
 from effcompile.compiler.parallel.lower_stages import left_with, own_stages, stage_runner
 from effcompile.compiler.parallel.meeting import Meeting
 from effcompile.compiler.training.compile import Applied, applied_plan, plan_training
@@ -35,6 +36,7 @@ from effcompile.machine.room import Room, device_of
 from effcompile.passes.training import pipeline, shard, tensor
 from effcompile.proof.training import verify
 from effcompile.proof.training.alive import alive_bytes
+from effcompile.proof.training.exact import in_float64
 from effcompile.proof.training.in_parts import runner_of
 from effcompile.runtime.training import TrainingExecutable, planned
 from effcompile.search.progress import entry
@@ -90,8 +92,6 @@ def _checked(mesh: DeviceMesh | None) -> DeviceMesh:
             "own), 'tp' (each has a part of the heads and neurons) and 'pp' (each has some of the layers): init_device_mesh("
             '"cpu", (2, 2), mesh_dim_names=("dp", "tp")), or one of them alone, mesh["dp"].'
         )
-    if {"pp", "tp"} <= set(names) and mesh["pp"].size() > 1 and mesh["tp"].size() > 1:
-        raise UsageError("mesh divides along 'pp' and 'tp': divided stages with divided heads can be planned, not carried out.")
     if mesh.size() < 2:
         raise UsageError("mesh has one rank. Leave mesh out, or start more with torchrun --nproc-per-node.")
     return ordered_mesh(mesh)
@@ -104,8 +104,9 @@ def mesh_for(plan: Plan, device: str) -> DeviceMesh:
         UsageError: it started another number of them.
     """
     axes, started = axes_of(plan), dist.get_world_size()
-    if axes["pp"] > 1 and started % axes["pp"] == 0:  # beside as many as there are: stages do not know of them
-        axes["dp"] = started // axes["pp"]
+    of_one = axes["pp"] * axes["tp"]
+    if beside_any(plan) and started % of_one == 0:
+        axes["dp"] = started // of_one
     if math.prod(axes.values()) != started:
         raise UsageError(f"The plan is for {_named(axes)}, and {started} were started. {_start(axes)}")
     wanted = {axis: size for axis, size in axes.items() if size > 1}
@@ -159,34 +160,20 @@ def _same_examples(task: Task, place: Ranks, meeting: Meeting) -> None:
 
 def _made(task: Task, place: Ranks) -> Plan:
     """The plan, made by this rank alone."""
-    request, dp, tp = task.request, place.place("dp")[1], place.place("tp")[1]
-    given = (f"{shard.Shard.name}.ranks", f"{tensor.TensorParallel.name}.rank")
-    own = [each for each in request.passes or () if not each.startswith(given)]
-    return plan_training(task.model, task.args, task.kwargs, **replace(request, passes=(*own, *passes_for(dp, tp))).asked)
+    along = passes_for(place.place("dp")[1], place.place("tp")[1])
+    return plan_training(task.model, task.args, task.kwargs, **replace(task.request, passes=(*_but_ranks(task), *along)).asked)
 
 
-def passes_for(dp: int, tp: int) -> tuple[str, ...]:
-    """What planning is asked for so many ranks along each axis."""
-    return f"{shard.Shard.name}.ranks={dp}", f"{tensor.TensorParallel.name}.ranks={tp}"
+def _but_ranks(task: Task) -> list[str]:
+    """The passes that are asked for, without how many ranks there are, which the mesh says."""
+    given = (f"{shard.Shard.name}.ranks", f"{tensor.TensorParallel.name}.rank", f"{pipeline.Pipeline.name}.ranks")
+    return [each for each in task.request.passes or () if not each.startswith(given)]
 
 
-def axes_of(plan: Plan) -> dict[str, int]:
-    """Axis of the mesh → the ranks along it that a plan is for."""
-    kinds = {shard.KIND: "dp", tensor.KIND: "tp", pipeline.KIND: "pp"}
-    found = {kinds[d.kind]: d.settings.get("ranks") for d in plan.decisions if d.kind in kinds}
-    along = {"dp": found.get("dp"), "tp": found.get("tp"), "pp": found.get("pp")}
-    return {axis: ranks if isinstance(ranks, int) else 1 for axis, ranks in along.items()}
-
-
-def ranks_of(plan: Plan) -> int:
-    """The ranks that a plan is for; 1 for none."""
-    return math.prod(axes_of(plan).values())
-
-
-def _check_world(plan: Plan, place: Ranks, *, dp: bool = True) -> None:
-    """Raises UsageError where the mesh has other ranks than a plan; `dp`: along that axis, too, which stages do not know of."""
+def _check_world(plan: Plan, place: Ranks) -> None:
+    """Raises UsageError where the mesh has other ranks than a plan."""
     axes, here = axes_of(plan), {axis: place.place(axis)[1] for axis in ("dp", "tp", "pp")}
-    axes = axes if dp else {**axes, "dp": here["dp"]}
+    axes = {**axes, "dp": here["dp"]} if beside_any(plan) else axes
     if axes != here:
         has = " × ".join(str(here[axis]) for axis in axes if max(here[axis], axes[axis]) > 1)
         raise UsageError(
@@ -212,44 +199,49 @@ def _carried_out(found: Applied, place: Ranks, meeting: Meeting, make: AnyOptimi
         raise UsageError("A step in fp16 sees an overflow of its scaled loss on the rank that has the gradient. Plan in bf16 or fp32.")
     ranks = replace(place, spread=spread)
     with work.progress.step("run the original step"):
-        wanted, refusal = _eager(work, found.plan.baseline.peak_bytes or 0, ranks, meeting)
+        original = _eager(work, found.plan.baseline.peak_bytes or 0, ranks, meeting)
     spread_parameters(work.model, ranks)
     runner = runner_of(work.model, found.prepared.case, found.emitted, ranks)
     runner.guarded = False
     constants = list(found.prepared.step.constants.values())
-    return _proven(work, runner, found.plan, wanted, refusal, constants, meeting, make)
+    return _proven(work, runner, found.plan, original, constants, meeting, make)
 
 
 def _in_stages(task: Task, place: Ranks, meeting: Meeting) -> TrainingExecutable:
     """The model on this rank of a pipeline."""
     if task.request.plan is not None:
-        _check_world(task.request.plan, place, dp=False)
-    asked = (*(task.request.passes or ()), f"{pipeline.Pipeline.name}.ranks={place.place('pp')[1]}")
-    found, made, plan = own_stages(replace(task, request=replace(task.request, passes=asked)), place, meeting)
-    work = found.work
+        _check_world(task.request.plan, place)
+    (at, tp), dp, pp = place.place("tp"), place.place("dp")[1], place.place("pp")[1]
+    along = (f"{pipeline.Pipeline.name}.ranks={pp}", *passes_for(dp, tp), f"{tensor.TensorParallel.name}.rank={at}")
+    request = replace(task.request, passes=(*_but_ranks(task), *along))
+    own = own_stages(replace(task, request=request), place, meeting)
+    found, work = own.found, own.found.work
+    ranks = replace(place, spread=found.spread)
     with work.progress.step("run the original step"):
-        wanted, refusal = _eager(work, plan.baseline.peak_bytes or 0, place, meeting)
+        original = _eager(work, own.plan.baseline.peak_bytes or 0, ranks, meeting)
     names = found.parameters(place.place("pp")[0])
-    if wanted is not None:
-        wanted = replace(wanted, gradients={name: g for name, g in wanted.gradients.items() if name in names})
+    original = original.of(names)
     left_with(work.model, names)
-    runner = stage_runner(found, made, place)
+    spread_parameters(work.model, ranks)
+    runner = stage_runner(own, ranks)
     runner.guarded = False
     constants = [value for chunk in runner.chunks.values() for value in chunk.runner.step.constants.values()]
-    return _proven(work, runner, plan, wanted, refusal, constants, meeting)
+    return _proven(work, runner, own.plan, original, constants, meeting)
 
 
 def _proven(
-    work: Work, runner: StepRunner, plan: Plan, wanted: verify.Result | None, refusal: str, constants: Sequence[torch.Tensor],
-    meeting: Meeting, make: AnyOptimizer = None,
+    work: Work, runner: StepRunner, plan: Plan, original: _OwnStep, constants: Sequence[torch.Tensor], meeting: Meeting,
+    make: AnyOptimizer = None,
 ) -> TrainingExecutable:  # fmt: skip
     """The planned model, run, compared and timed on all ranks. `make`: its optimizer, of what this rank has of the parameters."""
     base = alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
     with work.progress.step("run the planned step"):
         ran = verify.run(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves)
     peak = None if ran.peak_bytes is None else base + ran.peak_bytes
-    check = None if wanted is None else verify.compare(replace(ran, gradients=_local(ran.gradients)), wanted, work.goal.max_error)
-    del wanted
+    check, refusal = None, original.refusal
+    if (wanted := original.wanted) is not None:
+        truth = original.truth
+        check = verify.compare(replace(ran, gradients=_local(ran.gradients)), wanted, work.goal.max_error, lambda: truth)
     with work.progress.step("time the steps"):
         seconds = _timed(work, runner)
     if make is not None and peak is not None:
@@ -276,17 +268,48 @@ def _with_updates(work: Work, runner: StepRunner, make: AnyOptimizer) -> int:
     return peak()
 
 
-def _eager(work: Work, whole: int, ranks: Ranks, meeting: Meeting) -> tuple[verify.Result | None, str]:
-    """The model's own step with its gradients averaged, of which this rank's shards are left; or why it is not run, on all ranks."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnStep:
+    """The model's own step, its gradients averaged, of which this rank's part is left.
+
+    Attributes:
+        wanted: what it makes; None where it was not run: `refusal` says why, on which rank.
+        truth: the same in float64, of a model in 16 bits whose sums tensor-parallel ranks round otherwise.
+    """
+
+    wanted: verify.Result | None
+    truth: verify.Result | None = None
+    refusal: str = ""
+
+    def of(self, names: Container[str]) -> _OwnStep:
+        """Of some parameters alone."""
+
+        def cut(found: verify.Result | None) -> verify.Result | None:
+            return found and replace(found, gradients={name: g for name, g in found.gradients.items() if name in names})
+
+        return replace(self, wanted=cut(self.wanted), truth=cut(self.truth))
+
+
+def _eager(work: Work, whole: int, ranks: Ranks, meeting: Meeting) -> _OwnStep:
+    """The model's own step, or why it is not run, on all ranks."""
     made_alike(work.model, ranks)
     room = Room.of(device_of(work.model), whole, work.goal.memory)
     refusals = meeting.exchanged("room for the original step", room.refusal(int(_UNPLANNED * whole), whole))
     refusal = next((f"on rank {rank} it {said}" for rank, said in zip(meeting.ranks, refusals, strict=True) if said), "")
     if refusal:
-        return None, refusal
-    wanted = verify.run(work.eager_loss, work.model, work.leaves)
+        return _OwnStep(wanted=None, refusal=refusal)
+    wanted, truth = verify.run(work.eager_loss, work.model, work.leaves), None
+    if ranks.place("tp")[1] > 1 and any(p.dtype in verify.NARROW for p in work.model.parameters()):
+        truth = in_float64(work, room, wanted, whole)
+        if not all(meeting.exchanged("the original step in float64", truth is not None)):
+            truth = None
+    return _OwnStep(wanted=_mine(wanted, ranks), truth=truth and _mine(truth, ranks))
+
+
+def _mine(found: verify.Result, ranks: Ranks) -> verify.Result:
+    """What this rank has of the gradients, averaged."""
     kept, group = dict[str, torch.Tensor | None](), ranks.group("dp")
-    for name, gradient in wanted.gradients.items():
+    for name, gradient in found.gradients.items():
         if gradient is not None and not name.startswith("input "):
             if group is not None:
                 dist.all_reduce(gradient, group=group)
@@ -294,7 +317,7 @@ def _eager(work: Work, whole: int, ranks: Ranks, meeting: Meeting) -> tuple[veri
             mine = ranks.mine(name, gradient)
             gradient = mine if mine is gradient else mine.clone()
         kept[name] = gradient
-    return replace(wanted, gradients=kept), ""
+    return replace(found, gradients=kept)
 
 
 def _local(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Unpack
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar, Unpack
 
 import torch
 from torch import nn
@@ -14,15 +15,20 @@ from effcompile.backends.torch.pipeline import Chunk, Course, PipelineRunner
 from effcompile.backends.torch.ranks import Ranks
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.state import ModelGuards
-from effcompile.compiler.parallel.meeting import Meeting
+from effcompile.compiler.parallel.axes import AlongAxes
+from effcompile.compiler.parallel.meeting import Meeting, RepeatedInfeasibleError
 from effcompile.compiler.training.compile import plan_training
 from effcompile.core.cost import Cost
-from effcompile.core.errors import EffcompileError, FormatError, UsageError
+from effcompile.core.errors import EffcompileError, FormatError, InfeasibleError, UsageError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Decision, Plan, Setting, Totals
 from effcompile.passes import load_training_passes
+from effcompile.passes.training.checkpoint import carried_out
 from effcompile.passes.training.pipeline import KIND, SITE, Pipeline
+from effcompile.passes.training.saved_blocks import chosen, held
+from effcompile.schedules.blocks import WHOLE
+from effcompile.schedules.emit import Emitted
 from effcompile.search.parallel.pipelined import Pipelined, pipelined
 from effcompile.search.progress import entry
 from effcompile.search.request import Asked, Task
@@ -32,9 +38,11 @@ from effcompile.search.training.prepare import Preparation, cut_step, simulate_u
 from effcompile.search.training.solve import Schedule
 from effcompile.search.training.work import make_work
 
+T = TypeVar("T")
 
-def stages_asked(task: Task) -> Pipelined:
-    """The step that a request's passes, or its plan, ask to be pipelined, in stages.
+
+def stages_asked(task: Task, rank: int = 0) -> Pipelined:
+    """The step that a request's passes, or its plan, ask to be pipelined, in stages; `rank`: along "tp".
 
     Raises:
         UsageError: the optimizer is there already. FormatError: a plan of another model.
@@ -43,25 +51,11 @@ def stages_asked(task: Task) -> Pipelined:
     work = make_work(task if plan is None else task.for_plan(plan))
     if work.optimizer is not None:
         raise UsageError("The optimizer of a pipelined step is of one rank's parameters: make it of the returned model's parameters().")
-    asked = next(each for each in work.passes.step if isinstance(each, Pipeline)) if plan is None else pipeline_of(plan)
-    found = pipelined(work, asked)
+    asked = AlongAxes.asked(work.passes) if plan is None else AlongAxes.decided(plan, rank)
+    found = pipelined(work, asked.pipeline, asked.tensor, asked.shard)
     if plan is not None and fingerprint(found.whole.step) != plan.fingerprint:
         raise FormatError(f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}.")
     return found
-
-
-def pipeline_of(plan: Plan) -> Pipeline:
-    """The pipeline that a plan decided on.
-
-    Raises:
-        FormatError: its settings are not known here.
-    """
-    settings = next(d.settings for d in plan.decisions if d.kind == KIND)
-    numbers = {name: settings.get(name) for name in ("ranks", "stages", "micro_batches")}
-    cuts, schedule = settings.get("cuts"), settings.get("schedule")
-    if not all(isinstance(value, int) for value in numbers.values()) or not isinstance(cuts, tuple) or not isinstance(schedule, str):
-        raise FormatError(f"The plan's decision {KIND} has settings that are not known here: {dict(settings)}. Plan again.")
-    return Pipeline(**numbers, cuts=tuple(map(int, cuts)), schedule=schedule)  # type: ignore[arg-type]
 
 
 def plan_stages(task: Task) -> Plan:
@@ -71,11 +65,19 @@ def plan_stages(task: Task) -> Plan:
         InfeasibleError: a rank has no plan. UsageError: the model has no such stages.
     """
     found = stages_asked(task)
-    made = {rank: found.planned(rank) for rank in range(found.asked.ranks)}
-    peaks = {rank: found.peak_bytes(rank, schedules) for rank, schedules in made.items()}
-    fullest = max(peaks, key=peaks.__getitem__)
-    told = Because("predicted peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks.values()))
-    return _plan(found, fullest, made[fullest], (told,))
+    refused: list[InfeasibleError] = []
+    for form in found.forms:
+        spread = found.over(form)
+        try:
+            made = {rank: spread.planned(rank) for rank in range(found.asked.ranks)}
+        except InfeasibleError as error:
+            refused.append(error)
+            continue
+        peaks = {rank: spread.peak_bytes(rank, schedules) for rank, schedules in made.items()}
+        fullest = max(peaks, key=peaks.__getitem__)
+        told = Because("predicted peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks.values()))
+        return _plan(spread, fullest, made[fullest], (told,))
+    raise min(refused, key=lambda error: error.needed)
 
 
 def plan_parts(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
@@ -93,16 +95,14 @@ def _plan_stages(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[A
 def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tuple[Reason, ...] = ()) -> Plan:
     """What is said of a rank: the blocks of its first stage, and the bytes and seconds of all that it does."""
     work, asked, whole = found.work, found.asked, found.whole.step
-    unplanned = simulate_unplanned(cut_step(whole, work.figures))
     first = made[found.own(rank)[0]]
-    beside = Preparation(variants=[first.prepared], captured=whole, seconds=0.0, footprint=unplanned.footprint)
     layers = "; ".join(f"stage {stage}: {len(found.stages[stage].layers)} layers" for stage in found.own(rank))
     text = "{} pipeline ranks, {} micro-batches, {name}: bytes are those of rank {} ({name}), decisions those of its first stage"
     own = (
         Because(text + "; every rank plans its own", (asked.ranks, found.count, asked.schedule, rank, layers)),
         Because("gradients are made when the loss is, and loss.backward() hands them out"),
     )
-    plan = build_plan(Joint.of(first), beside, work.figures, work.goal, (*own, *notes, *work.notes))
+    plan = _plan_of_one(found, first, (*own, *notes, *work.notes))
     cuts = tuple(str(len(stage.layers)) for stage in found.stages)
     settings: dict[str, Setting] = {
         "ranks": asked.ranks, "stages": asked.stages, "micro_batches": found.count, "schedule": asked.schedule, "cuts": cuts
@@ -120,24 +120,93 @@ def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tupl
     )  # fmt: skip
 
 
-def own_stages(task: Task, place: Ranks, meeting: Meeting) -> tuple[Pipelined, dict[int, Schedule], Plan]:
-    """The stages of this rank, planned.
+def _plan_of_one(found: Pipelined, made: Schedule, notes: tuple[Reason, ...] = ()) -> Plan:
+    """Of a stage's schedule."""
+    work, whole = found.work, found.whole.step
+    unplanned = simulate_unplanned(cut_step(whole, work.figures))
+    beside = Preparation(
+        variants=[made.prepared], captured=whole, seconds=0.0, footprint=unplanned.footprint, declined=found.declined
+    )  # fmt: skip
+    return build_plan(Joint.of(made), beside, work.figures, work.goal, notes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnStages:
+    """The stages of a rank. `emitted`: of each its schedule; `plan`: what is said of them."""
+
+    found: Pipelined
+    emitted: Mapping[int, Emitted]
+    plan: Plan
+
+
+def own_stages(task: Task, place: Ranks, meeting: Meeting) -> OwnStages:
+    """The stages of this rank, planned: by the first of those that have them, for all of these.
+
+    Ranks that have the same stages meet in collectives within them, so their schedules must be one.
 
     Raises:
-        UsageError: of another rank, named. EffcompileError: of this rank; the others say which it was.
+        InfeasibleError: a rank has no room for its stages, this one or another, named. UsageError: of another rank. EffcompileError: of
+            this rank; the others say which it was.
     """
-    rank = place.place("pp")[0]
+    rank, count = place.place("pp")
+    each = len(meeting.ranks) // count
+    leader = rank * each  # the mesh's first axis is the pipeline's
+    leads = meeting.ranks[leader] == meeting.me
+    found = _together(meeting, lambda: stages_asked(task, place.place("tp")[0]))
+    for form in found.forms:
+        spread = found.over(form)
+        made, refused = _together(meeting, partial(_made, spread, rank, leads=leads))
+        said = meeting.exchanged("planned stages", None if refused is None else str(refused))
+        if not any(said):
+            break
+    else:
+        if refused is not None:
+            raise refused
+        first = next(r for r, text in zip(meeting.ranks, said, strict=True) if text is not None)
+        raise RepeatedInfeasibleError(f"Rank {first} has no plan of its stages: {said[meeting.ranks.index(first)]}")
+    if each == 1:
+        return OwnStages(found=spread, emitted={stage: one.emitted for stage, one in made.items()}, plan=_plan(spread, rank, made))
+    told = meeting.exchanged("schedules", _as_told(spread, rank, made) if leads else None)[leader]
+    emitted = {stage: _again(spread, stage, Plan.from_dict(told["stages"][str(stage)])) for stage in spread.own(rank)}
+    return OwnStages(found=spread, emitted=emitted, plan=Plan.from_dict(told["plan"]))
+
+
+def _together(meeting: Meeting, make: Callable[[], T]) -> T:
+    """What this rank makes, once all have made theirs.
+
+    Raises:
+        EffcompileError: of this rank. UsageError: of another one, named.
+    """
     try:
-        found = stages_asked(task)
-        made = found.planned(rank)
-        plan = _plan(found, rank, made)
+        made = make()
     except EffcompileError as error:
-        meeting.exchanged("planned stages", str(error))
+        meeting.exchanged("stages", str(error))
         raise
-    said = meeting.exchanged("planned stages", None)
+    said = meeting.exchanged("stages", None)
     if failed := next(((r, text) for r, text in zip(meeting.ranks, said, strict=True) if text is not None), None):
         raise UsageError(f"Rank {failed[0]} has no plan of its stages: {failed[1]}")
-    return found, made, plan
+    return made
+
+
+def _made(found: Pipelined, rank: int, *, leads: bool) -> tuple[dict[int, Schedule], InfeasibleError | None]:
+    """The schedules of a rank's stages, or why there are none within its memory; nothing where another rank makes them."""
+    try:
+        return (found.planned(rank) if leads else {}), None
+    except InfeasibleError as error:
+        return {}, error
+
+
+def _as_told(found: Pipelined, rank: int, made: Mapping[int, Schedule]) -> dict[str, object]:
+    """What the ranks with the same stages are told."""
+    stages = {str(stage): _plan_of_one(found, one).to_dict() for stage, one in made.items()}
+    return {"plan": _plan(found, rank, made).to_dict(), "stages": stages}
+
+
+def _again(found: Pipelined, stage: int, plan: Plan) -> Emitted:
+    """The schedule of a stage that another rank has made."""
+    blocks, prepared = held(plan), found.prepared(stage)
+    cut = (prepared.uncut if blocks.keys() == {WHOLE} else prepared).cut
+    return carried_out(cut, *chosen(cut, blocks))[0]
 
 
 def left_with(model: nn.Module, names: frozenset[str]) -> None:
@@ -151,19 +220,19 @@ def left_with(model: nn.Module, names: frozenset[str]) -> None:
                     parameter.data = parameter.new_empty(0)
 
 
-def stage_runner(found: Pipelined, made: Mapping[int, Schedule], place: Ranks) -> PipelineRunner:
-    """What runs this rank's stages; the model has their parameters alone."""
-    rank, model = place.place("pp")[0], found.work.model
-    group = place.group("pp")
+def stage_runner(own: OwnStages, ranks: Ranks) -> PipelineRunner:
+    """What runs this rank's stages; the model has their parameters alone, as they lie over `ranks`."""
+    found, model, group = own.found, own.found.work.model, ranks.group("pp")
     assert group is not None
     chunks: dict[int, Chunk] = {}
     state = ModelGuards(model, training=True)
-    for stage, one in made.items():
-        runner = StepRunner(model, replace(one.prepared.step, state=state), one.emitted)
-        chunks[stage] = Chunk(runner=runner, emitted=one.emitted, takes=found.stages[stage].takes)
+    for stage, emitted in own.emitted.items():
+        runner = StepRunner(model, replace(found.prepared(stage).step, state=state), emitted, ranks=ranks)
+        chunks[stage] = Chunk(runner=runner, emitted=emitted, takes=found.stages[stage].takes)
     handed = {i: stage.step.loss.meta["val"] for i, stage in enumerate(found.stages)}
     course = Course(
-        order=found.tasks(rank), stages=len(found.stages), handed={i: (torch.Size(v.shape), v.dtype) for i, v in handed.items()},
-        group=group, data=place.group("dp"), shared=found.shared,
+        order=found.tasks(ranks.place("pp")[0]), stages=len(found.stages), group=group,
+        handed={i: (torch.Size(v.shape), v.dtype) for i, v in handed.items()},
+        data=ranks.group("dp") if ranks.spread.ranks == 1 else None, shared=found.shared,
     )  # fmt: skip
-    return PipelineRunner(model, found.division, chunks, course)
+    return PipelineRunner(model, found.division, chunks, course, ranks)

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from effcompile.capture.training import Loss
-from effcompile.compiler.parallel.lower import axes_of, optimize_on_ranks, passes_for, ranks_of
-from effcompile.compiler.parallel.lower_stages import pipeline_of, plan_parts
+from effcompile.compiler.parallel.axes import axes_of, form_of, form_pass, passes_for, pipeline_of, ranks_of
+from effcompile.compiler.parallel.lower import optimize_on_ranks
+from effcompile.compiler.parallel.lower_stages import plan_parts
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.parallel.shrink import shrunk
 from effcompile.core import torch_compat
@@ -36,7 +37,6 @@ from effcompile.search.training.work import loss_of
 
 #: Steps, and examples of a rank.
 STEPS, _EXAMPLES = 3, 2
-_WORDS = {shard.REPLICATED: "replicated", shard.BY_BLOCK: "block", shard.BY_WEIGHT: "weight"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +89,18 @@ def verify_plan(
     asked = pipeline_of(plan) if axes["pp"] > 1 else Pipeline()
     each = max(_EXAMPLES, axes["pp"])
     small, whole, said = shrunk(model, args, kwargs, dp * each, split=axes["tp"], layers=asked.ranks * asked.stages)
-    form = next((d.option for d in plan.decisions if d.kind == shard.KIND), shard.REPLICATED)
     with progress.step("plan the copy"):
-        made = _planned_alike(plan, small, _part(whole, 0, dp), form, (dp, axes["tp"]), loss, asked)
+        made = _planned_alike(plan, small, _part(whole, 0, dp), (dp, axes["tp"]), loss, asked)
     with progress.step("train the copy in one process"):
         wanted = _trained(small, whole, loss)
     with progress.step(f"train the copy on {ranks} ranks"):
         found = on_ranks(_prove, ranks, small, whole, made, wanted, loss, dp)
-    among = [f"parameters {form}"] * (dp > 1) + [f"heads and neurons over {axes['tp']} ranks"] * (axes["tp"] > 1)
+    among = [f"parameters {form_of(plan)}"] * (dp > 1) + [f"heads and neurons over {axes['tp']} ranks"] * (axes["tp"] > 1)
     among += [f"layers over {axes['pp']} ranks, {asked.schedule}"] * (axes["pp"] > 1)
     return Proof(subject=said, form=", ".join(among), ranks=tuple(found))
 
 
-def _planned_alike(
-    plan: Plan, small: nn.Module, inputs: Inputs, form: str, among: tuple[int, int], loss: Loss | None, asked: Pipeline
-) -> Plan:
+def _planned_alike(plan: Plan, small: nn.Module, inputs: Inputs, among: tuple[int, int], loss: Loss | None, asked: Pipeline) -> Plan:
     """The copy's plan: the same form, the same share of the memory that the whole step takes unplanned."""
     by = {d.by for d in plan.decisions} - {
         shard.Shard.name,
@@ -112,9 +109,8 @@ def _planned_alike(
         "states",
         Pipeline.name,
     }
-    spec = (*sorted(by | {"checkpoint"}), *passes_for(*among), f"shard.forms={_WORDS[form]}")
-    if asked.ranks > 1:
-        spec = ("checkpoint", *(f"pipeline.{name}={getattr(asked, name)}" for name in ("ranks", "stages", "schedule")))
+    stages = [f"pipeline.{name}={getattr(asked, name)}" for name in ("ranks", "stages", "schedule")] * (asked.ranks > 1)
+    spec = (*sorted((by if asked.ranks == 1 else set()) | {"checkpoint"}), *passes_for(*among), form_pass(plan), *stages)
     goal = replace(plan.goal, memory=None)
     free = plan_parts(small, *inputs, goal=goal, passes=spec, loss=loss)
     most, whole, unplanned = free.predicted.peak_bytes, plan.predicted.peak_bytes, plan.baseline.peak_bytes

@@ -35,6 +35,8 @@ __all__ = ["AXIS", "Split"]
 AXIS = "tp"
 aten = torch.ops.aten
 _PRUNED = "_pruned"
+#: Of weights that can be divided. In 16 bits each rank's part of a sum is rounded, and so is their sum.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(kw_only=True)
@@ -61,7 +63,7 @@ class Split:
         """Divide an exported forward, as `capture_training(..., edit=...)` wants it."""
         program = Program(name=type(self.model).__name__, module=front, inputs=(), outputs=())
         _without_idle_casts(front.graph)
-        known = structures(program)
+        known = structures(program, _DTYPES)
         found = [each for each in known if self._divides(each)]
         self._tell_others(program, known)
         for structure in found:
@@ -201,7 +203,7 @@ class _Edges:
                     continue
                 if operand not in entered:
                     with self.graph.inserting_before(node):
-                        entered[operand] = self._call(enter, operand)
+                        entered[operand] = self._call(enter, operand, node)
                 node.replace_input_with(operand, entered[operand])
 
     def _leave(self, site: LinearSite) -> None:
@@ -211,16 +213,18 @@ class _Edges:
         if bias is not None:
             node.target, node.args, node.kwargs = _without_bias(node), _operands(node), {}
         with self.graph.inserting_before(node.next):
-            made = self._call(leave, node)
+            made = self._call(leave, node, node)
             if bias is not None:
                 total, made = made, self.graph.call_function(aten.add.Tensor, (made, bias))
                 made.meta = dict(total.meta)
         for user in users:
             user.replace_input_with(node, made)
 
-    def _call(self, function: Callable[..., Tensor], operand: fx.Node) -> fx.Node:
+    def _call(self, function: Callable[..., Tensor], operand: fx.Node, place: fx.Node) -> fx.Node:
+        """`place`: whose module it is of: what enters a layer is no part of the layer before it."""
         node = self.graph.call_function(function, (operand, AXIS, self.ranks))
-        node.meta = {key: value for key, value in operand.meta.items() if key in ("val", "nn_module_stack", "stack_trace")}
+        node.meta = {key: place.meta[key] for key in ("nn_module_stack", "stack_trace") if key in place.meta}
+        node.meta["val"] = operand.meta["val"]
         return node
 
 

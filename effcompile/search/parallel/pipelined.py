@@ -1,5 +1,10 @@
 """A pipeline's stages, each planned by itself within what its rank has left, and the bytes of a rank task by task.
 
+A stage's graph is a step of its own. Where heads and neurons are divided too, so is the forward that stages are cut out of; where
+parameters are sharded over data-parallel ranks, each stage gathers its own for every micro-batch, and scatters its gradients then: what is
+summed are shards, and whether a gathered weight is kept until the backward is decided with all else that a micro-batch keeps. Parameters
+that are replicated, which comes first, have their gradients averaged once, at the step's end.
+
 On a rank there are, throughout: its parameters, their summed gradients, the batch, and a buffer for every message of the step. A
 micro-batch adds what its stage keeps between its forward and its backward. The stages of a rank are planned for the largest part of the
 room with which its simulated peak is within the budget (bisection: a larger room keeps more).
@@ -8,7 +13,7 @@ room with which its simulated peak is within the budget (bisection: a larger roo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -16,11 +21,15 @@ from torch import Tensor
 from effcompile.core.causes import NoRoom
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.ir.footprint import excess
+from effcompile.ir.plan import Declined
 from effcompile.ir.resident import resident_bytes
-from effcompile.ir.step import DividedStep
-from effcompile.passes.training.base import Case, StepChoice
+from effcompile.ir.step import DividedStep, Spread, Step
+from effcompile.passes.training.base import Case, StepChoice, StepPass
+from effcompile.passes.training.forms import applied
 from effcompile.passes.training.microbatch import Microbatch, examples, label
 from effcompile.passes.training.pipeline import Pipeline
+from effcompile.passes.training.shard import Shard
+from effcompile.passes.training.tensor import TensorParallel
 from effcompile.planner.parallel.pipeline import order
 from effcompile.search.parallel.stages import PipelineStage, stages_of
 from effcompile.search.training.prepare import Prepared, prepare
@@ -29,7 +38,8 @@ from effcompile.search.training.work import Work
 
 #: Sizes of a rank's room that are tried.
 _TRIED = 6
-
+#: Of the forms of `Shard` the one in which a stage's graph knows nothing of other ranks.
+_REPLICATED = "replicated"
 
 #: Bytes of the loss so far, of a micro-batch's share in it and of that share's gradient, fp32 each; of the share with its weight, where
 #: the loss is made.
@@ -42,7 +52,9 @@ class Pipelined:
 
     Attributes:
         work: the request. asked: the pipeline. whole: the step of the batch, as it was captured. case: that of one micro-batch.
-        division: how the batch is divided. stages: in the model's order. known: those that are ready to be planned.
+        division: how the batch is divided. stages: in the model's order. cases: their steps, as their parameters lie over other ranks.
+        declined: what is whole on every tensor-parallel rank. shard: over how many data-parallel ranks, and in which forms.
+        known: stages that are ready to be planned.
     """
 
     work: Work
@@ -51,7 +63,29 @@ class Pipelined:
     case: Case
     division: DividedStep
     stages: tuple[PipelineStage, ...]
+    cases: tuple[Case, ...]
+    declined: tuple[Declined, ...] = ()
+    shard: Shard = field(default_factory=Shard)
     known: dict[int, Prepared] = field(default_factory=dict)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """How parameters may lie over the data-parallel ranks, what takes least time first."""
+        return self.shard.forms if self.shard.ranks > 1 else (_REPLICATED,)
+
+    def over(self, form: str) -> Pipelined:
+        """The same in one of its forms."""
+        if form == _REPLICATED:
+            return self
+        shard = replace(self.shard, forms=(form,))
+        made = (_taken(shard, case, self.work)[0] for case in self.cases)
+        cases = tuple(replace(case, step=replace(case.step, resident_bytes=0)) for case in made)
+        return replace(self, cases=cases, known={})
+
+    @property
+    def spread(self) -> Spread:
+        """How the parameters of all stages lie over the other axes of the mesh."""
+        return self.cases[0].step.spread or Spread()
 
     @property
     def count(self) -> int:
@@ -81,9 +115,10 @@ class Pipelined:
         """A stage, ready to be planned; it hands its gradients on to be summed."""
         if stage not in self.known:
             assert self.case.last is not None
-            step, work = self.case.last(self.stages[stage].step), self.work
+            case, work = self.cases[stage], self.work
+            case = replace(case, step=self.case.last(case.step))
             with work.progress.step(f"prepare stage {stage}"):
-                made = prepare(step, [Case(step=step)], work.passes.checkpoint, work.figures, solved=work.fronts)
+                made = prepare(case.step, [case], work.passes.checkpoint, work.figures, solved=work.fronts)
             self.known[stage] = made.variants[0]
         return self.known[stage]
 
@@ -94,15 +129,24 @@ class Pipelined:
 
     def base_bytes(self, rank: int) -> int:
         """What is on a rank throughout the step."""
-        model, mine = self.work.model, self.parameters(rank)
-        known = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-        summed = {name: _bytes(self.division.part.gradients[name].meta["val"]) for name in mine if name in self.division.part.gradients}
-        constants = {id(v): _bytes(v) for s in self.own(rank) for v in self.stages[s].step.constants.values()}
+        model, steps = self.work.model, self._steps(rank)
+        whole = sum(_bytes(parameter) for _, parameter in model.named_parameters())
+        mine = {name: _bytes(node.meta["val"]) for step in steps for node, name in step.parameters.items()}
+        constants = {id(v): _bytes(v) for step in steps for v in step.constants.values()}
         messages = sum(self.message_bytes(s - 1) for s in self.own(rank) if s)
         messages += sum(self.message_bytes(s) for s in self.own(rank) if s < len(self.stages) - 1)
-        here = resident_bytes(model, self.work.args, self.work.kwargs) - sum(known.values()) + sum(known[name] for name in mine)
+        here = resident_bytes(model, self.work.args, self.work.kwargs) - whole + sum(mine.values())
         alone = _WEIGHTED if len(self.stages) - 1 in self.own(rank) else 0
-        return here + sum(summed.values()) + sum(constants.values()) + self.count * messages + _SCALARS + alone
+        summed = sum(self._summed(rank).values())
+        return here + summed + sum(constants.values()) + self.count * messages + _SCALARS + alone
+
+    def _steps(self, rank: int) -> list[Step]:
+        """Of the stages of a rank."""
+        return [self.cases[stage].step for stage in self.own(rank)]
+
+    def _summed(self, rank: int) -> dict[str, int]:
+        """Parameter of a rank → bytes of its summed gradient there."""
+        return {name: _bytes(node.meta["val"]) for step in self._steps(rank) for name, node in step.gradients.items()}
 
     def peak_bytes(self, rank: int, made: Mapping[int, Schedule]) -> int:
         """The most bytes alive on a rank, task by task."""
@@ -116,8 +160,8 @@ class Pipelined:
                 continue
             peak = max(peak, live - one.kept + one.backward)
             live -= one.kept + (self.message_bytes(stage - 1) if stage else 0) + (self.message_bytes(stage) if stage < last else 0)
-        gradients = self.division.part.gradients
-        joined = [_bytes(gradients[name].meta["val"]) * len(ranks) for name, ranks in self.shared.items() if rank in ranks]
+        summed = self._summed(rank)
+        joined = [summed[name] * len(ranks) for name, ranks in self.shared.items() if rank in ranks]
         return max(peak, live + max(joined, default=0))
 
     def planned(self, rank: int) -> dict[int, Schedule]:
@@ -172,18 +216,26 @@ def _bytes(tensor: Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def pipelined(work: Work, asked: Pipeline) -> Pipelined:
-    """A request's step in stages.
+def _taken(each: StepPass, case: Case, work: Work) -> tuple[Case, tuple[Declined, ...]]:
+    """A step in the one form that a pass has of it, and what it declines. Raises what proposing and applying do."""
+    told = list(each.propose(case, work.context))
+    choice = next(item for item in told if isinstance(item, StepChoice))
+    return applied(each, case, choice, choice.options[0]), tuple(item for item in told if isinstance(item, Declined))
+
+
+def pipelined(work: Work, asked: Pipeline, tensor: TensorParallel, shard: Shard) -> Pipelined:
+    """A request's step in stages; `tensor`: its heads and neurons divided so, `shard`: its parameters, beside them.
 
     Raises:
         UsageError: it has no such stages, or its batch no such micro-batches. Refusal: the batch cannot be divided.
     """
     whole = work.capture()
-    assert whole.source is not None
-    count = asked.count(examples(whole.source))
+    split, declined = _taken(tensor, whole, work) if tensor.ranks > 1 else (whole, ())
+    assert split.source is not None
+    count = asked.count(examples(split.source))
     micro = Microbatch(count=count)
-    choice = next(found for found in micro.propose(whole, work.context) if isinstance(found, StepChoice))
-    case = micro.apply(whole, choice, choice.option(label(count, examples(whole.source))))
+    choice = next(found for found in micro.propose(split, work.context) if isinstance(found, StepChoice))
+    case = micro.apply(split, choice, choice.option(label(count, examples(split.source))))
     division, source = case.division, case.source
     assert division is not None and source is not None
     if case.front is None:
@@ -191,4 +243,7 @@ def pipelined(work: Work, asked: Pipeline) -> Pipelined:
         raise UsageError(f"A pipeline is cut out of what torch.export gives, which does not take this model: {why}. Leave pp out.")
     tensors = division.part.leaves(source.args, dict(source.kwargs))
     stages = stages_of(case.front, division.part, work.model, tensors, asked.strategy)
-    return Pipelined(work=work, asked=asked, whole=whole, case=case, division=division, stages=tuple(stages))
+    cases = tuple(Case(step=stage.step, source=source, taken=split.taken, notes=split.notes) for stage in stages)
+    return Pipelined(
+        work=work, asked=asked, whole=whole, case=case, division=division, stages=tuple(stages), cases=cases, declined=declined, shard=shard
+    )

@@ -182,11 +182,14 @@ def _stage(
         if node in inside and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output((_put_together(graph, [copies[node] for node in handed]),))
+    own = fx.GraphModule(front, graph)
+    own.meta = dict(front.meta)
     with torch.enable_grad(), torch_compat.quiet_export():
-        joint = join(lift(fx.GraphModule(front, graph), model, inputs), model)
+        joint = join(lift(own, model, inputs), model)
     step = Step(
         name=part.name, module=joint.module, roles=joint.roles, leaves=lambda args, kwargs: list(args), rebuild=lambda loss, shown: loss,
         state=part.state, args=tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs), resident_bytes=0,
+        spread=part.spread,
     )  # fmt: skip
     return PipelineStage(step=step, takes=takes, received=bool(received), layers=layers)
 
