@@ -31,6 +31,7 @@ from effcompile.ops.optimizers import StatesForm
 from effcompile.planner.buckets import bucket_lengths
 from effcompile.proof.training.in_parts import Undrawn
 from effcompile.proof.training.verify import restored
+from effcompile.runtime.planned import SetOnModel
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,7 +65,7 @@ class BucketPadding:
         )
 
 
-class Bucketed(nn.Module):
+class Bucketed(SetOnModel):
     """A model whose training step is planned for several shapes. Parameters, children and state_dict are the model's.
 
     Attributes:

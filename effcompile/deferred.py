@@ -24,6 +24,7 @@ from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 from effcompile.modes import PLANNING, Planned, carry_out
+from effcompile.runtime.planned import SetOnModel
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +59,7 @@ class _PassesForItsModel:
         return type(held["model"]) if "request" in held and held["request"].training else type(self)
 
 
-class Deferred(_PassesForItsModel, nn.Module):
+class Deferred(_PassesForItsModel, SetOnModel):
     """A model that is optimized at its first call, and again for inputs of shapes that it was not built for.
 
     Parameters, buffers, children and state_dict are the original model's. In inference it is optimized again after new
@@ -305,13 +306,17 @@ class _Replanned:
     def __init__(self, executable: Planned, model: nn.Module, request: Request) -> None:
         self._executable, self._deferred = executable, Deferred(model, request.anew)
 
+    def offering(self, error: GuardError) -> GuardError:
+        """The error that the executable raises by itself."""
+        return self._executable._offering(error)
+
     def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
         if self._deferred.request.training and (self._deferred.model._forward_hooks or self._deferred.model._forward_pre_hooks):
             raise error  # the outermost module's hooks would run twice
         self._deferred.training = self._executable.training
         result = self._deferred.forward(*args, **kwargs)
         if "latest" in self._deferred.__dict__:
-            self._executable.__dict__["plan"] = self._deferred.plan
+            self._executable.plan = self._deferred.plan
         return result
 
 
@@ -323,7 +328,7 @@ class _UnderAutocast:
 
     def __call__(self, error: GuardError, args: Args, kwargs: Kwargs) -> Outputs:
         if not isinstance(error, AutocastError):
-            raise error
+            raise self._replanned.offering(error)
         if not self._warned:
             self._warned = True
             said = "within the torch.autocast that it is called in, which is another one than it was planned in"
@@ -334,15 +339,16 @@ class _UnderAutocast:
 def answering(executable: Planned, request: Request) -> Planned:
     """The executable with what it does in the place of a call that its plan does not hold for."""
     how = request.on_change or "error"
+    executable._effcompile_offers = request.offers
     if how != "error":
         model = executable.unplanned()
         run = model.forward if isinstance(executable, TrainingExecutable) else functools.partial(_run_evaluating, model)
         fallback = _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
-        executable.__dict__["_effcompile_fallback"] = fallback
+        executable._effcompile_fallback = fallback
     elif isinstance(executable, TrainingExecutable) and request.on_change is None and request.optimizer is None:
         model = executable.unplanned()
         elsewhere = _UnderAutocast(_Replanned(executable, model, request), type(model).__name__)
-        executable.__dict__["_effcompile_fallback"] = elsewhere
+        executable._effcompile_fallback = elsewhere
     return executable
 
 

@@ -171,7 +171,7 @@ class _Registered:
 
 
 _PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | enum.Enum
-_AGAIN = "Plan again with the inputs you use; on_change='replan' does so by itself, on_change='eager' runs the model's own forward."
+_AGAIN = "Plan again with the inputs you use."
 
 
 def _other(place: ArgumentPlace, was: str, now: str) -> GuardError:

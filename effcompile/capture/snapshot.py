@@ -30,8 +30,11 @@ from effcompile.capture.tensors import Watched, state_of
 from effcompile.core import torch_compat
 from effcompile.ir.guards import Kind, described, same
 
+#: Where hooks come from that HuggingFace puts into a model at the first call that asks for its hidden states, and that say so. In a call
+#: that does not ask they do nothing.
+_COLLECTING, _COLLECTS = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
 #: What every module has, and what a planned one has beside.
-_OWN = frozenset(vars(nn.Module())) | {"_effcompile_fallback"}
+_OWN = frozenset(vars(nn.Module())) | {"_effcompile_fallback", "_effcompile_offers", _COLLECTS}
 _TABLES = ("_modules", "_parameters", "_buffers")
 _FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
 _DEEPEST = 12  # objects within objects that are looked into
@@ -199,7 +202,8 @@ class Snapshot:
     def _hook_table(self, table: Mapping[int, Any], place: str) -> None:
         self._table(table)
         for number, hook in table.items():
-            self.facts[f"{place}[{number}]"] = Fact("hook", hook)
+            if getattr(hook, "__module__", "") != _COLLECTING:
+                self.facts[f"{place}[{number}]"] = Fact("hook", hook)
 
     def _weight(self, tensor: torch.Tensor | None, place: str, *, trained: bool) -> None:
         if tensor is None or place in self._without:

@@ -206,6 +206,5 @@ def _refusal(name: str, change: Change) -> str:
         f"was {was} and is {now} now"
     )  # fmt: skip
     return (
-        f"{change.place} {said} since {name} was planned, whose graph has what it was then. Put it back, or call "
-        "effcompile.optimize again; on_change='replan' does so by itself, on_change='eager' runs the model's own forward."
+        f"{change.place} {said} since {name} was planned, whose graph has what it was then. Put it back, or call effcompile.optimize again."
     )

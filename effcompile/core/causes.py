@@ -75,6 +75,14 @@ class NoRoom(Cause):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OverWhenRun(Cause):
+    """A plan for the budget was run, and the allocator took so many bytes more than that."""
+
+    budget: int
+    over: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NotReached(Cause):
     """In so many rounds the simulated peak stayed above the budget, lastly by `over` bytes at an operator."""
 

@@ -73,6 +73,12 @@ class GuardError(InputsError):
         super().__init__(message)
         self.place, self.of_model = place, of_model
 
+    def saying(self, more: str) -> GuardError:
+        """The same with one more sentence, where it is not said yet."""
+        if more and not str(self).endswith(more):
+            self.args = (f"{self} {more}",)
+        return self
+
 
 class AutocastError(GuardError):
     """The call is within another torch.autocast than the plan was made in."""

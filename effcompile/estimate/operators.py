@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -49,6 +49,11 @@ class Measured:
     seconds: float
     workspace: int
     results: tuple[int, ...] = ()
+
+    def with_bytes_of(self, other: Measured) -> Measured:
+        """The same with the more of both measurements' bytes."""
+        results = tuple(map(max, self.results, other.results)) if len(self.results) == len(other.results) else self.results
+        return replace(self, workspace=max(self.workspace, other.workspace), results=results)
 
 
 def key(node: fx.Node) -> str:

@@ -91,6 +91,11 @@ def _instant(cause: c.Instant, inner: bool = False) -> str:
 
 
 @head.register
+def _over_when_run(cause: c.OverWhenRun, inner: bool = False) -> str:
+    return f"No plan is within {format_bytes(cause.budget)}: run, the one that was to be took {format_bytes(cause.over)} more."
+
+
+@head.register
 def _host_memory(cause: c.HostMemory, inner: bool = False) -> str:
     return (
         f"No plan is within {format_bytes(cause.budget)} with {format_bytes(cause.host)} of host memory. It takes at least "

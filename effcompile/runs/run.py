@@ -209,8 +209,7 @@ class Run:
             if self.active is not None or before.taken_up:
                 held = optimizer if self.active is None else self.active.optimizer
                 states = states_of(held, group_names(held, names_of(self.model)))
-        if not self._rates or before is None:
-            self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = self._rates_now() or [group["lr"] for group in optimizer.param_groups]
         entered = enter(self.model, optimizer, states, self.stages[number], number, self.layers, self.examples[number])
         if entered.optimizer is not optimizer:
             self._rates = self._following(optimizer, entered.optimizer)
@@ -222,6 +221,13 @@ class Run:
         self._entered = entered
         self.notes[number] = entered.notes
         return entered
+
+    def _rates_now(self) -> list[float]:
+        """The rates as given, at the batch that they are for: those set since the stage began, by hand or by a schedule, are given."""
+        if (active := self.active) is None:
+            return self._rates
+        factor, groups = self._factor(active.number), active.optimizer.param_groups
+        return [given if group["lr"] == given * factor else group["lr"] / factor for given, group in zip(self._rates, groups, strict=True)]
 
     def _following(self, before: Optimizer, after: Optimizer) -> list[float]:
         """The given rates of groups that may have been split: each by its factor."""
@@ -316,7 +322,7 @@ class Run:
             "stages": [repr(stage) for stage in self.stages], "batches": self.batches, "done": self.done,
             "at": -1 if entered is None else entered.number, "model": self.model.state_dict(), "states": states,
             "effects": {} if entered is None else {effect.name: dict(effect.state()) for effect in entered.effects},
-            "plateaus": [plateau.losses for plateau in self._plateaus], "random": torch.get_rng_state(),
+            "plateaus": [plateau.losses for plateau in self._plateaus], "random": torch.get_rng_state(), "rates": self._rates_now(),
         })  # fmt: skip
 
     def resume(self, file: str | os.PathLike[str]) -> None:
@@ -334,7 +340,7 @@ class Run:
             self._enter(number, begin=number == held["at"])
         self.model.load_state_dict(held["model"])
         if (entered := self._entered) is not None:
-            entered.states = held["states"]
+            entered.states, self._rates = held["states"], held["rates"]
             for effect in entered.effects:
                 effect.load(held["effects"][effect.name])
             if any(effect.moves_states for effect in entered.effects):

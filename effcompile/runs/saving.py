@@ -16,10 +16,10 @@ from effcompile.core.files import write_atomically
 from effcompile.runs.stage import Stage
 
 #: The form of what `write` writes.
-_VERSION = 2
+_VERSION = 3
 _WANTED: Mapping[str, type | tuple[type, ...]] = {
     "stages": list, "done": list, "batches": list, "at": int, "model": Mapping, "states": dict, "effects": dict, "plateaus": list,
-    "random": Tensor,
+    "random": Tensor, "rates": list,
 }  # fmt: skip
 
 

@@ -25,13 +25,13 @@ from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.runtime.gradients import GradientGuard
 from effcompile.runtime.inputs import GraphInputs
-from effcompile.runtime.planned import PlannedModel
+from effcompile.runtime.planned import PlannedModel, SetOnModel
 
 #: Why torch.compile runs an Executable as it is.
 COMPILED = "An effcompile.Executable is compiled already: call it as it is, outside of torch.compile(fullgraph=True)."
 
 
-class Executable(PlannedModel):
+class Executable(SetOnModel, PlannedModel):
     """Called like the model it was made of, with inputs of the captured structure.
 
     `parameters()`, `state_dict()`, `train()` and `eval()` are the original's. In training mode the original model

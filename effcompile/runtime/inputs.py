@@ -20,7 +20,7 @@ from effcompile.ir.structure import returned_of
 
 #: Kinds of calls (shapes, dtypes, devices) that are remembered as accepted.
 _REMEMBERED = 256
-_AGAIN = "Plan again for other shapes; on_change='replan' does so by itself."
+_AGAIN = "Plan again for other shapes."
 _Seen = tuple[tuple[torch.Size, torch.dtype, torch.device, torch.layout, type], ...]
 
 

@@ -10,8 +10,28 @@ from effcompile.core.errors import Fallback, GuardError
 from effcompile.core.types import Args, Kwargs, Outputs
 from effcompile.ir.plan import Plan
 
+#: What may stand in the place of a refused call, in words.
+_OFFERS = {"replan": "on_change='replan' plans again by itself", "eager": "on_change='eager' runs the model's own forward there"}
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+class SetOnModel(nn.Module):
+    """What stands around a model (`model` among its attributes, or its child `original`), and hands on what is set.
+
+    An attribute that the model has, and this has not, is set on the model, as torch.compile's modules do it: else its forward would go on
+    with the value of before.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        held = self.__dict__
+        model = held.get("model") or held.get("_modules", {}).get("original")
+        own = name in held or name.startswith("_") or hasattr(type(self), name) or value is model
+        if model is None or own or not hasattr(model, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(model, name, value)
 
 
 class PlannedModel(nn.Module):
@@ -20,6 +40,8 @@ class PlannedModel(nn.Module):
     plan: Plan
     #: What runs in the place of a refused call (`on_change`): a name that no model has, as it stands beside the model's own attributes.
     _effcompile_fallback: Fallback | None
+    #: What else `on_change` could have been.
+    _effcompile_offers: tuple[str, ...] = ()
 
     def unplanned(self) -> nn.Module:
         """The model as it was given, with all that it holds."""
@@ -50,5 +72,10 @@ class PlannedModel(nn.Module):
             GuardError: nothing does.
         """
         if self._effcompile_fallback is None:
-            raise error
+            raise self._offering(error)
         return self._effcompile_fallback(error, args, kwargs)
+
+    def _offering(self, error: GuardError) -> GuardError:
+        """The error, with what a call of this model could do instead, had it been asked for."""
+        said = ", ".join(_OFFERS[how] for how in self._effcompile_offers)
+        return error.saying(said and f"In effcompile.optimize, {said}.")

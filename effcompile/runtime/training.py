@@ -44,7 +44,8 @@ class TrainingExecutable(PlannedModel):
         return None if self.runner.loss_scale is None else self.runner.loss_scale.scaler
 
     def __copy__(self) -> TrainingExecutable:
-        return planned(self.runner.model, self.runner, self.plan, self.optimizer)._in_mode_of(self)
+        runner = copy.copy(self.runner)  # which watches the copy from then on, and this one's goes on watching this one
+        return planned(self.runner.model, runner, self.plan, self.optimizer)._in_mode_of(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TrainingExecutable:
         """A copy of the model with the same plan; without an optimizer, whose states are the original's."""
@@ -98,18 +99,38 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
         return twin
 
     result = copy.copy(model)
-    members = {"forward": forward, "unplanned": unplanned, "__module__": kind.__module__}
-    result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
     notes = runner.state.settle()
-    _set(
-        result,
-        {"runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer, "_effcompile_fallback": None},
-    )
+    beside: dict[str, object] = {
+        "runner": runner, "plan": plan.with_changes(notes=(*plan.notes, *notes)), "optimizer": optimizer, "_effcompile_fallback": None,
+        "_effcompile_offers": (),
+    }  # fmt: skip
+    if hasattr(model, "config"):
+        beside["accepts_loss_kwargs"] = runner.takes_items  # whether HuggingFace's Trainer gives it num_items_in_batch
+    members = {"forward": forward, "unplanned": unplanned, "__module__": kind.__module__}
+    members |= {name: _Beside(name, value) for name, value in beside.items()}
+    result.__class__ = type(kind.__name__, (TrainingExecutable, kind), members)
     runner.state, runner.guarded = runner.state.bound_to(model, result), True
     assert isinstance(result, TrainingExecutable)
-    if hasattr(model, "config"):
-        _set(result, {"accepts_loss_kwargs": runner.takes_items})  # whether HuggingFace's Trainer gives it num_items_in_batch
     return result
+
+
+class _Beside:
+    """What a planned model has beside the model's own attributes: with its class, of which it is the one instance.
+
+    So the model in its own class, which shares all attributes, is copied and pickled as it always was.
+    """
+
+    def __init__(self, name: str, value: object) -> None:
+        self._name, self._value = name, value
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        return self._value
+
+    def __set__(self, instance: object, value: object) -> None:
+        self._value = value
+
+    def __delete__(self, instance: object) -> Never:
+        raise AttributeError(f"{self._name} of a planned model is not deleted.")
 
 
 class _Given:

@@ -20,7 +20,7 @@ class Constraints:
     Attributes:
         round: which solve it is, from 1.
         error_scale: measured over predicted squared error: predictions are multiplied by it.
-        budget: bytes, None for no limit.
+        budget: bytes, None for no limit. less: bytes that it is smaller than the first, for what the allocator took beside.
         forbidden: (kind, option) → why it is out of the question: it was run, and did not hold.
         priced_again: how often prices were forgotten and taken anew.
         notes: what was found on the way.
@@ -29,6 +29,7 @@ class Constraints:
     round: int = 1
     error_scale: float = 1.0
     budget: int | None = None
+    less: int = 0
     forbidden: Mapping[Choice, Reason] = field(default_factory=dict)
     priced_again: int = 0
     notes: tuple[Reason, ...] = ()
@@ -43,7 +44,7 @@ class Constraints:
         There has to be a budget.
         """
         assert self.budget is not None, "nothing is above no budget"
-        return replace(self, budget=self.budget - excess, notes=(*self.notes, note))
+        return replace(self, budget=self.budget - excess, less=self.less + excess, notes=(*self.notes, note))
 
     def without(self, choice: Choice, why: Reason) -> Constraints:
         """A choice did not keep what it promises."""

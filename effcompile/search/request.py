@@ -135,6 +135,14 @@ class Request:
             name = next(name for name, value in given.items() if value)
             raise UsageError(f"{name} is for a training step. Leave it out, or ask for mode='training'.")
 
+    @property
+    def offers(self) -> tuple[OnChange, ...]:
+        """What else `on_change` could be for this request, where it is left out: see the refusals."""
+        if self.on_change in ("replan", "eager") or self.goal.mode == "generation" or self.mesh is not None:
+            return ()
+        there: dict[OnChange, bool] = {"replan": self.optimizer is None, "eager": self.loss is None}
+        return tuple(how for how, so in there.items() if so)
+
     def _check_names(self) -> None:
         named = self.passes is None or (not isinstance(self.passes, str) and all(isinstance(name, str) for name in self.passes))
         if not named:

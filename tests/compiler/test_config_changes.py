@@ -16,6 +16,8 @@ from torch import nn
 import effcompile
 from effcompile.compiler import Executable
 from effcompile.core.errors import GuardError
+from effcompile.core.goal import Goal
+from effcompile.search.request import Request
 
 IDS = torch.randint(1, 32, (2, 8), generator=torch.Generator().manual_seed(0))
 Change = Callable[[Any], Undo]
@@ -88,3 +90,28 @@ def test_a_changed_configuration_gives_no_old_answer(name: str, copied: bool) ->
     finally:
         undo()
     torch.testing.assert_close(answer(made), answer(model), rtol=1e-4, atol=1e-5)
+
+
+def test_hidden_states_that_the_model_itself_was_asked_for_change_nothing() -> None:
+    """HuggingFace hooks collectors into the model at the first such call, which do nothing in others; hooks of others change answers."""
+    model, made = planned()
+    own: Any = made.original
+    own(input_ids=IDS, output_hidden_states=True)
+    assert own._output_capturing_hooks_installed
+    torch.testing.assert_close(answer(made), answer(model), rtol=1e-4, atol=1e-5)
+    hook = own.encoder.layer[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(GuardError, match="hook"):
+        answer(made)
+    hook.remove()
+
+
+def test_what_a_refusal_offers_is_there_to_be_asked_for() -> None:
+    _, made = planned()
+    with pytest.raises(GuardError, match=r"on_change='replan' plans again by itself, on_change='eager' runs"):
+        made(input_ids=IDS, output_hidden_states=True)
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    training, generation = Goal(mode="training"), Goal(mode="generation", context=8)
+    assert Request(goal=training).offers == ("replan", "eager")
+    assert Request(goal=training, optimizer=sgd).offers == ("eager",)
+    assert Request(goal=training, loss=lambda outputs, inputs: outputs).offers == ("replan",)
+    assert Request(goal=generation).offers == Request(goal=training, on_change="eager").offers == ()

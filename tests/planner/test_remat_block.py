@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -142,7 +143,7 @@ def test_a_large_block_gets_valid_options_within_its_time() -> None:
 def test_a_front_is_looked_for_once_but_an_incomplete_one_again_with_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def found(problem: BlockProblem, timeout: float, points: int) -> block.BlockFront:
+    def found(problem: BlockProblem, timeout: float, *rest: Any) -> block.BlockFront:
         given.append(timeout)
         return replace(whole, proven=timeout > 5)
 
@@ -196,3 +197,22 @@ def test_an_impossible_way_is_refused(kept: set[str], again: tuple[str, ...], wo
 def test_bad_arguments_are_refused(arguments: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="timeout"):
         block_front(chain_of_three(), **arguments)
+
+
+@pytest.mark.parametrize("again", ["at other prices", "with more time"])
+def test_what_was_leanest_stays_an_option_when_the_time_is_up(again: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget that was named as feasible rests on it."""
+    problem = transformer_block()
+    before = block_front(problem, timeout=5.0)
+    monkeypatch.setattr(block, "search", lambda *args, **kwargs: False)
+    monkeypatch.setattr(block, "prove", lambda *args, **kwargs: False)
+    if again == "at other prices":
+        problem = replace(problem, forward=tuple(replace(op, seconds=1.25 * op.seconds) for op in problem.forward))
+        after = block_front(problem, timeout=5.0)
+    else:
+        for key, (given_seconds, front_found) in block._known.items():
+            block._known[key] = given_seconds, replace(front_found, proven=False, complete=False)
+        after = block_front(problem, timeout=6.0)
+    for wanted in before.options:
+        assert any(o.kept_bytes <= wanted.kept_bytes and o.backward_peak <= wanted.backward_peak for o in after.options)
+    assert min(o.forward_peak for o in after.options) <= min(o.forward_peak for o in before.options)

@@ -27,7 +27,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def forget() -> None:
     """As in another process."""
-    for known in (block._known, block._fresh, block._from_disk):
+    for known in (block._known, block._leanest, block._fresh, block._from_disk):
         known.clear()
 
 
@@ -36,9 +36,9 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[BlockProblem]:
     asked: list[BlockProblem] = []
     found = block._found
 
-    def search(problem: BlockProblem, timeout: float, points: int) -> BlockFront:
+    def search(problem: BlockProblem, *rest: Any) -> BlockFront:
         asked.append(problem)
-        return found(problem, timeout, points)
+        return found(problem, *rest)
 
     monkeypatch.setattr(block, "_found", search)
     return asked

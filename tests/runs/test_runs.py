@@ -90,6 +90,25 @@ def test_a_run_is_resumed_to_the_bit(saved: tuple[list[torch.Tensor], Path, dict
     assert all(torch.equal(value, parameters[name]) for name, value in model.state_dict().items())
 
 
+def test_a_rate_that_is_set_between_steps_stays_in_later_stages_and_when_resumed(tmp_path: Path) -> None:
+    """By hand, or by a scheduler on the stage's optimizer."""
+    _, run = made()
+    for number, stage in enumerate(run):
+        group = stage.optimizer.param_groups[0]
+        if number == 0:
+            stage.step(**batch_at(8))
+            group["lr"] = 0.003
+        else:
+            assert group["lr"] == 0.003
+            group["lr"] = 0.002
+            run.save(tmp_path / "run.pt")
+        while stage.left:
+            stage.step(**batch_at(stage.stage.sequence or 0))
+    _, again = made()
+    again.resume(tmp_path / "run.pt")
+    assert [stage.optimizer.param_groups[0]["lr"] for stage in [next(iter(again))]] == [0.002]
+
+
 def test_states_of_a_parameter_that_was_taken_out_are_told_of() -> None:
     torch.manual_seed(0)
     model = Tagger()

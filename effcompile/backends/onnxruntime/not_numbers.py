@@ -1,7 +1,8 @@
 """What ONNX Runtime computes otherwise than PyTorch where a value is infinite or NaN, spelled so that it is the same.
 
 Its Clip with one bound makes the largest finite number of an infinite one; its largest, smallest, arg-largest and sorted values pass over
-NaN, which in PyTorch is the answer. What is left as it is: Sign gives NaN for NaN (PyTorch 0), MaxPool passes over NaN.
+NaN, which in PyTorch is the answer; its sign of NaN is NaN, in PyTorch 0. What is left as it is: MaxPool passes over NaN, and has the
+least finite number for a window of −∞. Spelled otherwise (a second pool, of marks), the stem of a ResNet took 1.3 to 1.8 times as long.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16)
 
 def as_in_torch(graph: ir.Graph) -> None:
     """Edits the graph, whose nodes have names."""
-    makers = {"Clip": _bounded, "ReduceMax": _extreme, "ReduceMin": _extreme, "ArgMax": _place, "ArgMin": _place, "TopK": _sorted}
+    makers = {
+        "Clip": _bounded,
+        "ReduceMax": _extreme,
+        "ReduceMin": _extreme,
+        "ArgMax": _place,
+        "ArgMin": _place,
+        "TopK": _sorted,
+        "Sign": _sign,
+    }
     for node in list(graph):
         x = node.inputs[0] if node.inputs else None
         if node.domain == "" and node.op_type in makers and x is not None and x.dtype in _FLOATS:
@@ -75,6 +84,10 @@ def _extreme(edit: _Edit) -> tuple[ir.Value, ...]:
     there = ir.Node("", "ReduceMax", [edit.marks(), *others], edit.node.attributes.values(), num_outputs=1)
     some = edit.call("Cast", edit.put(there).outputs[0], to=int(ir.DataType.BOOL))
     return (edit.call("Where", some, edit.constant(float("nan")), edit.again(edit.x, *others).outputs[0]),)
+
+
+def _sign(edit: _Edit) -> tuple[ir.Value, ...]:
+    return (edit.call("Where", edit.call("IsNaN", edit.x), edit.constant(0.0), edit.again(edit.x).outputs[0]),)
 
 
 def _place(edit: _Edit) -> tuple[ir.Value, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from effcompile.core.causes import Refuted
+from effcompile.core.causes import OverWhenRun, Refuted
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.reasons import Because
 from effcompile.machine.room import Room, device_of
@@ -35,14 +35,29 @@ class Ran:
     joint: Joint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A plan that was run and held, and what it was chosen from."""
+
+    work: Work
+    branches: Branches
+    joint: Joint
+
+
 @dataclass(kw_only=True)
 class Attempt:
-    """The step as it is prepared now: anew where a choice turned out to be out of the question, or prices to be others."""
+    """The step as it is prepared now: anew where a choice turned out to be out of the question, or prices to be others.
+
+    Attributes:
+        held: what was run within the budget before prices were taken anew. With others a block's search may end, when its time is up,
+            without what is lean enough.
+    """
 
     work: Work
     case: Case
     branches: Branches = field(init=False)
     refuted: RefutedError | None = None
+    held: _Held | None = None
 
     def __post_init__(self) -> None:
         self.branches = Branches(work=self.work, case=self.case)
@@ -54,7 +69,7 @@ class Attempt:
         return Constraints(budget=limit(work.goal.memory, whole.footprint.peak_bytes + beside, work.figures.target))
 
     def solve(self, constraints: Constraints) -> Joint:
-        """The best schedule within the budget.
+        """The best schedule within the budget; what was run and held before, where none is found any more.
 
         Raises:
             InfeasibleError: there is none; it says what was refuted on the way, and the budget that it names was run where only running
@@ -65,6 +80,12 @@ class Attempt:
         except InfeasibleError as error:
             if self._least_refuted(error):
                 return self.solve(constraints)
+            if (held := self.held) is not None:
+                self.work, self.branches = held.work, held.branches
+                return held.joint
+            if constraints.less and constraints.budget is not None:
+                asked = constraints.budget + constraints.less
+                error = error.needing(error.needed + constraints.less, OverWhenRun(budget=asked, over=constraints.less))
             refuted = self.refuted
             raise error if refuted is None else error.with_untried(Refuted(therefore=refuted.said, found=str(refuted))) from refuted
 
@@ -109,6 +130,7 @@ class Attempt:
         if misjudged is None or constraints.priced_again:
             return ran, None
         work.forget(self.branches.whole)
+        self.held = _Held(work=work, branches=self.branches, joint=joint)
         self._prepare(work)
         return ran, constraints.with_new_prices(Because(_PRICED_AGAIN, (round(misjudged, 2),)))
 

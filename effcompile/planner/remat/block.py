@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import le
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,8 @@ _LEVELS = 16  # thresholds of the greedy options, about
 _WORTH_KEEPING = 0.02  # seconds of search
 #: Problem and points (their hash) → seconds that were given, and the front: subsets of levers have most of their problems in common.
 _known: dict[str, tuple[float, BlockFront]] = {}
+#: Problem without its prices → its leanest options at other prices: a budget that was feasible stays so when operators are timed again.
+_leanest: dict[str, tuple[BlockOption, ...]] = {}
 _fresh: dict[str, KeptFront] = {}  # found here and not yet kept for later processes
 _from_disk: dict[Path, kept.Kept] = {}
 
@@ -71,7 +74,8 @@ class BlockFront:
 def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40) -> BlockFront:
     """The Pareto front of (kept_bytes, backward_peak, seconds), least seconds first, and whether it is complete and proven.
 
-    A front that this process has found is not looked for again, unless it is not complete and there is more time now.
+    A front that this process has found is not looked for again, unless it is not complete and there is more time now. What was leanest
+    of it, or of the block at other prices, is among the options however early the time is up.
 
     Args:
         problem: the block.
@@ -85,16 +89,19 @@ def block_front(problem: BlockProblem, *, timeout: float = 8.0, points: int = 40
     if not (math.isfinite(timeout) and timeout > 0) or points < 3:
         raise UsageError(f"timeout = {timeout!r}, points = {points!r}: give a positive number of seconds, and at least 3 points.")
     timeout = effort.allowed(timeout)
-    key = hashed(problem, points)
+    key, alike = hashed(problem, points), hashed(_unpriced(problem), points)
     given, front = _known.get(key) or _read(key, problem)
     if front is None or (timeout > given and not front.proven):
-        given, front = timeout, _found(problem, timeout, points)
+        given, front = timeout, _found(problem, timeout, points, _leanest.get(alike, ()))
         effort.spend(front.seconds)
         if front.seconds > _WORTH_KEEPING:
             _fresh[key] = _as_kept(problem, given, front)
+    elif key in _known:
+        return front
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    _known[key] = given, front
+        _leanest.clear()
+    _known[key], _leanest[alike] = (given, front), _lean(front.options)
     return front
 
 
@@ -130,7 +137,19 @@ def _as_kept(problem: BlockProblem, given: float, front: BlockFront) -> KeptFron
     )  # fmt: skip
 
 
-def _found(problem: BlockProblem, timeout: float, points: int) -> BlockFront:
+def _unpriced(problem: BlockProblem) -> BlockProblem:
+    """The block as if nothing took any time."""
+    forms = {name: tuple(replace(form, seconds=0.0, out=0.0, back=0.0) for form in of) for name, of in problem.forms.items()}
+    return replace(problem, forward=tuple(replace(op, seconds=0.0) for op in problem.forward), forms=forms, hidden=None)
+
+
+def _lean(options: tuple[BlockOption, ...]) -> tuple[BlockOption, ...]:
+    """Those that some budget needs, whatever they cost."""
+    taken = {o: (o.kept_bytes, o.forward_peak, o.backward_peak, o.host_bytes) for o in options}
+    return tuple(o for o, mine in taken.items() if not any(all(map(le, other, mine)) for other in taken.values() if other != mine))
+
+
+def _found(problem: BlockProblem, timeout: float, points: int, others: Iterable[BlockOption]) -> BlockFront:
     start = time.monotonic()
     small, front = layout(problem), Front()
     _greedy(small, front)
@@ -140,8 +159,9 @@ def _found(problem: BlockProblem, timeout: float, points: int) -> BlockFront:
     proven = in_time and prove(small, front, deadline=start + timeout)
     found = [_option(problem, small, codes) for codes in front.points.values()]
     options = _pareto([o for o in found if o is not None], problem.scarce)
+    before = [o for other in others if (o := option(problem, other.kept, other.forms)) is not None]
     return BlockFront(
-        options=tuple(thinned(options, points, scarce=problem.scarce)),
+        options=tuple(_pareto([*thinned(options, points, scarce=problem.scarce), *before], problem.scarce)),
         found=len(options),
         complete=complete or proven,
         proven=proven,

@@ -74,5 +74,5 @@ def taking_items(result: TrainingExecutable, work: Work, step: Step) -> Training
     result.runner.items, notes = items_of(work, step)
     result.plan = replace(result.plan, notes=tuple(dict.fromkeys((*result.plan.notes, *notes))))
     if hasattr(work.model, "config"):
-        vars(result)["accepts_loss_kwargs"] = result.runner.takes_items
+        setattr(result, "accepts_loss_kwargs", result.runner.takes_items)  # noqa: B010
     return result

@@ -16,13 +16,13 @@ from transformers import modeling_outputs
 from effcompile.backends.base import Lowered
 from effcompile.capture.caches import HFCache, check_cache, new_cache_of, seen_by
 from effcompile.capture.generation import GenerationStep
-from effcompile.core.errors import GuardError, InputsError, UsageError
+from effcompile.core.errors import FormatError, GuardError, InputsError, UsageError
 from effcompile.core.types import Forward, HFClass, HFConfig, HFModel, Kwargs, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.runtime.generation import files, shell
 from effcompile.runtime.generation.steps import LoweredStep, carried_out
-from effcompile.runtime.planned import PlannedModel
+from effcompile.runtime.planned import PlannedModel, SetOnModel
 
 #: Arguments of a forward that change nothing here, or that generate() gives always.
 _SILENT = frozenset({"use_cache", "return_dict", "cache_position", "encoder_outputs", "past_key_values", "logits_to_keep"})
@@ -219,7 +219,7 @@ class _Configured:
         self._behind.generation_config = config
 
 
-class GenerationExecutable(_Configured, PlannedModel):
+class GenerationExecutable(_Configured, SetOnModel, PlannedModel):
     """A Hugging Face model whose generate() runs each step as planned: greedy, sampling, beams, streamers, criteria, caches handed back.
 
     A call is the model's own forward: `executable(input_ids, past_key_values=cache)` returns logits and the longer cache. Weights are
@@ -310,8 +310,10 @@ def _device_of(lowered: LoweredStep) -> torch.device:
 class OpenedGeneration(_Configured):
     """A saved folder at work, without the model it was made of: generate(), and calls as the model's forward."""
 
-    def __init__(self, plan: Plan, lowered: LoweredStep, kind: HFClass, configs: tuple[Any, Any], encoder: tuple[str, ...]) -> None:
-        self.plan, self.lowered = plan, lowered
+    def __init__(
+        self, folder: Path, plan: Plan, lowered: LoweredStep, kind: HFClass, configs: tuple[Any, Any], encoder: tuple[str, ...]
+    ) -> None:
+        self.folder, self.plan, self.lowered = folder, plan, lowered
         self.stepper = Stepper(lowered, kind.forward, configs[0])
         source = LoweredEncoder(lowered, encoder) if encoder else None
         self._shell: HFModel = shell.empty(kind, *configs, self.stepper, source, _device_of(lowered))
@@ -319,6 +321,9 @@ class OpenedGeneration(_Configured):
     @property
     def _behind(self) -> HFModel:
         return self._shell
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (str(self.folder.absolute()), dict(self.plan.artifact), self.config, self.generation_config)
 
     def __call__(self, *args: object, **kwargs: object) -> Outputs:
         """One step: the model's forward. Raises GuardError for arguments that the plan was not made for."""
@@ -329,8 +334,8 @@ class OpenedGeneration(_Configured):
         return self._shell.generate(*args, **kwargs)
 
 
-def open_generation(directory: Path) -> OpenedGeneration:
-    """What `GenerationExecutable.save` wrote, at work without the model.
+def open_generation(directory: Path, configs: tuple[HFConfig, HFConfig] | None = None) -> OpenedGeneration:
+    """What `GenerationExecutable.save` wrote, at work without the model. `configs`: in the place of those that stand there.
 
     Raises:
         UsageError: no such folder, or a file of it is missing. FormatError: a file is another one.
@@ -338,4 +343,17 @@ def open_generation(directory: Path) -> OpenedGeneration:
     plan, header = files.read(directory)
     kind = files.kind_of(header)
     lowered = files.opened(directory, plan, header)
-    return OpenedGeneration(plan, lowered, kind, files.configs_of(directory, kind), header.encoder)
+    return OpenedGeneration(directory, plan, lowered, kind, configs or files.configs_of(directory, kind), header.encoder)
+
+
+def _again(folder: str, artifact: Mapping[str, str], *configs: HFConfig) -> OpenedGeneration:
+    """What was pickled, opened again, with its configurations as they were then.
+
+    Raises:
+        FormatError: another artifact stands there now.
+    """
+    config, of_generation = configs
+    found = open_generation(Path(folder), (config, of_generation))
+    if dict(found.plan.artifact) != artifact:
+        raise FormatError(f"{folder!r} holds another artifact than the one that was pickled. Load it with effcompile.load({folder!r}).")
+    return found

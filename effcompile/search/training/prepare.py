@@ -130,6 +130,7 @@ class OperatorCosts:
         here: whether it is this one, and operators may be run.
         known: operator → what was measured. store: of this machine, where it is kept.
         modelled: operators that had to be modelled.
+        doubted: operators whose seconds are measured again when they are asked for.
         progress: is told what is being measured.
         traced: graphs of steps, which do not change, → their storages.
     """
@@ -139,6 +140,7 @@ class OperatorCosts:
     known: MutableMapping[str, Measured] = field(default_factory=dict)
     store: Calibration | None = None
     modelled: set[str] = field(default_factory=set)
+    doubted: set[str] = field(default_factory=set)
     progress: Progress = QUIET
     traced: MutableMapping[fx.Graph, Storages] = field(default_factory=dict)
 
@@ -146,10 +148,19 @@ class OperatorCosts:
         """What passes propose for, with these figures. `forbidden`: (kind, option) → why it is out of the question."""
         return StepContext(goal=goal, target=self.target, here=self.here, prices=self, forbidden=forbidden)
 
+    def doubt(self, nodes: Iterable[fx.Node]) -> None:
+        """Have these measured again when they are asked for. What they take for themselves stays: schedules were found to hold with it."""
+        self.doubted.update(key for node in nodes if (key := operators.key(node)) in self.known)
+
     def measure(self, nodes: Iterable[fx.Node]) -> None:
-        """Run what is not known yet."""
-        if self.here:
-            operators.measure(nodes, self.known, progress=lambda done, of: self.progress.update("measure operators", done, of))
+        """Run what is not known yet, or doubted."""
+        if not self.here:
+            return
+        asked = {operators.key(node): node for node in nodes if node.op == "call_function"}
+        before = {key: self.known.pop(key) for key in self.doubted & asked.keys() & self.known.keys()}
+        operators.measure(asked.values(), self.known, progress=lambda done, of: self.progress.update("measure operators", done, of))
+        self.known.update({key: self.known.get(key, was).with_bytes_of(was) for key, was in before.items()})
+        self.doubted -= before.keys()
 
     def seconds(self, node: fx.Node) -> float:
         """Time of one operator."""

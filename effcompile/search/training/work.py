@@ -22,7 +22,6 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Kwargs, Outputs
-from effcompile.estimate import operators
 from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.ops.frozen_codes import CodedWeight
 from effcompile.ops.optimizers import check
@@ -137,10 +136,9 @@ class Work:
         return replace(self, passes=passes, forbidden={**self.forbidden, (error.kind, error.option): error.reason})
 
     def forget(self, found: Preparation) -> None:
-        """Forget what was measured of the operators of all variants: it does not agree with what the step takes."""
+        """Have the operators of all variants timed again: their times do not agree with what the step takes."""
         graphs = (found.captured.graph, *(prepared.step.graph for prepared in found.variants))
-        for node in (node for graph in graphs for node in graph.nodes if node.op == "call_function"):
-            self.figures.known.pop(operators.key(node), None)
+        self.figures.doubt(node for graph in graphs for node in graph.nodes if node.op == "call_function")
 
     @property
     def leaves(self) -> LeafInputs:

@@ -23,6 +23,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "place": lambda x: x.argmax(-1), "place of the smallest": lambda x: x.argmin(-1, keepdim=True), "down": lambda x: x.argmax(0),
     "largest, its place": lambda x: x.max(-1).indices, "best": lambda x: x[:5].topk(3)[0], "in order": lambda x: x[:5].sort(-1)[0],
     "greater": lambda x: torch.maximum(x, x.flip(-1)), "softmax": lambda x: x.softmax(-1), "log": lambda x: x.log_softmax(-1),
+    "sign": torch.sign,
     "by hand": lambda x: (x - x.amax(-1, keepdim=True)).exp(), "of length 1": lambda x: F.normalize(x, dim=-1),
 }  # fmt: skip
 

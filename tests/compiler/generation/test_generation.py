@@ -1,5 +1,7 @@
 """optimize(mode="generation"): the model's own generate() on planned steps, token for token, saved and opened again."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +164,9 @@ def test_saved_and_opened_again(planned: Planned, tmp_path: Path) -> None:
     how: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     assert torch.equal(opened.generate(ids(2, 9), **how), executable.generate(ids(2, 9), **how))
     assert opened.plan.goal.context == CONTEXT
+    opened.generation_config.max_new_tokens = 5
+    for other in (pickle.loads(pickle.dumps(opened)), copy.deepcopy(opened)):
+        assert torch.equal(other.generate(ids(2, 9), do_sample=False), opened.generate(ids(2, 9), do_sample=False))
 
 
 def test_onnxruntime_generates_the_same_and_opens_again(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""A budget that was named as feasible can be planned: when prices are taken anew, and when running takes more than was simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from effcompile.compiler import optimize_training
+from effcompile.compiler.training import attempt
+from effcompile.core.errors import InfeasibleError
+from effcompile.core.goal import Goal
+from effcompile.estimate import operators
+from effcompile.estimate.operators import Measured
+from effcompile.ir.plan import Plan
+from effcompile.machine.machines import load_target
+from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
+from effcompile.planner.remat import BlockFront
+from effcompile.schedules.blocks import Block
+from effcompile.search.training.prepare import OperatorCosts
+
+#: Steps that keep everything do not fit where recomputing does: activations are most of it.
+PASSES = ["checkpoint"]
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(torch.tanh(x)).sigmoid()
+        return x.square().mean()
+
+
+def planned(model: nn.Module, memory: int) -> Any:
+    inputs = {"x": torch.linspace(-1, 1, 64 * 16).reshape(64, 16)}
+    return optimize_training(model, (), inputs, goal=Goal(mode="training", memory=memory), passes=PASSES)
+
+
+def least(model: nn.Module) -> int:
+    with pytest.raises(InfeasibleError) as refused:
+        planned(model, 1)
+    return refused.value.needed
+
+
+def test_prices_taken_anew_do_not_take_the_named_budget_back(quick_training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the step was run within it, blocks whose search ends early at other prices are no reason that it is not feasible."""
+    model = Deep()
+    named = least(model)
+
+    def early(self: Checkpoint, block: Block) -> BlockFront:
+        return BlockFront(options=(keeping_all(block),), found=1, complete=False, proven=False, solver="", seconds=0.0)
+
+    prepare = attempt.Attempt._prepare
+
+    def prepared(self: attempt.Attempt, *args: Any) -> None:
+        monkeypatch.setattr(Checkpoint, "front", early)
+        self.work.fronts.clear()
+        prepare(self, *args)
+
+    monkeypatch.setattr(attempt.Attempt, "_prepare", prepared)
+    monkeypatch.setattr(Plan, "misjudged", property(lambda self: 0.1))
+    plan = planned(model, named).plan
+    assert Checkpoint.front is early, "prices were not taken anew"
+    assert plan.over_memory is None
+    assert (plan.measured.peak_bytes or 0) <= named
+
+
+def test_an_operator_that_is_timed_again_keeps_its_bytes() -> None:
+    """A step that is cut meanwhile, or a kernel whose bytes are seen once in a while, is not simulated with fewer than were seen."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.zeros(8)
+    node = graph.call_function(torch.ops.aten.mul.Scalar, (x, 2.0))
+    node.meta["val"] = torch.zeros(8)
+    figures = OperatorCosts(target=load_target("cpu-generic"), here=True)
+    figures.known[operators.key(node)] = Measured(seconds=600.0, workspace=4096)
+    figures.doubt([node])
+    assert figures.workspace(node, 0) == 4096
+    figures.measure([node])
+    assert figures.workspace(node, 0) == 4096
+    assert figures.seconds(node) < 600
+
+
+def test_what_running_took_beside_is_part_of_the_budget_that_is_named_then(quick_training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator's kernel may take more than it took at made-up values: the next budget that is named has it."""
+    model, beside = Deep(), 4096
+    named, verified = least(model), attempt.verified
+
+    def with_more(*args: Any) -> Any:
+        executable, _ = verified(*args)
+        return executable, max(0, named + beside - args[-1].goal.memory)
+
+    monkeypatch.setattr(attempt, "verified", with_more)
+    with pytest.raises(InfeasibleError) as refused:
+        planned(model, named)
+    assert refused.value.needed == named + beside
+    assert "No plan is within" in str(refused.value) and "4 KiB more" in str(refused.value)
+    monkeypatch.undo()
+    assert planned(model, named + beside).plan.over_memory is None
