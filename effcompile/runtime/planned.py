@@ -24,7 +24,7 @@ class SetOnModel(nn.Module):
     with the value of before.
     """
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         held = self.__dict__
         model = held.get("model") or held.get("_modules", {}).get("original")
         own = name in held or name.startswith("_") or hasattr(type(self), name) or value is model
