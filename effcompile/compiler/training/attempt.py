@@ -81,7 +81,7 @@ class Attempt:
             if self._least_refuted(error):
                 return self.solve(constraints)
             if (held := self.held) is not None:
-                self.work, self.branches = held.work, held.branches
+                self.work, self.branches, self.held = held.work, held.branches, None
                 return held.joint
             if constraints.less and constraints.budget is not None:
                 asked = constraints.budget + constraints.less
