@@ -32,8 +32,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from effcompile.core.types import Args, AutogradContext, Kwargs
 from effcompile.ops import attention_flash, attention_kernel
-from effcompile.ops.attention_terms import NeededGradients, Terms, check, visible_pairs, wide
+from effcompile.ops.attention_terms import NeededGradients, Terms, check, visible_pairs
 from effcompile.ops.mask import FORM, OPERANDS, declared
+from effcompile.ops.sums import sum_dtype
 
 __all__ = ["attention", "attention_backward"]
 
@@ -96,7 +97,7 @@ def _(
 def _(q, k, v, *rest, **form):  # type: ignore[no-untyped-def]
     check(q, k, v, Terms.of(*rest, **form))
     b, h, sq, _ = q.shape
-    return q.new_empty((b, h, sq, v.shape[3])), q.new_empty((b, h, sq), dtype=wide(q))
+    return q.new_empty((b, h, sq, v.shape[3])), q.new_empty((b, h, sq), dtype=sum_dtype(q))
 
 
 @attention_backward.register_fake

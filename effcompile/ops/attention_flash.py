@@ -20,7 +20,8 @@ from torch import Tensor
 from effcompile.ops import attention_kernel
 from effcompile.ops.attention_kernel import SoftmaxSums, shape_of
 from effcompile.ops.attention_spans import Shape, Span, SpanGroup, groups, hidden_of, key_heads, spans
-from effcompile.ops.attention_terms import NeededGradients, Terms, part, sink_rows, wide
+from effcompile.ops.attention_terms import NeededGradients, Terms, part, sink_rows
+from effcompile.ops.sums import sum_dtype
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -45,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
         out, lse = call.forward(found[0])
     else:
         out = q.new_zeros(q.shape)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
         for group in call.groups(found, most=_ALL):
             call.forward_group(group, out, lse)
     out, lse = out.contiguous(), lse.contiguous()
@@ -62,7 +63,7 @@ def backward(
     """(dq, dk, dv, dbias, dsink) of checked arguments on a CPU."""
     if not _takes(q, k, v, terms) or (terms.bias is not None and wanted.bias_gradient):
         return attention_kernel.backward(grad_out, q, k, v, out, lse, terms, wanted)
-    call = _Call(q, k, v, terms, least=64 if q.dtype == wide(q) else 256)  # narrow backwards are slow in small blocks
+    call = _Call(q, k, v, terms, least=64 if q.dtype == sum_dtype(q) else 256)  # narrow backwards are slow in small blocks
     given = _Forward(_dense(grad_out), out, lse.masked_fill(lse == -torch.inf, 0.0))
     found = call.spans(causal_from=0)
     if len(found) == 1 and _is_everything(found[0], call.shape):
@@ -220,7 +221,7 @@ class _Call:
         if hidden is None:
             return bias
         if bias is None:
-            bias = hidden.new_zeros((), dtype=wide(self.q))
+            bias = hidden.new_zeros((), dtype=sum_dtype(self.q))
         return torch.where(hidden, -torch.inf, bias)
 
     def _bias(self, span: Span) -> Tensor | None:
@@ -230,7 +231,7 @@ class _Call:
         parts = [part(bias, span.batch, span.heads, span.rows, slice(run.start, run.stop)) for run in span.runs]
         if len(parts) > 1:
             parts = [torch.cat([p.expand(*p.shape[:3], run.stop - run.start) for p, run in zip(parts, span.runs, strict=True)], 3)]
-        return parts[0].to(wide(self.q)).expand(*parts[0].shape[:3], span.keys)
+        return parts[0].to(sum_dtype(self.q)).expand(*parts[0].shape[:3], span.keys)
 
     def _band_of(self, span: Span) -> Tensor:
         """(1, 1, r, c): −inf outside the band. A window of one tensor, in which a column is a key's place relative to the first row."""
@@ -242,7 +243,7 @@ class _Call:
             outside = torch.zeros(self.rows, place.shape[0], dtype=torch.bool)
             outside |= (place < row + lo) if lo is not None else outside
             outside |= (place > row + hi) if hi is not None else outside
-            self._band = torch.zeros(outside.shape, dtype=wide(self.q)).masked_fill_(outside, -torch.inf)
+            self._band = torch.zeros(outside.shape, dtype=sum_dtype(self.q)).masked_fill_(outside, -torch.inf)
         start = span.runs[0].start - span.rows.start - first
         return self._band[None, None, : span.rows.stop - span.rows.start, start : start + span.keys]
 
@@ -254,7 +255,7 @@ class _Call:
     def _band_of_runs(self, span: Span) -> Tensor:
         """(1, 1, r, c) of runs of tiles: −inf outside the band, which lies alike in most rows of tiles and is made once."""
         rows, at = span.rows.stop - span.rows.start, 0
-        mask = self.q.new_zeros((1, 1, rows, span.keys), dtype=wide(self.q))
+        mask = self.q.new_zeros((1, 1, rows, span.keys), dtype=sum_dtype(self.q))
         for run in span.runs:
             keys = run.stop - run.start
             if not run.free:
@@ -271,7 +272,7 @@ class _Call:
             outside = torch.zeros(place.shape, dtype=torch.bool)
             outside |= (place < lo) if lo is not None else outside
             outside |= (place > hi) if hi is not None else outside
-            self._parts[key] = torch.zeros(place.shape, dtype=wide(self.q)).masked_fill_(outside, -torch.inf)
+            self._parts[key] = torch.zeros(place.shape, dtype=sum_dtype(self.q)).masked_fill_(outside, -torch.inf)
         return self._parts[key]
 
     def _all_see(self, span: Span) -> bool:

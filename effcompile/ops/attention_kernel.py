@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from effcompile.ops.attention_spans import Shape, Span, SpanRun, hidden_of, key_heads, spans
-from effcompile.ops.attention_terms import NeededGradients, Terms, part, sink_rows, wide
+from effcompile.ops.attention_terms import NeededGradients, Terms, part, sink_rows
+from effcompile.ops.sums import sum_dtype
 
 #: Scores per block: 4 MB in fp32, which stays in a core's caches with its neighbours.
 SCORES = 1 << 20
@@ -27,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tens
     """(out, lse) of checked arguments."""
     shape = shape_of(q, k)
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide(q))
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=sum_dtype(q))
     if terms.sink is not None:
         lse.copy_(sink_rows(terms.sink).expand(shape[:3]))
     for span in _blocks(terms, shape, SCORES):
@@ -86,7 +87,7 @@ def shape_of(q: Tensor, k: Tensor) -> Shape:
 
 def delta_of(grad_out: Tensor, out: Tensor) -> Tensor:
     """Σ over Dv of grad_out · out, (B, H, Sq): what the softmax takes from each gradient of a weight."""
-    return (grad_out.to(wide(out)) * out).sum(3)
+    return (grad_out.to(sum_dtype(out)) * out).sum(3)
 
 
 def _blocks(terms: Terms, shape: Shape, most: int) -> Iterator[Span]:
@@ -127,7 +128,7 @@ class SoftmaxSums:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, wanted: NeededGradients) -> SoftmaxSums:
         """Zeros."""
-        dtype = wide(q)
+        dtype = sum_dtype(q)
         bias = terms.bias if wanted.bias_gradient else None
         sink = sink_rows(terms.sink) if wanted.sink_gradient and terms.sink is not None else None
         dk, dv = (t.new_zeros(t.shape, dtype=dtype) for t in (k, v))
@@ -139,7 +140,7 @@ class SoftmaxSums:
         """What is already whole, with no bias's."""
         dq, dk, dv = (x.contiguous() for x in (dq, dk, dv))
         sink = sink_rows(terms.sink) if wanted.sink_gradient and terms.sink is not None else None
-        return cls(q=dq, k=dk, v=dv, bias=None, sink=None if sink is None else torch.zeros_like(sink, dtype=wide(dq)))
+        return cls(q=dq, k=dk, v=dv, bias=None, sink=None if sink is None else torch.zeros_like(sink, dtype=sum_dtype(dq)))
 
     def results(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """In the inputs' shapes and dtypes."""
@@ -154,7 +155,7 @@ class _Block:
     """One span: its rows and keys as stacks of matrices (n, g·r or c, width) in the wide dtype."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, span: Span) -> None:
-        self.terms, self.span, self.dtype = terms, span, wide(q)
+        self.terms, self.span, self.dtype = terms, span, sum_dtype(q)
         self.at = (span.batch, span.heads, span.rows)
         self.key_heads = key_heads(span.heads, q.shape[1] // k.shape[1])
         self.queries = self._stack(q[self.at])

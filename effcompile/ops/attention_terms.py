@@ -61,11 +61,6 @@ class NeededGradients:
 ALL_WANTED = NeededGradients()
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype of scores, sums and lse."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def sink_rows(sink: Tensor) -> Tensor:
     """A sink as (B, H, Sq), each axis full or 1."""
     return sink[None, :, None] if sink.dim() == 1 else sink

@@ -15,7 +15,8 @@ from torch import Tensor
 from effcompile.core.types import Kwargs
 from effcompile.ops.attention_flash import rows_per_span
 from effcompile.ops.attention_kernel import EMPTY_SCORES, SCORES, rows_per_block, shape_of
-from effcompile.ops.attention_terms import Terms, wide
+from effcompile.ops.attention_terms import Terms
+from effcompile.ops.sums import sum_dtype
 
 _FORM = {f.name for f in fields(Terms)}
 
@@ -58,11 +59,11 @@ class _Sizes:
 
     @property
     def w(self) -> int:
-        return wide(self.q).itemsize
+        return sum_dtype(self.q).itemsize
 
     @property
     def narrow(self) -> bool:
-        return self.q.dtype != wide(self.q)
+        return self.q.dtype != sum_dtype(self.q)
 
     @property
     def rows(self) -> int:
@@ -99,7 +100,7 @@ class _Sizes:
             found += lead * rows * sk * (self.w + 8)
         if terms.bias is not None:
             lead = int(terms.bias.shape[0] * terms.bias.shape[1])
-            whole = terms.bias.numel() * self.w if terms.bias.dtype != wide(self.q) else 0  # of a causal or full call
+            whole = terms.bias.numel() * self.w if terms.bias.dtype != sum_dtype(self.q) else 0  # of a causal or full call
             found += max(whole, 2 * lead * rows * sk * self.w)
         return found
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from effcompile.core.errors import UsageError
 from effcompile.ops.devices import one_device
 from effcompile.ops.products import Product, Scratch, measured
+from effcompile.ops.sums import sum_dtype
 from effcompile.ops.wide import product_into, scratch_of
 
 __all__ = ["MEAN", "SUM", "chunk_rows", "loss_head_backward", "loss_head_forward", "loss_head_gradients", "workspace_bytes"]
@@ -153,7 +154,7 @@ class _Labels:
     """
 
     def __init__(self, head: Head, *, picks: bool = True) -> None:
-        self.mean, dtype = head.reduction == MEAN, _wide(head.x)
+        self.mean, dtype = head.reduction == MEAN, sum_dtype(head.x)
         self.ignored = head.target.eq(head.ignore_index).unsqueeze_(1)
         self.index = head.target.unsqueeze(1).masked_fill(self.ignored, 0)
         self.count = self.ignored.logical_not().sum()
@@ -178,7 +179,7 @@ class _Chunk:
 
     def __init__(self, head: Head, *, backward: bool) -> None:
         self.head = head
-        shape, dtype = (chunk_rows(head.x.shape[0], head.chunks), head.weight.shape[0]), _wide(head.x)
+        shape, dtype = (chunk_rows(head.x.shape[0], head.chunks), head.weight.shape[0]), sum_dtype(head.x)
         self.wide = head.x.new_empty(shape, dtype=dtype)
         self.narrow = self.wide if dtype == head.x.dtype else head.x.new_empty(shape)
         self.tanh = head.x.new_empty(shape, dtype=dtype) if head.capped and backward else None
@@ -218,7 +219,7 @@ class _Gradients:
         self.x, self.weight, self.bias = _like(x, weight, bias, needs)
         self.bias_sum = self.row = None
         if self.bias is not None:
-            self.row = x.new_empty(weight.shape[0], dtype=_wide(x))
+            self.row = x.new_empty(weight.shape[0], dtype=sum_dtype(x))
             self.bias_sum = self.bias.zero_() if self.bias.dtype == self.row.dtype else torch.zeros_like(self.row)
 
     def add(self, chunk: _Chunk, probabilities: Tensor, rows: slice, labels: _Labels) -> None:
@@ -258,11 +259,6 @@ def row_slices(rows: int, chunks: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    """The dtype of the softmax and of all sums that are not matrix products."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _check(head: Head) -> None:
     x, weight, bias, target = head.x, head.weight, head.bias, head.target
     one_device("A loss head", x=x, W=weight, bias=bias, target=target)
@@ -281,12 +277,12 @@ def _check(head: Head) -> None:
 
 @loss_head_gradients.register_fake
 def _(x, weight, bias, target, *plain):  # type: ignore[no-untyped-def]
-    return x.new_empty((), dtype=_wide(x)), *_fake_gradients(x, weight, bias, plain[-1])
+    return x.new_empty((), dtype=sum_dtype(x)), *_fake_gradients(x, weight, bias, plain[-1])
 
 
 @loss_head_forward.register_fake
 def _(x, weight, bias, target, *plain):  # type: ignore[no-untyped-def]
-    return x.new_empty((), dtype=_wide(x)), x.new_empty((x.shape[0], 1), dtype=_wide(x))
+    return x.new_empty((), dtype=sum_dtype(x)), x.new_empty((x.shape[0], 1), dtype=sum_dtype(x))
 
 
 @loss_head_backward.register_fake
@@ -345,7 +341,7 @@ def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measur
     capped, chunks = given[9:11] if kind == "backward" else given[8:10]
     assert isinstance(x, Tensor) and isinstance(weight, Tensor) and isinstance(chunks, int)
     n, v = int(x.shape[0]), int(weight.shape[0])
-    sizes = _Sizes(n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=_wide(x).itemsize, capped=bool(capped))
+    sizes = _Sizes(n=n, v=v, r=chunk_rows(n, chunks), e=x.element_size(), w=sum_dtype(x).itemsize, capped=bool(capped))
     needs = given[-1] if kind != "forward" else (False, False, False)
     assert isinstance(needs, Sequence)
     of_products = max(map(scratch_of(scratch), _products(x, weight, bias is not None, chunks, needs)), default=0)

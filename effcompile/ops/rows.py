@@ -11,6 +11,7 @@ from torch import Tensor
 from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, AutogradContext
 from effcompile.ops.devices import one_device
+from effcompile.ops.sums import sum_dtype
 
 __all__ = ["rms_norm", "rms_norm_alone", "rms_norm_backward", "rotary", "swiglu", "swiglu_backward"]
 
@@ -25,7 +26,7 @@ def rms_norm_by_torch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: f
     """
     check_norm(x, residual, weight)
     s = x.clone() if residual is None else x + residual
-    wide = s.to(_wide(x))
+    wide = s.to(sum_dtype(x))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * r * weight.to(wide.dtype)).to(x.dtype), s, r
 
@@ -47,13 +48,13 @@ def rms_norm_backward_by_torch(grad: Tensor, grad_s: Tensor | None, s: Tensor, w
 def swiglu_by_torch(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, of one shape and dtype (Shazeer, arXiv 2002.05202)."""
     check_pair(gate, up)
-    wide = gate.to(_wide(gate))
+    wide = gate.to(sum_dtype(gate))
     return (torch.nn.functional.silu(wide) * up.to(wide.dtype)).to(gate.dtype)
 
 
 def swiglu_backward_by_torch(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup)."""
-    wide, slopes = gate.to(_wide(gate)), grad.to(_wide(gate))
+    wide, slopes = gate.to(sum_dtype(gate)), grad.to(sum_dtype(gate))
     on = torch.sigmoid(wide)
     return (slopes * up.to(wide.dtype) * on * (1 + wide * (1 - on))).to(gate.dtype), (slopes * wide * on).to(up.dtype)
 
@@ -68,7 +69,7 @@ def rotary_by_torch(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Ten
         UsageError: shapes that do not fit, or an odd D.
     """
     check_rotary(x, cos, sin)
-    wide, c, s = (t.to(_wide(x)) for t in (x, cos.unsqueeze(1), sin.unsqueeze(1)))
+    wide, c, s = (t.to(sum_dtype(x)) for t in (x, cos.unsqueeze(1), sin.unsqueeze(1)))
     half = x.shape[-1] // 2
     if backwards:
         turned = wide * s
@@ -84,10 +85,6 @@ rms_norm_backward = torch.library.custom_op("effcompile::rms_norm_backward", rms
 swiglu = torch.library.custom_op("effcompile::swiglu", swiglu_by_torch, mutates_args=())
 swiglu_backward = torch.library.custom_op("effcompile::swiglu_backward", swiglu_backward_by_torch, mutates_args=())
 rotary = torch.library.custom_op("effcompile::rotary", rotary_by_torch, mutates_args=())
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
@@ -119,7 +116,7 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 @rms_norm.register_fake
 def _(x, residual, weight, eps):  # type: ignore[no-untyped-def]
     check_norm(x, residual, weight)
-    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=_wide(x))
+    return x.new_empty(x.shape), x.new_empty(x.shape), x.new_empty((*x.shape[:-1], 1), dtype=sum_dtype(x))
 
 
 @rms_norm_alone.register_fake

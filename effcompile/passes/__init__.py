@@ -42,6 +42,7 @@ from effcompile.passes.training.wide import WideProducts
 from effcompile.schedules.ways import Way
 
 __all__ = [
+    "IN_BACKWARD",
     "OPTIONAL",
     "PASSES",
     "TRAINING_PASSES",
@@ -60,6 +61,7 @@ __all__ = [
     "registered",
     "registered_for_training",
     "ways",
+    "with_gradients_consumed",
 ]
 
 #: name → class. Structure changes first, so that precision is put on what is left.
@@ -117,6 +119,8 @@ _ASKED = {
     _TRAINING_GROUP: ("name", "exact", "propose", "apply"),
     _LEVER_GROUP: ("name", "exact", "known", "share", "ways", "takes", "rates"),
 }
+#: The option by which gradients are consumed in the backward, which asks more of the loop around the step.
+IN_BACKWARD = f"{States.name}.in_backward"
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -195,12 +199,16 @@ class TrainingPasses:
     """The passes of a training step: of the whole step, in order of application; of its blocks.
 
     late: those of the whole step, the first ones, whose options are captured when the search takes them up.
+    pipeline, tensor, shard: of them, those that divide the step among ranks.
     """
 
     late: tuple[StepPass, ...] = ()
     step: tuple[StepPass, ...]
     checkpoint: Checkpoint
     levers: Levers
+    pipeline: Pipeline = Pipeline()
+    tensor: TensorParallel = TensorParallel()
+    shard: Shard = Shard()
 
     @property
     def whole(self) -> tuple[StepPass, ...]:
@@ -249,7 +257,16 @@ def load_training_passes(spec: Sequence[str] | None = None, *, inexact: bool = F
         step=step,
         checkpoint=made["checkpoint"],
         levers=Levers(values=tuple(made[name] for name in levers if name in made)),
+        pipeline=made.get(Pipeline.name, Pipeline()),
+        tensor=made.get(TensorParallel.name, TensorParallel()),
+        shard=made.get(Shard.name, Shard()),
     )
+
+
+def with_gradients_consumed(spec: Sequence[str] | None) -> tuple[str, ...] | None:
+    """A description under which a step consumes its gradients in the backward, where it may need less; None where this one settles that."""
+    said = tuple(spec or ())
+    return None if any(each.partition("=")[0].strip() == IN_BACKWARD for each in said) else (*said, f"{IN_BACKWARD}=true")
 
 
 def _in_order(passes: Mapping[str, StepPass]) -> tuple[tuple[StepPass, ...], tuple[StepPass, ...]]:

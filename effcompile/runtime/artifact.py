@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends import usable_backends
 from effcompile.backends.base import Run
-from effcompile.core.errors import EffcompileError, FormatError, GuardError, LoweringError, VerificationError, clipped
+from effcompile.core.errors import FormatError, GuardError, VerificationError, clipped
 from effcompile.core.folders import read_steadily
-from effcompile.core.stages import first_line
 from effcompile.core.timing import median_seconds
 from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Inputs, Kwargs, Outputs
@@ -27,6 +26,7 @@ from effcompile.ir.saved import PLAN, check_artifact
 from effcompile.ir.signature import Signature, TensorInput
 from effcompile.machine.hardware import this_hardware
 from effcompile.machine.memory import give_back
+from effcompile.runtime.carry import carried
 
 _INPUT = re.compile(r"(?P<name>\S+) \[(?P<dims>.*)\] (?P<dtype>\w+)")
 _SIZE = re.compile(r"[0-9]{1,18}")
@@ -78,12 +78,10 @@ class Artifact:
         Raises:
             LoweringError: the runtime refuses the inputs.
         """
-        try:
-            return self.opened(dict(zip((given.name for given in self.signature.inputs), tensors, strict=True)))
-        except EffcompileError:
-            raise
-        except Exception as error:  # the runtimes' errors have no common base: of memory, of shapes
-            raise LoweringError(f"The artifact in {str(self.folder)!r} cannot be run on these inputs: {first_line(error)}") from error
+        given = dict(zip((each.name for each in self.signature.inputs), tensors, strict=True))
+        return carried(
+            f"The artifact in {str(self.folder)!r}", lambda: self.opened(given), "If the model itself takes them, please report it."
+        )
 
     def fitting(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """The tensors of a call in the order of the graph, as the artifact takes them.

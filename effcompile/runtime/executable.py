@@ -17,12 +17,12 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.base import Lowered
 from effcompile.core import torch_compat
-from effcompile.core.errors import EffcompileError, GuardError, InputsError, LoweringError, UsageError
-from effcompile.core.stages import first_line
+from effcompile.core.errors import GuardError, InputsError, UsageError
 from effcompile.core.types import Forward, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.runtime.carry import carried
 from effcompile.runtime.gradients import GradientGuard
 from effcompile.runtime.inputs import GraphInputs
 from effcompile.runtime.planned import PlannedModel, SetOnModel
@@ -94,15 +94,11 @@ class Executable(SetOnModel, PlannedModel):
         Raises:
             LoweringError: it cannot run with these tensors.
         """
-        try:
-            return self._lowered(*tensors)
-        except EffcompileError:
-            raise
-        except Exception as error:
-            raise LoweringError(
-                f"{self._program.name} as lowered to {self.plan.backend} failed with these inputs: {first_line(error)}. If the model "
-                "itself takes them, please report it, and plan with these inputs as the example or with another backend=."
-            ) from error
+        return carried(
+            f"{self._program.name} as lowered to {self.plan.backend}",
+            lambda: self._lowered(*tensors),
+            "If the model itself takes them, please report it, and plan with these inputs as the example or with another backend=.",
+        )
 
     def unplanned(self) -> nn.Module:
         """The model itself."""

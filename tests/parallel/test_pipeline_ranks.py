@@ -17,10 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import effcompile
+from effcompile.compiler.parallel.lower_stages import stages_asked
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InfeasibleError
+from effcompile.core.goal import Goal
 from effcompile.proof.training.alive import alive_bytes
+from effcompile.search.request import Asked, Task
 
 RELATIVE, EXAMPLES = 1e-5, 4
 #: Bytes within which the small model below cannot be replicated.
@@ -123,9 +126,15 @@ CASES: list[tuple[str, int, list[str]]] = [
 
 @pytest.mark.parametrize(("name", "layers", "passes"), CASES)
 def test_stages_train_as_one_process(name: str, layers: int, passes: list[str]) -> None:
-    """Losses, every gradient and every parameter over three steps; the first alone hides tied weights that are not summed."""
+    """Losses, every gradient and every parameter over three steps; the first alone hides tied weights that are not summed.
+
+    What each rank would capture is captured here once and forked with the ranks; in the tests below each captures it itself.
+    """
     model, inputs, wanted = subject(name, layers)
-    found = on_ranks(run, 2, model, inputs, wanted, {"pp": 2}, passes, None)
+    asked: Asked = {"goal": Goal(mode="training"), "passes": [CHECKPOINT, *passes, "pipeline.ranks=2"]}
+    with captured_once():
+        stages_asked(Task.of(model, (), inputs, asked))
+        found = on_ranks(run, 2, model, inputs, wanted, {"pp": 2}, passes, None)
     check(found, wanted)
     assert bool(tied(found)) == (name != "mixtral"), tied(found)
 

@@ -43,13 +43,19 @@ class Found:
     replicas_equal: bool
 
 
-def run(rank: int, name: str, wanted: Trained, dp: int, tp: int) -> Found:
-    """STEPS steps with a graph divided over tp ranks and a batch divided over dp."""
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+def undivided(name: str, dp: int) -> list[Case]:
+    """The step of each part of the batch: captured before the ranks are forked, which would all capture the same."""
     model = model_of(name)
-    mine = part(batch_of(name, 2 * dp), mesh["dp"].get_local_rank(), dp)
-    source = Source(model=model, args=(), kwargs=mine)
-    case = Case(step=source.capture(), source=source)
+    sources = [Source(model=model, args=(), kwargs=part(batch_of(name, 2 * dp), group, dp)) for group in range(dp)]
+    return [Case(step=source.capture(), source=source) for source in sources]
+
+
+def run(rank: int, cases: list[Case], wanted: Trained, dp: int, tp: int) -> Found:
+    """STEPS steps with a graph divided over tp ranks, captured by each, and a batch divided over dp."""
+    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    case = cases[mesh["dp"].get_local_rank()]
+    assert case.source is not None
+    model, mine = case.source.model, dict(case.source.kwargs)
     made, split = TensorParallel(ranks=tp, rank=mesh["tp"].get_local_rank())._made(case, tp)
     step = spread_over(made.step, model, dp, BY_BLOCK) if dp > 1 else made.step
     assert step.spread is not None
@@ -102,7 +108,7 @@ def test_two_ranks_with_half_of_the_heads_and_neurons_each(name: str) -> None:
     """Grouped queries (llama), a fused transposed QKV (gpt2), biases (bert, vit), and norms of each head that all ranks have (qwen3)."""
     model = model_of(name)
     wanted = trained(model, batch_of(name, 2))
-    found = on_ranks(run, 2, name, wanted, 1, 2)
+    found = on_ranks(run, 2, undivided(name, 1), wanted, 1, 2)
     check(found, wanted)
     kinds = [site.rpartition(":")[2] for site in found[0].taken]
     assert kinds.count("neurons") == kinds.count("heads") == 2, (found[0].taken, found[0].declined)
@@ -113,7 +119,7 @@ def test_two_ranks_with_half_of_the_heads_and_neurons_each(name: str) -> None:
 def test_four_ranks_two_along_each_axis(name: str) -> None:
     """The rank's parts of the weights are sharded over the data-parallel ranks, and gathered there."""
     wanted = trained(model_of(name), batch_of(name, 4))
-    check(on_ranks(run, 4, name, wanted, 2, 2), wanted)
+    check(on_ranks(run, 4, undivided(name, 2), wanted, 2, 2), wanted)
 
 
 def in_16_bits(rank: int, exact: dict[str, torch.Tensor]) -> tuple[dict[str, float], bool, list[bool]]:

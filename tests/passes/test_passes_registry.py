@@ -13,9 +13,20 @@ from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.formats import Form
 from effcompile.ir.program import Program
-from effcompile.passes import OPTIONAL, PASSES, Choice, Declined, Option, load_passes, propose_all
+from effcompile.passes import (
+    OPTIONAL,
+    PASSES,
+    Choice,
+    Declined,
+    Option,
+    load_passes,
+    load_training_passes,
+    propose_all,
+    with_gradients_consumed,
+)
 from effcompile.passes.base import Pass
 from effcompile.passes.quantize import Quantize
+from effcompile.passes.training.states import States
 from effcompile.report.reasons import words
 
 
@@ -128,3 +139,10 @@ def test_choices_of_one_site_are_joined_and_refusals_cascade(bert: Program) -> N
     choices, declined = propose_all(passes, bert, replace(context(), goal=Goal()))
     assert {c.site: [o.name for o in c.options] for c in choices} == {"a": ["x", "y"], "b": ["x"]}
     assert [(d.site, d.option) for d in declined] == [("b", "w"), ("a", "z")]
+
+
+def test_gradients_are_consumed_on_the_compilers_word_only_where_the_request_does_not_say() -> None:
+    assert with_gradients_consumed(None) == ("states.in_backward=true",)
+    assert with_gradients_consumed(["checkpoint", "no-wide"]) == ("checkpoint", "no-wide", "states.in_backward=true")
+    assert with_gradients_consumed(["states.in_backward = false"]) is None and with_gradients_consumed(["states.in_backward=true"]) is None
+    assert load_training_passes(with_gradients_consumed(["no-wide"])).step[-1] == States(in_backward=True)

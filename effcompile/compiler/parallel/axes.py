@@ -27,9 +27,7 @@ class AlongAxes:
     @classmethod
     def asked(cls, passes: TrainingPasses) -> AlongAxes:
         """What is asked for."""
-        of = {type(each): each for each in passes.step}
-        given = of.get(Pipeline, Pipeline()), of.get(TensorParallel, TensorParallel()), of.get(Shard, Shard())
-        return cls(**dict(zip(("pipeline", "tensor", "shard"), given, strict=True)))  # type: ignore[arg-type]
+        return cls(pipeline=passes.pipeline, tensor=passes.tensor, shard=passes.shard)
 
     @classmethod
     def decided(cls, plan: Plan, rank: int) -> AlongAxes:

@@ -82,8 +82,7 @@ def plan_stages(task: Task) -> Plan:
 
 def plan_parts(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
     """The plan of a training step; of the stages of a pipeline where its passes ask for one. Arguments as in Request."""
-    passes = load_training_passes(asked.get("passes")).step
-    staged = any(isinstance(each, Pipeline) and each.ranks > 1 for each in passes)
+    staged = load_training_passes(asked.get("passes")).pipeline.ranks > 1
     return (_plan_stages if staged else plan_training)(model, args, kwargs, **asked)
 
 

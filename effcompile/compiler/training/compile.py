@@ -16,7 +16,7 @@ from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.ir.step import Step
 from effcompile.machine.memory import give_back
-from effcompile.passes import ways
+from effcompile.passes import IN_BACKWARD, ways, with_gradients_consumed
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.checkpoint import Checkpoint, carried_out
 from effcompile.passes.training.saved_blocks import chosen, held
@@ -40,9 +40,6 @@ from effcompile.search.training.prepare import Prepared
 from effcompile.search.training.solve import frontier
 from effcompile.search.training.work import Work, as_planned, make_work
 
-#: How a step is planned whose gradients do not fit on the machine together.
-IN_BACKWARD = "states.in_backward"
-
 
 @entry("plan")
 def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[Asked]) -> Plan:
@@ -59,10 +56,10 @@ def plan_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unpack[
     try:
         found, size = _decided(task, work, captured)
     except InfeasibleError:
-        spec = tuple(task.request.passes or ())
-        if work.figures.here or work.optimizer is None or any(name.startswith(IN_BACKWARD) for name in spec):
+        spec = with_gradients_consumed(task.request.passes)
+        if work.figures.here or work.optimizer is None or spec is None:
             raise
-        work = make_work(replace(task, request=replace(task.request, passes=(*spec, f"{IN_BACKWARD}=true"))))
+        work = make_work(replace(task, request=replace(task.request, passes=spec)))
         work.notes.append(Because("nothing fits with all gradients there at once: planned with --pass {name}=true", (IN_BACKWARD,)))
         found, size = _decided(task, work, captured)
     plan = build_plan(found.joint, found.branches.chosen_from(found.joint), work.figures, work.goal, work.notes)

@@ -13,11 +13,11 @@ from effcompile.backends.torch import TorchLowered
 from effcompile.backends.torch.in_place import in_place
 from effcompile.capture.caches import HFCache, fill, held, records, seen_by
 from effcompile.capture.generation import Boundary
-from effcompile.core.errors import EffcompileError, GuardError, LoweringError
-from effcompile.core.stages import first_line
+from effcompile.core.errors import GuardError
 from effcompile.ir.cache import CacheLayout, CacheLeaf, Growth
 from effcompile.ir.program import TensorSpec
 from effcompile.ops.append import buffer, last
+from effcompile.runtime.carry import carried
 from effcompile.runtime.inputs import check_index
 
 #: How the memory of a cache is taken: all at once, or as it is needed.
@@ -142,16 +142,12 @@ def carried_out(run: Run, flat: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
     Raises:
         LoweringError: it cannot run with these tensors.
     """
-    try:
-        with torch.no_grad():
-            return run(*flat)
-    except EffcompileError:
-        raise
-    except Exception as error:
-        raise LoweringError(
-            f"A planned step failed with these inputs: {first_line(error)}. Give token ids, a mask, positions and a cache that the model "
-            "itself takes; if it does take them, please report it."
-        ) from error
+    with torch.no_grad():
+        return carried(
+            "A planned step",
+            lambda: run(*flat),
+            "Give token ids, a mask, positions and a cache that the model itself takes; if it does take them, please report it.",
+        )
 
 
 def _check_rows(held: Sequence[torch.Tensor | None], tokens: torch.Tensor) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 HERE = Path(__file__).parent
 FILES = sorted((HERE / "interpreted").glob("test_*.py"))
-#: Files that take long, or register kernels for good, have a process of their own; the others share one.
-ALONE = ("test_attention", "test_attention_op", "test_lowering")
+#: Files that register kernels for good have a process of their own; the others share one.
+ALONE = ("test_attention_op", "test_lowering")
 GROUPS = [[file] for file in FILES if file.stem in ALONE] + [[file for file in FILES if file.stem not in ALONE]]
 
 

@@ -54,6 +54,13 @@ def tiny(name: str, attention: str) -> Program:
     return captured(name, attention, seq=256, window=64, padded=PADDED.get(name, 0))
 
 
+@cache
+def masks_of(name: str, attention: str) -> list[tuple[SideOperand, GraphMask]]:
+    """The side operands of a tiny model, and what was recovered of each, for all tests."""
+    program = tiny(name, attention)
+    return [(operand, recovered(program, operand)) for operand in operands(program)]
+
+
 CASES = {
     ("llama", "eager"): ["causal ∧ padding (attention_mask)"],
     ("llama", "sdpa"): ["causal ∧ padding (attention_mask)"],
@@ -74,7 +81,7 @@ CASES = {
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_forms_of_families_hold_at_other_inputs_and_sizes(name: str, attention: str) -> None:
     program = tiny(name, attention)
-    masks = [(operand, mask) for operand in operands(program) if (mask := recovered(program, operand)).hides]
+    masks = [(operand, mask) for operand, mask in masks_of(name, attention) if mask.hides]
     assert [text for _, mask in masks if (text := told(mask))] == CASES[name, attention] * (len(masks) // len(CASES[name, attention]))
     generator = torch.Generator().manual_seed(1)
     for operand, mask in masks:
@@ -86,11 +93,11 @@ def test_forms_of_families_hold_at_other_inputs_and_sizes(name: str, attention: 
 
 def test_biases_are_no_masks() -> None:
     """T5's bias is learnt; MPT's and Falcon's ALiBi come with a mask, Falcon's as one tensor."""
-    t5 = [recovered(tiny("t5", "eager"), operand) for operand in operands(tiny("t5", "eager"))]
+    t5 = [mask for _, mask in masks_of("t5", "eager")]
     assert sorted((told(m), len(m.biases)) for m in t5) == [("every key", 1), ("padding (attention_mask)", 0)]
-    mpt = [recovered(tiny("mpt", "eager"), operand) for operand in operands(tiny("mpt", "eager"))]
+    mpt = [mask for _, mask in masks_of("mpt", "eager")]
     assert sorted((told(m), len(m.biases)) for m in mpt) == [("causal ∧ padding (attention_mask)", 0), ("every key", 1)]
-    falcon = [recovered(tiny("falcon", "eager"), operand) for operand in operands(tiny("falcon", "eager"))]
+    falcon = [mask for _, mask in masks_of("falcon", "eager")]
     assert ("causal ∧ padding (attention_mask)", 1) in [(told(m), len(m.biases)) for m in falcon]
 
 
@@ -109,8 +116,7 @@ CAUSAL, WINDOW = (6, 6, 4), (9, 0, 7)
 )
 def test_tiles_of_the_facts(name: str, counts: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
     """shared/facts/kernels.md, 3b: empty, full, partial tiles of 64 at 256 tokens; here of two rows, the second padded on its left."""
-    program = tiny(name, "eager")
-    found = [recovered(program, operand).counts[64] for operand in operands(program)]
+    found = [mask.counts[64] for _, mask in masks_of(name, "eager")]
     assert found == [tuple(a + b for a, b in zip(first, second, strict=True)) for first, second in counts]
 
 
