@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from effcompile.backends.torch.ranks import Ranks, spread_parameters
 from effcompile.backends.torch.training import StepRunner
-from effcompile.capture.training import capture_training
+from effcompile.capture.source import Source
 from effcompile.core import torch_compat
 from effcompile.estimate.storages import graph_storages
 from effcompile.ir.step import Step
@@ -162,10 +163,11 @@ def _values(args: Any) -> Any:
     return torch.fx.map_arg(args, lambda node: node.meta["val"])
 
 
-def captured(name: str, ranks: int) -> tuple[nn.Module, Inputs, Step]:
-    """A model, the whole batch of two examples a rank, and the step of one rank's part."""
-    model, inputs = model_of(name), batch_of(name, 2 * ranks)
-    return model, inputs, capture_training(model, (), part(inputs, 0, ranks))
+@functools.cache
+def source_of(name: str) -> tuple[Source, Step]:
+    """A model with two examples and their step, captured once for all tests: of the batch that is one rank's part for two of them."""
+    source = Source(model=model_of(name), args=(), kwargs=part(batch_of(name, 4), 0, 2))
+    return source, source.capture()
 
 
 def schedules(step: Step) -> Iterator[tuple[str, Blocks, Emitted]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from rank_helpers import MODELS, STEPS, Inputs, OnRank, Trained, captured, run_rank, schedules, trained
+from rank_helpers import MODELS, STEPS, Inputs, OnRank, Trained, batch_of, run_rank, schedules, source_of, trained
 from torch import nn
 
 from effcompile.compiler.parallel.processes import on_ranks
@@ -22,8 +22,8 @@ CASES = [(name, BY_BLOCK) for name in MODELS] + [(name, form) for name in ("llam
 @functools.cache
 def subject(name: str) -> tuple[nn.Module, Inputs, Step, Trained]:
     """A model captured once for all forms, and its training in one process."""
-    model, inputs, step = captured(name, 2)
-    return model, inputs, step, trained(model, inputs)
+    (source, step), inputs = source_of(name), batch_of(name, 4)
+    return source.model, inputs, step, trained(source.model, inputs)
 
 
 def check(found: list[OnRank], wanted: Trained) -> None:

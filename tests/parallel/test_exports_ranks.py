@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_helpers import STEPS, Trained, batch_of, model_of, optimizer_of, part, trained
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -19,20 +20,31 @@ from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.units import format_bytes
 from effcompile.exports import ENGINES, exported
 from effcompile.ir.strategy import StrategyFields
+from effcompile.planner.parallel.model import Model
+from effcompile.search.parallel import plan as planning
 
 _COMMON: StrategyFields = {"dp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", "precision": "fp32", "micro_batch": 2}
 
 
 @pytest.fixture(scope="module")
 def plan_for() -> Callable[..., effcompile.Plan]:
-    """A judged strategy of a tiny Llama on the meta device."""
+    """A judged strategy of a tiny Llama on the meta device, which is described once: that knows the precision alone of a strategy."""
     with torch.device("meta"):
         model = model_of("llama")
+    describe, known = planning.describe, dict[str, Model]()
+
+    def described(given: nn.Module, *args: Any, precision: str = "bf16", **others: Any) -> Model:
+        assert given is model
+        if precision not in known:
+            known[precision] = describe(given, *args, precision=precision, **others)
+        return known[precision]
 
     def plan(devices: int = 2, **strategy: Any) -> effcompile.Plan:
         inputs = {name: value.to("meta") for name, value in batch_of("llama", 2).items()}
         given = {**_COMMON, **strategy}
-        return effcompile.plan(model, inputs, mode="training", target="h100-sxm", devices=devices, strategy=given)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planning, "describe", described)
+            return effcompile.plan(model, inputs, mode="training", target="h100-sxm", devices=devices, strategy=given)
 
     return plan
 

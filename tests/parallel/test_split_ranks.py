@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_helpers import STEPS, Trained, batch_of, blocks_of, model_of, optimizer_of, part, trained, worst_error
+from captured_once import captured_once
+from rank_helpers import STEPS, Trained, batch_of, blocks_of, model_of, optimizer_of, part, source_of, trained, worst_error
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 import effcompile
 from effcompile.backends.torch.ranks import Ranks, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
-from effcompile.capture.source import Source
 from effcompile.capture.training import capture_training
 from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core import torch_compat
@@ -45,9 +45,9 @@ class Found:
 
 def undivided(name: str, dp: int) -> list[Case]:
     """The step of each part of the batch: captured before the ranks are forked, which would all capture the same."""
-    model = model_of(name)
-    sources = [Source(model=model, args=(), kwargs=part(batch_of(name, 2 * dp), group, dp)) for group in range(dp)]
-    return [Case(step=source.capture(), source=source) for source in sources]
+    first, step = source_of(name)
+    others = [replace(first, kwargs=part(batch_of(name, 2 * dp), group, dp), made={}) for group in range(1, dp)]
+    return [Case(step=step, source=first), *(Case(step=source.capture(), source=source) for source in others)]
 
 
 def run(rank: int, cases: list[Case], wanted: Trained, dp: int, tp: int) -> Found:
@@ -106,8 +106,9 @@ def check(found: list[Found], wanted: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "vit", "qwen3"])
 def test_two_ranks_with_half_of_the_heads_and_neurons_each(name: str) -> None:
     """Grouped queries (llama), a fused transposed QKV (gpt2), biases (bert, vit), and norms of each head that all ranks have (qwen3)."""
-    model = model_of(name)
-    wanted = trained(model, batch_of(name, 2))
+    source, _ = source_of(name)
+    model = source.model
+    wanted = trained(model, source.kwargs)
     found = on_ranks(run, 2, undivided(name, 1), wanted, 1, 2)
     check(found, wanted)
     kinds = [site.rpartition(":")[2] for site in found[0].taken]
@@ -170,7 +171,8 @@ def test_what_does_not_divide_is_said() -> None:
 
 
 def planned_over(model: torch.nn.Module, inputs: object, tp: int) -> effcompile.Plan:
-    return effcompile.plan(model, inputs, mode="training", passes=["checkpoint", f"tensor.ranks={tp}"])
+    with captured_once():
+        return effcompile.plan(model, inputs, mode="training", passes=["checkpoint", f"tensor.ranks={tp}"])
 
 
 @pytest.mark.parametrize(("tp", "said"), [(3, r"its 2 heads do not divide by 3 .*Of tp, 2 would divide"), (7, "do not divide by 7")])
