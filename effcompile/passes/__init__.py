@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
 from effcompile.core.errors import UnknownNameError, UsageError
@@ -206,9 +206,9 @@ class TrainingPasses:
     step: tuple[StepPass, ...]
     checkpoint: Checkpoint
     levers: Levers
-    pipeline: Pipeline = Pipeline()
-    tensor: TensorParallel = TensorParallel()
-    shard: Shard = Shard()
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    tensor: TensorParallel = field(default_factory=TensorParallel)
+    shard: Shard = field(default_factory=Shard)
 
     @property
     def whole(self) -> tuple[StepPass, ...]:
