@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from effcompile.core.causes import NotReached
@@ -105,15 +105,33 @@ def keeping_everything(prepared: Prepared, budget: int | None = None) -> Schedul
 
 
 def _solved(prepared: Prepared, budget: int | None, gap: float) -> Schedule:
+    """What fits, by the simulation. Where that is above, the options that were taken are corrected; if nothing comes of it, their instants.
+
+    A corrected instant is so for every option of its block, also for those that are not as far above: slower schedules come of it.
+    """
     problem = prepared.checkpoint.chain(prepared.cut, prepared.blocks, budget)
-    for rounds in range(1, MAX_ROUNDS + 1):
-        solution = solve_chain(problem, reference_seconds=prepared.seconds, gap=gap)
-        made = _carried_out(prepared, problem, solution, rounds)
-        if budget is None or not excess(made.trace.peak_bytes, budget):
+    first = _carried_out(prepared, problem, solve_chain(problem, reference_seconds=prepared.seconds, gap=gap), 1)
+    if budget is None or not excess(first.trace.peak_bytes, budget):
+        return first
+    try:
+        return _refined(first, budget, gap, _options_corrected)
+    except InfeasibleError:
+        return _refined(first, budget, gap, _corrected)
+
+
+def _refined(made: Schedule, budget: int, gap: float, correct: Callable[[Schedule, int], ChainProblem]) -> Schedule:
+    """Solved again with what the simulation of the last one taught, until one fits.
+
+    Raises:
+        InfeasibleError: none of some, or what was taught leaves none.
+    """
+    for rounds in range(2, MAX_ROUNDS + 1):
+        problem = correct(made, budget)
+        made = _carried_out(made.prepared, problem, solve_chain(problem, reference_seconds=made.prepared.seconds, gap=gap), rounds)
+        if not excess(made.trace.peak_bytes, budget):
             return made
-        problem = _corrected(made, budget)
     peak = made.trace.peak_bytes
-    last = NotReached(rounds=MAX_ROUNDS, over=peak - (budget or 0), node=made.trace.peak.node)
+    last = NotReached(rounds=MAX_ROUNDS, over=peak - budget, node=made.trace.peak.node)
     raise InfeasibleError(last, nearest={"memory": float(peak)})
 
 
@@ -213,13 +231,31 @@ def _emitted(prepared: Prepared, chosen: Sequence[BlockOption], groups: Sequence
 def _corrected(made: Schedule, budget: int) -> ChainProblem:
     """The problem with what the simulation found above the budget added to those instants."""
     slack = {"forward": dict(made.problem.forward_slack), "backward": dict(made.problem.backward_slack)}
-    names = [block.name for block in made.prepared.cut.blocks]
+    for phase, stage, more in _above(made, budget):
+        name = made.problem.stages[stage].name
+        slack[phase][name] = slack[phase].get(name, 0) + more
+    return replace(made.problem, forward_slack=slack["forward"], backward_slack=slack["backward"])
+
+
+def _options_corrected(made: Schedule, budget: int) -> ChainProblem:
+    """The problem with it added to the options that were taken there: of all blocks of their kind."""
+    options = {kind: list(those) for kind, those in made.problem.options.items()}
+    most: dict[tuple[str, str, int], int] = {}
+    for phase, stage, more in _above(made, budget):
+        place = phase, made.problem.stages[stage].kind, made.solution.choice[stage]
+        most[place] = max(more, most.get(place, 0))
+    for (phase, kind, i), more in most.items():
+        option, ahead = options[kind][i], phase == "forward"
+        forward, backward = option.forward_peak + more * ahead, option.backward_peak + more * (not ahead)
+        options[kind][i] = replace(option, forward_peak=forward, backward_peak=backward)
+    return replace(made.problem, options={kind: tuple(those) for kind, those in options.items()})
+
+
+def _above(made: Schedule, budget: int) -> Iterator[tuple[str, int, int]]:
+    """(phase, stage, bytes that the planner's model lacks there) of the instants that are above the budget."""
     for phase, stage, live in per_stage(made.trace):
         if excess(live, budget):
-            name = names[stage]
-            expected = _expected(made, phase, stage)
-            slack[phase][name] = slack[phase].get(name, 0) + live - min(expected, budget)
-    return replace(made.problem, forward_slack=slack["forward"], backward_slack=slack["backward"])
+            yield phase, stage, live - min(_expected(made, phase, stage), budget)
 
 
 def _expected(made: Schedule, phase: str, i: int) -> int:
