@@ -95,8 +95,10 @@ def test_wrong_ranks_are_told(written: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_torchrun_trains_and_goes_on_from_a_checkpoint(written: Path, tmp_path: Path) -> None:
-    """Two steps, and in another run two more from the checkpoint, are four steps of one process: both ranks have its batch."""
-    found = losses(written, tmp_path / "kept", 2) + losses(written, tmp_path / "kept", 4)
+    """Two steps, and in another run two more from the checkpoint, are four steps of one process; each stage saves its own."""
+    strategy = ["--strategy", "pp=2", "-o", str(tmp_path / "out")]
+    assert run(["optimize", str(written.parent / "small.py"), "--mode", "training", "--devices", "2", *strategy]) == 0
+    found = losses(tmp_path / "out", tmp_path / "kept", 2) + losses(tmp_path / "out", tmp_path / "kept", 4)
     loaded = load(str(written.parent / "small.py"))
     optimizer = torch.optim.AdamW(loaded.model.parameters())
     wanted = []

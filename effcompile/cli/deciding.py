@@ -69,7 +69,7 @@ def optimize(
         _print_plan(made, verbose, output, hint=f"Add -o DIR to write {what}.")
         if devices is not None and devices > 1 and output is not None:
             typer.echo("\n launch   " + "\n          ".join(ranks.launch_lines(output, devices)))
-            typer.echo(f" verify   effcompile verify {output} --ranks {max(2, axes.tp, axes.pp)}")
+            typer.echo(f" verify   effcompile verify {output} --ranks {max(2, min(2, axes.dp) * axes.tp * axes.pp)}")
     if not made.met:
         raise typer.Exit(1)
 

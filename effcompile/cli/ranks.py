@@ -240,7 +240,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import effcompile
 from effcompile.compiler.parallel.lower import mesh_for
@@ -254,6 +254,7 @@ COUNTED = {counted}  # the optimizer's states are in the plan
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = Path(os.environ.get("CHECKPOINTS", "checkpoints"))
 STEPS = int(os.environ.get("STEPS", "10"))
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter: ranks of a pipeline have others in their groups
 
 
 def main() -> None:
@@ -272,9 +273,9 @@ def main() -> None:
 
     first = last_step()
     if first:
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS)))
         dcp.load(state, checkpoint_id=CHECKPOINTS / str(first))
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=OPTIONS)
     for step in range(first, STEPS):
         outputs = model(*loaded.args, **loaded.kwargs)
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"] if isinstance(outputs, dict) else outputs.loss
@@ -285,7 +286,7 @@ def main() -> None:
         dist.all_reduce(total)
         if dist.get_rank() == 0:
             print(f"step {{step}} loss {{float(total) / dist.get_world_size():.7f}}", flush=True)
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS)))
         dcp.save(state, checkpoint_id=CHECKPOINTS / str(step + 1))
 
 

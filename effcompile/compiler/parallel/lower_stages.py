@@ -98,7 +98,7 @@ def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tupl
     layers = "; ".join(f"stage {stage}: {len(found.stages[stage].layers)} layers" for stage in found.own(rank))
     text = "{} pipeline ranks, {} micro-batches, {name}: bytes are those of rank {} ({name}), decisions those of its first stage"
     own = (
-        Because(text + "; every rank plans its own", (asked.ranks, found.count, asked.schedule, rank, layers)),
+        Because(text + "; those of other stages are planned where they run", (asked.ranks, found.count, asked.schedule, rank, layers)),
         Because("gradients are made when the loss is, and loss.backward() hands them out"),
     )
     plan = _plan_of_one(found, first, (*own, *notes, *work.notes))

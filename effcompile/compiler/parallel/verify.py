@@ -84,7 +84,7 @@ def verify_plan(
     axes = axes_of(plan)
     dp, rest = divmod(ranks, axes["tp"] * axes["pp"])
     if rest:
-        which = "tensor-parallel" if axes["tp"] > 1 else "pipeline"
+        which = " × ".join(["tensor-parallel"] * (axes["tp"] > 1) + ["pipeline"] * (axes["pp"] > 1))
         raise UsageError(f"ranks = {ranks} do not divide by the plan's {axes['tp'] * axes['pp']} {which} ranks. Give a multiple of these.")
     asked = pipeline_of(plan) if axes["pp"] > 1 else Pipeline()
     each = max(_EXAMPLES, axes["pp"])
