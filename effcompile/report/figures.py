@@ -123,10 +123,11 @@ def where_time_goes(plan: Plan) -> str:
     """`linear 36.6 ms (68 % of peak) · attention 3.10 ms (12 %) · norm 2.10 ms · the rest 0.3 ms`, predicted, most first.
 
     Linears with what is merged, attention, then what memory binds. The part: what the arithmetic of its products takes at the
-    machine's peak rates, of its time. Empty where no peak rate is known, or where rates were taken when the machine was slower.
+    machine's peak rates, of its time. No part is told where one is more than all: then the rates were taken when the machine was
+    slower. Empty where no peak rate is known.
     """
     whole, roof = plan.predicted.seconds, plan.predicted.roof_seconds
-    if not whole or not roof or roof > whole:
+    if not whole or not roof:
         return ""
     kinds: dict[str, tuple[float, float]] = {}
     for each in plan.decisions:
@@ -136,9 +137,9 @@ def where_time_goes(plan: Plan) -> str:
     decided, least = (sum(pair[at] for pair in kinds.values()) for at in (0, 1))
     kinds["the rest"] = whole - decided, roof - least
     shown = sorted(((seconds, own, kind) for kind, (seconds, own) in kinds.items() if seconds >= _SEEN * whole), reverse=True)
-    texts, named = [], False
+    texts, named, true = [], False, all(own <= seconds for seconds, own, _ in shown)
     for seconds, own, kind in shown:
-        part = f" ({format_share(own / seconds)}{'' if named else ' of peak'})" if own > _SEEN * seconds else ""
+        part = f" ({format_share(own / seconds)}{'' if named else ' of peak'})" if true and own > _SEEN * seconds else ""
         named = named or bool(part)
         texts.append(f"{kind} {format_seconds(seconds)}{part}")
     return " · ".join(texts)
