@@ -30,7 +30,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deferred", "dynamo", "console", "doctor"),
     ("bucketed", "as_module"),
     ("api",),
-    ("runs",),
+    ("runs", "hf_exporter"),
     ("cli", "__init__"),
     ("__main__",),
 ]
