@@ -72,7 +72,7 @@ def test_what_is_not_ours_to_do_is_refused(exported: ExportedModel, model: Any, 
     with pytest.raises(effcompile.UsageError, match="the one component is 'generation'"):
         exporter.export_for_generation(model, inputs, {"decode": config})
     with pytest.raises(effcompile.UsageError, match="config is a DynamoConfig"):
-        exporter.export(model, inputs, DynamoConfig())
+        exporter.export_for_generation(model, inputs, DynamoConfig())
     with pytest.raises(TypeError, match="max_eror"):
         EffcompileConfig.from_dict({"max_eror": 0.1})
 
