@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import weakref
 import zipfile
 from collections.abc import MutableMapping
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile import api
 from effcompile.core.errors import FormatError, UsageError
+from effcompile.core.temporary import own_folder
 from effcompile.core.types import HFModel, Outputs
 from effcompile.ir.saved import PLAN
 from effcompile.runtime.loaded import LoadedExecutable
@@ -130,21 +130,19 @@ class EffcompileExporter(HfExporter):
 
     @classmethod
     def load_program(cls, path: str | Path) -> Any:
-        """What `save_program` wrote, without the model. Its files lie in a temporary folder for as long as it is in use.
+        """What `save_program` wrote, without the model. Its files lie in a temporary folder until the process ends: copies need them, too.
 
         Raises:
             FormatError: not such a file.
         """
-        folder = tempfile.TemporaryDirectory(prefix="effcompile-")
         try:
             with zipfile.ZipFile(path) as file:
                 _checked(file, path)
-                file.extractall(folder.name)
+                folder = own_folder("effcompile-export-")
+                file.extractall(folder)
         except zipfile.BadZipFile as error:
             raise FormatError(f"{str(path)!r} is no file of effcompile's exporter: {error}. Export the model again.") from error
-        program = api.load(folder.name)
-        weakref.finalize(program, folder.cleanup)
-        return program
+        return api.load(folder)
 
 
 class EffcompileRunner(ModelRunner):
