@@ -223,6 +223,10 @@ def test_losses_are_normalised_as_the_whole_batchs(loss: Any) -> None:
         (lambda z, y: nn.functional.mse_loss(z, y).sqrt(), False, r"aten\.sqrt.* works on values of the whole batch"),
         (lambda z, y: (torch.softmax(z, 0) * y).mean(), False, r"goes over the examples"),
         (lambda z, y: torch.sort(z.flatten()).values.mean(), False, r"aten\.sort.* goes over the examples"),  # its axis is not written
+        (lambda z, y: (torch.sort(z, stable=True, dim=0).values * y).mean(), False, r"aten\.sort.* goes over the examples"),
+        (lambda z, y: (z.flip(1, 0) * y).mean(), False, r"aten\.flip.* goes over the examples"),
+        (lambda z, y: (z.roll(1) * y).mean(), False, r"goes over the examples"),
+        (lambda z, y: (torch.cummax(z, 0).values * y).mean(), False, r"aten\.cummax.* goes over the examples"),
         (lambda z, y: z.square().sum() + (z - y).square().mean(), False, r"means over different counts"),
         (lambda z, y: z.square().mean() + torch.softmax(z, 1).mean(0).square().sum(), False, r"aten\.pow.* works on values of the whole"),
         (lambda z, y: (z * (y > y.mean())).mean(), False, r"looks at the whole batch"),
@@ -236,6 +240,10 @@ def test_losses_are_normalised_as_the_whole_batchs(loss: Any) -> None:
         "root",
         "softmax over the batch",
         "sort over the batch",
+        "stable sort",
+        "flip of two axes",
+        "roll when flat",
+        "running maximum",
         "sum and mean",
         "load balancing",
         "mask by the batch",
@@ -251,9 +259,14 @@ def test_what_is_no_sum_over_examples_is_declined(loss: Any, norm: bool, reason:
     assert len(declined) == 1 and re.search(reason, words(declined[0].reason)), declined
 
 
+def neighbours(y: torch.Tensor) -> torch.Tensor:
+    """Of each example the mean with the one before and after."""
+    return nn.functional.avg_pool1d(y.T, 3, 1, 1).T
+
+
 def test_what_the_graph_does_not_show_is_found_by_running() -> None:
-    """Each example's loss is weighed by its neighbour's: the shapes are those of a sum over examples."""
-    model, batch = net(lambda z, y: ((z - y) ** 2 * y.roll(1, 0)).mean())
+    """Each example's loss is weighed by its neighbours': the shapes are those of a sum over examples."""
+    model, batch = net(lambda z, y: ((z - y) ** 2 * neighbours(y)).mean())
     plan = optimize(model, batch, 2).plan
     assert "batch" not in plan.options()
     assert any("run, and not the whole batch's" in words(d.reason) for d in plan.declined if d.kind == "micro-batches")
@@ -261,7 +274,7 @@ def test_what_the_graph_does_not_show_is_found_by_running() -> None:
 
 
 def test_the_least_budget_that_is_named_is_feasible_where_running_refutes_micro_batches() -> None:
-    model, batch = net(lambda z, y: ((z - y) ** 2 * y.roll(1, 0)).mean())
+    model, batch = net(lambda z, y: ((z - y) ** 2 * neighbours(y)).mean())
     passes = [*BASE, "microbatch"]
     with pytest.raises(InfeasibleError, match="no micro-batches") as caught:
         optimize_training(model, (), batch, goal=Goal(mode="training", memory=1), passes=passes)

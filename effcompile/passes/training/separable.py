@@ -47,7 +47,10 @@ _BLANK = tuple(
     for name in ("new_ones", "new_zeros", "new_full", "new_empty", "ones_like", "zeros_like", "full_like", "empty_like")
 )
 #: Operators with an axis over which they mix values, and where it stands among their arguments.
-_MIXES = {aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cumsum.default: 1, aten.sort.default: 1, aten.flip.default: 1}
+_MIXES = {
+    aten._softmax.default: 1, aten._log_softmax.default: 1, aten.cumsum.default: 1, aten.cumprod.default: 1, aten.logcumsumexp.default: 1,
+    aten.cummax.default: 1, aten.cummin.default: 1, aten.sort.default: 1, aten.sort.stable: 1, aten.flip.default: 1, aten.roll.default: 2,
+}  # fmt: skip
 _MEAN, _SUM = 1, 2  # of losses' `reduction`
 
 
@@ -185,17 +188,18 @@ class _Separation:
         for a, b in pairs.items():
             if a not in self.axes and a.target not in _BLANK and any(arg in self.axes or arg in self.over for arg in a.all_input_nodes):
                 self.over.add(a)
-            if a.target in _MIXES and a not in regroups and self._axis(a) in grown[a]:
+            if a.target in _MIXES and a not in regroups and self._mixed(a) & grown[a]:
                 raise Refusal("{} at {} goes over the examples of the batch", operator_name(a), _place(a))
             elided = a.target in _ELIDED and not _alike(a, b)  # b made what a is a copy or view of
             if not elided and not (a in self.over and a.target in (*_TIMES, *_OVER)) and repr(_numbers(a)) != repr(_numbers(b)):
                 raise Refusal("{} at {} computes with the size of the batch", operator_name(a), _place(a))
 
-    def _axis(self, node: fx.Node) -> int:
-        place = _MIXES[node.target]  # type: ignore[index]
-        axis: Any = node.args[place] if len(node.args) > place else -1  # sort's own default
-        axis = axis[0] if isinstance(axis, (list, tuple)) else axis
-        return int(axis) % max(1, len(shape_of(node)))
+    def _mixed(self, node: fx.Node) -> set[int]:
+        """The axes over which one of _MIXES mixes values."""
+        place, rank = _MIXES[node.target], max(1, len(shape_of(node.all_input_nodes[0])))  # type: ignore[index]
+        usual: Any = range(rank) if node.target is aten.roll.default else -1  # as rolled when flat, as sorted
+        axes = node.args[place] if len(node.args) > place else node.kwargs.get("dim", usual)
+        return {int(axis) % rank for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,))}  # type: ignore[arg-type]
 
     def _grown(self, a: fx.Node, b: fx.Node) -> set[int]:
         axes: set[int] = set()
