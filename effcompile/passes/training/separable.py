@@ -199,7 +199,7 @@ class _Separation:
         place, rank = _MIXES[node.target], max(1, len(shape_of(node.all_input_nodes[0])))  # type: ignore[index]
         usual: Any = range(rank) if node.target is aten.roll.default else -1  # as rolled when flat, as sorted
         axes = node.args[place] if len(node.args) > place else node.kwargs.get("dim", usual)
-        return {int(axis) % rank for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,))}  # type: ignore[arg-type]
+        return {int(axis) % rank for axis in (axes if isinstance(axes, (list, tuple, range)) else (axes,))}
 
     def _grown(self, a: fx.Node, b: fx.Node) -> set[int]:
         axes: set[int] = set()
