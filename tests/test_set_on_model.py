@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from scaled_net import Net, X
 from torch import nn
 
 import effcompile
 from effcompile.core.errors import GuardError
-
-X = torch.linspace(-1, 1, 32).reshape(4, 8)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part, self.scale = nn.Linear(8, 8), 2.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.part(x).tanh() * self.scale).square().mean()
-
 
 MADE: dict[str, Callable[[nn.Module], Any]] = {
     "executable": lambda model: effcompile.optimize(model.eval(), inputs={"x": X}, backend="torch-eager", target="cpu-generic"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -221,3 +221,9 @@ def _describe(output: torch.Tensor) -> str:
     dtype = str(output.dtype).removeprefix("torch.")
     norm = f", norm {float(output.float().norm()):.4g}" if output.numel() else ""
     return f"{dtype} [{' × '.join(map(str, output.shape))}]{norm}"
+
+
+def check_pickled(folder: str, found: Plan, artifact: Mapping[str, str]) -> None:
+    """Raises FormatError where another artifact stands in a folder now than the one that was pickled, by its files' hashes."""
+    if dict(found.artifact) != artifact:
+        raise FormatError(f"{folder!r} holds another artifact than the one that was pickled. Load it with effcompile.load({folder!r}).")

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from effcompile.core import torch_compat
-from effcompile.core.errors import FormatError, GuardError, InputsError, UsageError
+from effcompile.core.errors import GuardError, InputsError, UsageError
 from effcompile.core.folders import read_steadily
 from effcompile.core.types import Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
-from effcompile.runtime.artifact import Artifact, open_artifact
+from effcompile.runtime.artifact import Artifact, check_pickled, open_artifact
 from effcompile.runtime.executable import COMPILED, Executable
 from effcompile.runtime.generation import with_transformers
 from effcompile.runtime.gradients import GradientGuard
@@ -136,6 +136,5 @@ def _again(folder: str, artifact: Mapping[str, str]) -> LoadedExecutable:
         FormatError: another artifact stands there now.
     """
     found = LoadedExecutable(open_artifact(folder))
-    if dict(found.plan.artifact) != artifact:
-        raise FormatError(f"{folder!r} holds another artifact than the one that was pickled. Load it with effcompile.load({folder!r}).")
+    check_pickled(folder, found.plan, artifact)
     return found

@@ -10,19 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from scaled_net import Net, X
 
 from effcompile import optimize
 from effcompile.core.errors import UsageError
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part, self.scale = nn.Linear(8, 8), 2.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.part(x).tanh() * self.scale).square().mean()
 
 
 def through_torch(value: object) -> Any:
@@ -35,7 +26,6 @@ def through_torch(value: object) -> Any:
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)), "torch.save": through_torch,
 }  # fmt: skip
-X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
 
 @pytest.fixture(scope="module")

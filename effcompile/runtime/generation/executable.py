@@ -16,10 +16,11 @@ from transformers import modeling_outputs
 from effcompile.backends.base import Lowered
 from effcompile.capture.caches import HFCache, check_cache, new_cache_of, seen_by
 from effcompile.capture.generation import GenerationStep
-from effcompile.core.errors import FormatError, GuardError, InputsError, UsageError
+from effcompile.core.errors import GuardError, InputsError, UsageError
 from effcompile.core.types import Forward, HFClass, HFConfig, HFModel, Kwargs, Outputs
 from effcompile.ir import saved
 from effcompile.ir.plan import Plan
+from effcompile.runtime.artifact import check_pickled
 from effcompile.runtime.generation import files, shell
 from effcompile.runtime.generation.steps import LoweredStep, carried_out
 from effcompile.runtime.planned import PlannedModel, SetOnModel
@@ -354,6 +355,5 @@ def _again(folder: str, artifact: Mapping[str, str], *configs: HFConfig) -> Open
     """
     config, of_generation = configs
     found = open_generation(Path(folder), (config, of_generation))
-    if dict(found.plan.artifact) != artifact:
-        raise FormatError(f"{folder!r} holds another artifact than the one that was pickled. Load it with effcompile.load({folder!r}).")
+    check_pickled(folder, found.plan, artifact)
     return found
