@@ -14,7 +14,7 @@ EffcompileError                 anything below; the CLI prints it without a trac
 ├── VerificationError           exit 1: the result is not within the declared error
 ├── RankError                   exit 1: a rank of a run on many devices fell out; names it
 ├── OutOfMemoryError            exit 1: this machine has not the memory for planning or verifying
-└── InternalError               exit 1: an error that nobody foresaw; names the stage, keeps its cause, says what to report
+└── InternalError               exit 1: an error that nobody foresaw; names the stage, keeps its cause
 """
 
 from __future__ import annotations

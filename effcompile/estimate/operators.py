@@ -226,7 +226,8 @@ def _described(node: fx.Node) -> str:
     def add(leaf: object) -> None:
         if isinstance(leaf, torch.Tensor):
             strides = "" if leaf.is_contiguous() else leaf.stride()
-            leaves.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(map(int, leaf.shape))}{strides}@{leaf.device.type}")
+            dtype, shape = str(leaf.dtype).removeprefix("torch."), list(map(int, leaf.shape))
+            leaves.append(f"{dtype}{shape}{strides}@{leaf.device.type}")
         else:
             leaves.append(repr(leaf))
 

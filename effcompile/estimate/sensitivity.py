@@ -2,7 +2,7 @@
 
 An option replaces a site's result f(x) by f(x) + δ(x). To first order the output moves by J·δ, J being the Jacobian of the
 outputs with respect to the site's result, and for v of independent random signs
-    E (vᵀ J δ)² = ‖J δ‖²                     (Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix")
+    E (vᵀ J δ)² = ‖J δ‖²    (Hutchinson 1990, "A stochastic estimator of the trace of the influence matrix")
 where vᵀJ is one backward pass from v, the same for every site and option. So one forward pass and a few backward passes per
 input price all of them; each then costs only its own δ (computed with the backend's rounding) and dot products.
 Samples of a batch that do not influence each other are draws of their own. Squares of different sites add because

@@ -58,11 +58,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         raise ValueError(f"The plan is for {{RANKS}} data-parallel ranks, and the mesh has {{mesh.size()}}.")
     policy = MixedPrecisionPolicy(param_dtype=PRECISION, reduce_dtype=torch.float32) if PRECISION else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy() if OFFLOAD else OffloadPolicy()
+    options = {{"mesh": mesh, "reshard_after_forward": RESHARD_AFTER_FORWARD,
+               "mp_policy": policy, "offload_policy": offload}}
     for number, layer in enumerate(layers_of(model)):
         if CHECKPOINT_EVERY and number % CHECKPOINT_EVERY == 0:
             layer.forward = checkpointed(layer.forward)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=RESHARD_AFTER_FORWARD, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, reshard_after_forward=RESHARD_AFTER_FORWARD, mp_policy=policy, offload_policy=offload)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -73,7 +75,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         return whole
     outer = [layer for part in found for layer in part]
     if len(outer) != LAYERS:
-        raise ValueError(f"The plan is for {{LAYERS}} layers, and this model's lists have {{[len(part) for part in found]}}.")
+        held = [len(part) for part in found]
+        raise ValueError(f"The plan is for {{LAYERS}} layers, and this model's lists have {{held}}.")
     return outer
 
 

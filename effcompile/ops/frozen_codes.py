@@ -1,7 +1,8 @@
 """Frozen weights as codes in groups of 64: what a training step reads of a base that is not trained, and writes out where it multiplies.
 
-    nf4   16 levels, the quantiles of a normal distribution (Dettmers et al. 2023, arXiv 2305.14314, appendix E)   w ≈ level · max |w|
-    int8  codes −127 … 127                                                                                         w ≈ code · max |w| / 127
+    nf4   w ≈ level · max |w|        16 levels, the quantiles of a normal distribution (Dettmers et al. 2023,
+                                     arXiv 2305.14314, appendix E)
+    int8  w ≈ code · max |w| / 127   codes −127 … 127
 
 Scales are rounded to bf16 before codes are taken, so that rounding them costs next to nothing. A weight is one tensor of bytes, the
 codes of all groups (for nf4 two a byte, the first in the low half) and then their scales: 4.25 and 8.25 bits an element.

@@ -1,6 +1,7 @@
 """Weights and activations as codes in groups of 32, in torch: what the compiled linears (`group_linear.cpp`) compute.
 
-    W: 4 bits  scale = the value of largest magnitude / −8, codes −8 … 7       8 bits  scale = max |w| / 127, codes −127 … 127
+    W: 4 bits  scale = the value of largest magnitude / −8, codes −8 … 7
+       8 bits  scale = max |w| / 127, codes −127 … 127
     x:         scale = max |x| / 127                       codes = round(x · (127 / max |x|))
     y = Σ over groups (codes · codes) · (scale of W · scale of x) + bias
 

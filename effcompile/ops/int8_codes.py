@@ -1,6 +1,7 @@
 """Weights and activations as bytes, in torch: what the compiled 8-bit linears (`int8_linear.cpp`) compute, to the bit.
 
-    scale = max |x| of the row / 127        code = round(x · (127 / max |x|))        y = (codes · codesᵀ) · (scale of x · scale of W) + bias
+    scale = max |x| of the row / 127        code = round(x · (127 / max |x|))
+    y = (codes · codesᵀ) · (scale of x · scale of W) + bias
 
 Legend: x (M, K), W (N, K), packed (⌈N/16⌉, ⌈K/4⌉, 16, 4) of u8: code + 128, so that missing rows and columns are 128.
 """

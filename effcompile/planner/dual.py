@@ -2,7 +2,7 @@
 
 For multipliers λ ≥ 0 weak duality gives (Everett 1963; Kellerer, Pferschy, Pisinger, *Knapsack Problems* 2004, ch. 11)
 
-    L(λ) = Σ_g min_c (c_gc + Σ_r λ_r u_grc) − Σ_r λ_r slack_r  ≤  optimum                               (`_price`)
+    L(λ) = Σ_g min_c (c_gc + Σ_r λ_r u_grc) − Σ_r λ_r slack_r  ≤  optimum          (`_price`)
 
 max_λ L(λ) is found by Kelley's cutting planes: every priced choice x gives θ ≤ c(x) + Σ_r λ_r (u_r(x) − slack_r);
 z3 maximises θ over the handful of cuts and λ in a box (`_master`). Work here is in floats with each row divided by its

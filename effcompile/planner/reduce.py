@@ -3,11 +3,14 @@
 Floats are dyadic rationals, so each dimension (objective, each limit) times one power of two is an integer: sums and
 comparisons below are exact and nothing is ever rounded here.
 
-    scale      c_a = objective_a · 2^k,  u_ra = resource_ra · 2^k_r,  slack_r = (limit_r − base_r) · 2^k_r    (`_scale`)
-    contract   sites tied by `requires` become one group whose configurations are the combinations that respect
-               the ties inside it; exact, and its convex hull is tighter than implications in an LP             (`_contract`)
-    dominate   configuration q goes when p ≤ q in the objective and in every limited resource and both take the same
-               options at sites that other groups' `requires` look at: swapping q for p keeps feasibility      (`_dominate`)
+    scale      c_a = objective_a · 2^k,  u_ra = resource_ra · 2^k_r,  slack_r = (limit_r − base_r) · 2^k_r
+               (`_scale`)
+    contract   sites tied by `requires` become one group whose configurations are the combinations that
+               respect the ties inside it; exact, and its convex hull is tighter than implications in an LP
+               (`_contract`)
+    dominate   configuration q goes when p ≤ q in the objective and in every limited resource and both take
+               the same options at sites that other groups' `requires` look at: swapping q for p keeps
+               feasibility (`_dominate`)
 
 A tie that would make a group larger than GROUP_LIMIT stays outside, as a Link between two groups.
 """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 SCRIPT = """
 "use strict";
-const UNITS = {"ns":1e-9,"µs":1e-6,"ms":1e-3,"s":1,"B":1,"KiB":1024,"MiB":1048576,"GiB":1073741824,"TiB":1099511627776,"%":0.01};
+const UNITS = {"ns":1e-9,"µs":1e-6,"ms":1e-3,"s":1,"B":1,
+               "KiB":1024,"MiB":1048576,"GiB":1073741824,"TiB":1099511627776,"%":0.01};
 function figure(text) {
-  const found = text.trim().replace(/−/g, "-").match(/^[+<]?\\s*(-?[\\d.]+(?:e[-+]?\\d+)?)\\s*(ns|µs|ms|s|B|[KMGT]iB|%|×)?/);
+  const number = text.trim().replace(/−/g, "-");
+  const found = number.match(/^[+<]?\\s*(-?[\\d.]+(?:e[-+]?\\d+)?)\\s*(ns|µs|ms|s|B|[KMGT]iB|%|×)?/);
   return found ? Number(found[1]) * (UNITS[found[2]] || 1) : null;
 }
 function sorted(rows, at, cells, down) {
@@ -40,7 +42,10 @@ document.querySelectorAll("pre").forEach(pre => {
   const button = document.createElement("button");
   button.textContent = "copy"; button.type = "button";
   const text = pre.textContent;
-  button.addEventListener("click", async () => { await navigator.clipboard.writeText(text); button.textContent = "copied"; });
+  button.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "copied";
+  });
   pre.before(button);
 });
 """

@@ -1,16 +1,17 @@
 """The initialisations that a run can begin with. Each changes the model in place and says which parameters are new.
 
-fixup       Zhang et al. 2019 (arXiv 1901.09321): no norms in the layers; the linears of a branch scaled by L^(−1/(2m−2)) with m = 2, its
-            end zero.
-t-fixup     Huang et al. 2020 (ICML, "Improving transformer optimization through better initialization"): no norms; Xavier, then the ends
-            of the branches and the value and feed-forward linears scaled by 0.67 · N^(−1/4); embeddings of standard deviation d^(−1/2) and
-            scaled alike.
+fixup       Zhang et al. 2019 (arXiv 1901.09321): no norms in the layers; the linears of a branch scaled by
+            L^(−1/(2m−2)) with m = 2, its end zero.
+t-fixup     Huang et al. 2020 (ICML, "Improving transformer optimization through better initialization"): no
+            norms; Xavier, then the ends of the branches and the value and feed-forward linears scaled by
+            0.67 · N^(−1/4); embeddings of standard deviation d^(−1/2) and scaled alike.
 rezero      Bachlechner et al. 2020 (arXiv 2003.04887): no norms; one scale, of zero, for all branches of a layer.
 skipinit    De & Smith 2020 (arXiv 2002.10444): no norms; a scale of zero at the end of each branch.
-layerscale  Touvron et al. 2021 (arXiv 2103.17239): norms stay; a scale for each channel at the end of each branch: 0.1 to 18 layers, 1e-5
-            to 24, else 1e-6.
-mup         Yang et al. 2022 (arXiv 2203.03466, table 8), for Adam, from a base width of 256: hidden matrices of variance 1 / fan-in, and of
-            learning rates divided by width / 256; the head of variance 1 / fan-in², as a multiplier of 1 / width does.
+layerscale  Touvron et al. 2021 (arXiv 2103.17239): norms stay; a scale for each channel at the end of each
+            branch: 0.1 to 18 layers, 1e-5 to 24, else 1e-6.
+mup         Yang et al. 2022 (arXiv 2203.03466, table 8), for Adam, from a base width of 256: hidden matrices
+            of variance 1 / fan-in, and of learning rates divided by width / 256; the head of variance
+            1 / fan-in², as a multiplier of 1 / width does.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Executable(SetOnModel, PlannedModel):
     With gradients enabled, results require a gradient where the original's would (an input or a parameter requires one), and a
     backward that reaches them is refused in words; the call itself is as fast as without.
 
-        score = executable(images)               # as with the model, .numpy() wants torch.no_grad() or .detach()
+        score = executable(images)               # .numpy() wants torch.no_grad() or .detach(), as with the model
         (score.mean() + other_loss).backward()   # InputsError: use the model itself, or detach the score
     """
 

@@ -35,7 +35,8 @@ _MEASURE_PEAK = """
 import openvino
 from openvino import opset13 as ops
 core = openvino.Core()
-config = {"INFERENCE_NUM_THREADS": int(options[0]), "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": options[1]}
+config = {"INFERENCE_NUM_THREADS": int(options[0]), "NUM_STREAMS": 1, "PERFORMANCE_HINT": "LATENCY",
+          "INFERENCE_PRECISION_HINT": options[1]}
 value = ops.parameter([1], numpy.float32)
 nothing = openvino.Model([ops.relu(value)], [value])
 core.compile_model(nothing, "CPU", config).create_infer_request().infer([numpy.zeros(1, numpy.float32)])

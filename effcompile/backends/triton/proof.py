@@ -3,7 +3,7 @@
 In processes of their own: a kernel that reads where it must not ends its process and its CUDA context, not the user's. Verdicts are kept
 in the cache's file `proof-<digest>.json`; a file that is damaged is made again.
 
-    python -m effcompile.backends.triton.proof cuda attention:bfloat16:0 rows:float32:0     # a line of JSON for each
+    python -m effcompile.backends.triton.proof cuda attention:bfloat16:0 rows:float32:0   # a JSON line each
 """
 
 from __future__ import annotations

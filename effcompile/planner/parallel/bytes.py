@@ -7,7 +7,7 @@ master weights and Adam (Rajbhandari et al. 2020, arXiv 1910.02054, §3: 2 + 2 +
     zero 0    2         4           12                                    Megatron-LM's main gradients
     zero 1    2         4           12 / D                                its distributed optimizer
     zero 2    2         4 / D       12 / D      + one layer's gradients   ZeRO
-    zero 3    0         4 / D       12 / D      + two gathered layers     FSDP2: the sharded parameter is the master copy
+    zero 3    0         4 / D       12 / D      + two gathered layers     FSDP2: the shard is the master copy
     fp32: no copy of the weights beside the master's 4; DeepSpeed keeps 2-byte weights, too, in zero 3 (2 / D).
 
 Engines differ in what they hold beside that. FSDP2: the root unit (table and head) gathered from forward to backward, one layer's

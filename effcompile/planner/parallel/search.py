@@ -7,8 +7,10 @@ found, no other division is faster (branch and bound, planner/search.py). So the
 simulator, within the gap of the ranks' proofs, and no rule of thumb prunes.
 
     minimise    seconds(strategy, choices)
-    over        dp · tp · pp · cp = devices; vpp, zero, micro_batch, sp, offload, schedule, cuts; an option for each layer of each rank
-    subject to  peak(rank) · (1 + error) ≤ memory     for every rank ("fits"); without the error where nothing does ("marginal")
+    over        dp · tp · pp · cp = devices; vpp, zero, micro_batch, sp, offload, schedule, cuts; an option for
+                each layer of each rank
+    subject to  peak(rank) · (1 + error) ≤ memory     for every rank ("fits"); without the error where
+                                                      nothing does ("marginal")
                 host bytes of a node ≤ its memory, where that is known
 """
 

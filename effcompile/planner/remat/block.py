@@ -4,14 +4,16 @@ What an option is and what it takes: simulate.py. How values are held decides ev
 at most 2^n options, (2 + f)^n where each may be held in f other forms; and where host bytes are scarce, they are a fourth
 measure of the front. Three stages find the front and one proves it, and each only adds to what the one before found:
 
-    greedy     keep all; keep what must be; and, as a min-cut would, keep what takes long to make per byte, for every
-               threshold; the same with what is kept, or not, in one of its other forms: always there, however
-               large the block                                                                           `_greedy`
-    labels     dynamic program over the operators in reverse (search.py), first with few labels, then with all it takes.
-               Exact where no label was dropped for lack of room
-    z3         refutes "there is an option that none of these covers" (prove.py): the mathematics, constraint by
-               constraint. What z3 finds instead is added, and it is asked again. Not where the labels' time ran out
-    check      every option's figures come from the simulator, which knows nothing of the other two     `simulate.option`
+    greedy     keep all; keep what must be; and, as a min-cut would, keep what takes long to make per byte,
+               for every threshold; the same with what is kept, or not, in one of its other forms: always
+               there, however large the block                                              `_greedy`
+    labels     dynamic program over the operators in reverse (search.py), first with few labels, then with
+               all it takes. Exact where no label was dropped for lack of room
+    z3         refutes "there is an option that none of these covers" (prove.py): the mathematics,
+               constraint by constraint. What z3 finds instead is added, and it is asked again. Not where
+               the labels' time ran out
+    check      every option's figures come from the simulator, which knows nothing of the other two
+                                                                                   `simulate.option`
 
 Seconds are compared in whole ticks: exactly where 2^30 of them make up the block's time, else rounded up to that.
 """

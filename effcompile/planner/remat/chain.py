@@ -3,10 +3,12 @@
 The constraints stand in links.py. Identical stages are counted, and z3's final unsat of "cheaper than the bound" is the
 certificate (count.py); a dynamic program finds the choice, and is itself a proof where nothing had to be dropped (walk.py).
 
-    1  groups     the chain as it is, and with its groupable runs cut into groups of one size, for each size   `variants`
-    2  find       the dynamic program on each of them, in less and less coarse passes                          `_find`
-    3  prove      z3 refutes "within the budget and fewer than best − gap ticks" on each of them. Where it finds
-                  such a choice instead, the target is bisected between the proven bound and the best          `_prove`
+    1  groups     the chain as it is, and with its groupable runs cut into groups of one size, for each
+                  size                                                                             `variants`
+    2  find       the dynamic program on each of them, in less and less coarse passes              `_find`
+    3  prove      z3 refutes "within the budget and fewer than best − gap ticks" on each of them. Where
+                  it finds such a choice instead, the target is bisected between the proven bound and the
+                  best                                                                             `_prove`
 
 Optimal means: among the options given, and among groupings of one size per run. A grouping whose re-runs alone take as
 long as the best choice needs no proof. With gap 0, or where `walk` is exact, more budget never takes more seconds; else

@@ -16,11 +16,14 @@ host is there when the forward ends.
 
 A *group* of stages f … l (problem.Group) is the same chain with other numbers, so what solves chains solves groups:
 
-    kept_j           loses entering_kept_j(o) for f < j ≤ l; only options where that is positive, and at f only those that
-                     keep the entering values whole (they are what the re-run starts from); none with other forms
-    backward_base_k  gains Σ_{f<j<k} entering_bytes_j: remade, and not yet done with. Stage k's own are in its peak
-    backward_peak_l  is at least kept_l(o) + max_{f≤j<l} ( Σ_{f<m≤j} entering_bytes_m + rerun_peak_j ) − Σ_{f<j<l} entering_bytes_j,
-                     the re-run itself, which counts stage j's entering values twice where rerun_peak_j has them too
+    kept_j           loses entering_kept_j(o) for f < j ≤ l; only options where that is positive, and at f
+                     only those that keep the entering values whole (they are what the re-run starts from);
+                     none with other forms
+    backward_base_k  gains Σ_{f<j<k} entering_bytes_j: remade, and not yet done with. Stage k's own are in
+                     its peak
+    backward_peak_l  is at least kept_l(o) + max_{f≤j<l} ( Σ_{f<m≤j} entering_bytes_m + rerun_peak_j )
+                     − Σ_{f<j<l} entering_bytes_j, the re-run itself, which counts stage j's entering
+                     values twice where rerun_peak_j has them too
     seconds          gain Σ_{f≤j<l} rerun_seconds_j
 """
 

@@ -3,26 +3,29 @@
 Booleans: k_v "value v is kept"; f_vm "it is held in its form m"; d_uj "operator u has run again by reading step j"
 (layout.py), for j among its possible places. h_v := k_v ∨ ⋁_m f_vm "held". What is read at which step is data.
 
-    (1) place       d_uj ⇔ ⋁_{v ∈ makes(u)} ¬h_v ∧ n_vj                                                       `_Terms.done`
+    (1) place       d_uj ⇔ ⋁_{v ∈ makes(u)} ¬h_v ∧ n_vj                                        `_Terms.done`
                     with n_vj := v read at a step ≤ j ∨ ⋁_{w reads v} d_wj "needed by j": u runs right before
                     its first reader; r_u := d_u,last "u is recomputed"
-    (2) forced      ¬r_u for operators that may not run again; k_v for forced values                           `_Terms.rules`
-    (3) entering    v read in the backward, or by a recomputed operator → h_v                                  `_Terms.rules`
+    (2) forced      ¬r_u for operators that may not run again; k_v for forced values           `_Terms.rules`
+    (3) entering    v read in the backward, or by a recomputed operator → h_v                  `_Terms.rules`
     (4) no waste    h_v → v is read in the backward or by a recomputed operator, but for forced ones; at most
-                    one of k_v, f_v1, f_v2, …                                                                  `_Terms.rules`
-    (5) last use    l_v(j, x) ⇔ v is read at (j, x) or later: by a step, or by some w with r_w placed there    `_Terms.later`
+                    one of k_v, f_v1, f_v2, …                                                  `_Terms.rules`
+    (5) last use    l_v(j, x) ⇔ v is read at (j, x) or later: by a step, or by some w with r_w
+                    placed there                                                               `_Terms.later`
     (6) alive       a_v(j, x) ⇔ (k_v ∨ v was made again before (j, x) ∨ ⋁_m f_vm ∧ n_vj) ∧ l_v(j, x); a form
-                    whose staged bytes are the value itself counts from the beginning                          `_Terms.alive`
+                    whose staged bytes are the value itself counts from the beginning          `_Terms.alive`
                     packed copies: staged_m while f_vm ∧ ¬n_vj, and at x = −2 (restoring) packed_m while
-                    f_vm ∧ ¬n_v,j−1, where n_vj or it is staged                                                `_Terms.packed`
-    (7) instants    Σ_v size_v a_v(j, n) + packed + steps_j ≤ W; where u runs again at j, that is d_uj ∧ ¬d_u,j−1,
-                    Σ_v size_v a_v(j, u) + packed + Σ_{v ∈ makes(u)} size_v + workspace_u + gaps_j ≤ W; and where
-                    v is restored at j, that is f_vm ∧ n_vj ∧ ¬n_v,j−1,
-                    Σ_w size_w a_w(j, −2) + packed + workspace_m + gaps_j ≤ W                                  `_Terms.limit`
+                    f_vm ∧ ¬n_v,j−1, where n_vj or it is staged                                `_Terms.packed`
+    (7) instants    Σ_v size_v a_v(j, n) + packed + steps_j ≤ W;
+                    where u runs again at j, that is d_uj ∧ ¬d_u,j−1,
+                    Σ_v size_v a_v(j, u) + packed + Σ_{v ∈ makes(u)} size_v + workspace_u + gaps_j ≤ W;
+                    and where v is restored at j, that is f_vm ∧ n_vj ∧ ¬n_v,j−1,
+                    Σ_w size_w a_w(j, −2) + packed + workspace_m + gaps_j ≤ W                  `_Terms.limit`
     (8) uncovered   Σ_v size_v k_v + Σ held_m f_vm < S  ∨  Σ_v host_m f_vm < H
                     ∨  Σ_u ticks_u r_u + Σ ticks_m f_vm + (y_j)⁺ + (x_i)⁺ < T for all deadlines j, i
-                    for each option (S, ·, T, H) found of peak ≤ W                                             `_uncovered`
-        link        y_j = Σ back_m f_vm n_vj − arrive_j;  x_i = Σ_{v made at i or later} out_m f_vm − depart_i (simulate.stall)
+                    for each option (S, ·, T, H) found of peak ≤ W                             `_uncovered`
+        link        y_j = Σ back_m f_vm n_vj − arrive_j;  x_i = Σ_{v made at i or later} out_m f_vm − depart_i
+                    (simulate.stall)
 
 W starts without limit and only falls. If z3 refutes (8) under W, every option of peak ≤ W is covered by one found, of
 peak at most P; so W becomes P − 1, until nothing is found there: the front is complete. Else the held values of z3's

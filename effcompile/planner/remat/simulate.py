@@ -79,8 +79,8 @@ def stall(problem: BlockProblem, away: Mapping[str, Residency], first: Mapping[s
     With x_v, y_v the link's seconds of v's copies out and back. Synchronous: Σ (x_v + y_v). Else, c(u) and b(t) being the
     seconds of the forward after operator u and of the backward before step t (recomputation left out: it only hides more),
 
-        forward   the copies wait for their makers and for each other, and the block ends when the last one has:
-                  max_u ( Σ_{v made at u or later} x_v − c(u) )⁺         a suffix sum, entering values at the beginning
+        forward   the copies wait for their makers and for each other; the block ends when the last one has:
+                  max_u ( Σ_{v made at u or later} x_v − c(u) )⁺   a suffix sum, entering values at the beginning
         backward  all are asked for at the beginning, in the order in which they are needed:
                   max_t ( Σ_{v restored at t or before} y_v − b(t) )⁺    a prefix sum
 

@@ -1,6 +1,7 @@
 """The regimes of a generation: a prompt once, and each new token behind a cache. The search itself is search/search.py's.
 
-    seconds = calls of the prefill × prefill + new tokens × decode        bytes = weights once + cache of the whole context + workspace
+    seconds = calls of the prefill × prefill + new tokens × decode
+    bytes = weights once + cache of the whole context + workspace
 
 A linear's format is one choice for both; errors and limits add up as they do for a forward call.
 """
