@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import effcompile
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.exports import exported
+from effcompile.proof.parallel.processes import on_ranks
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "parallel"))
 from rank_helpers import STEPS, batch_of, model_of, optimizer_of, part, trained

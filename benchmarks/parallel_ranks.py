@@ -27,12 +27,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import effcompile
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core import torch_compat
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.units import format_bytes, parse_bytes
 from effcompile.estimate import operators
 from effcompile.ir.plan import Plan
+from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.training.alive import alive_bytes
 
 ROWS, TOKENS, EXAMPLES, STEPS = 1024, 128, 2, 6

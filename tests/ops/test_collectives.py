@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError, RankError, UsageError
 from effcompile.ops import collectives
 from effcompile.ops.collectives import gather, link_bytes, mean, over, rows_of_shard, scatter_mean, summed, workspace_bytes
+from effcompile.proof.parallel.processes import on_ranks
 
 SHAPES = ((6, 4), (7,), (1, 3), (9, 2, 2))
 

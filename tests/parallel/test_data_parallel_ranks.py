@@ -8,9 +8,9 @@ import pytest
 from rank_helpers import MODELS, STEPS, Inputs, OnRank, Trained, batch_of, run_rank, schedules, source_of, trained
 from torch import nn
 
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.ir.step import Step
 from effcompile.passes.training.shard import BY_BLOCK, BY_WEIGHT, REPLICATED, spread_over
+from effcompile.proof.parallel.processes import on_ranks
 
 RELATIVE = 1e-5
 

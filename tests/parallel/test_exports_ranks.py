@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import effcompile
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.units import format_bytes
 from effcompile.exports import ENGINES, exported
 from effcompile.ir.strategy import StrategyFields
 from effcompile.planner.parallel.model import Model
+from effcompile.proof.parallel.processes import on_ranks
 from effcompile.search.parallel import plan as planning
 
 _COMMON: StrategyFields = {"dp": 2, "tp": 1, "pp": 1, "zero": 3, "recompute": "full", "precision": "fp32", "micro_batch": 2}

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import effcompile
 from effcompile.compiler.parallel.axes import ranks_of
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.compiler.parallel.verify import verify_plan
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
 from effcompile.ir.plan import Plan
 from effcompile.passes.training.shard import BY_BLOCK
+from effcompile.proof.parallel.processes import on_ranks
 
 ROWS, WIDTH = 21, 16
 PASSES = ["checkpoint", "shard.ranks=2", "shard.forms=block"]

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import effcompile
 from effcompile.compiler.parallel.lower_stages import stages_asked
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core import torch_compat
 from effcompile.core.errors import EffcompileError, InfeasibleError
 from effcompile.core.goal import Goal
+from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.search.request import Asked, Task
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import effcompile
-from effcompile.compiler.parallel.processes import on_ranks
+from effcompile.proof.parallel.processes import on_ranks
 from effcompile.sparse.recipe import Execution, Growth
 
 STEPS, EXAMPLES = 6, 8

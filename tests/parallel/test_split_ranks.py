@@ -17,13 +17,13 @@ import effcompile
 from effcompile.backends.torch.ranks import Ranks, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.training import capture_training
-from effcompile.compiler.parallel.processes import on_ranks
 from effcompile.core import torch_compat
 from effcompile.core.errors import UsageError
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.shard import BY_BLOCK, spread_over
 from effcompile.passes.training.split import Split
 from effcompile.passes.training.tensor import TensorParallel
+from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.schedules.emit import emit
 from effcompile.schedules.simulate import simulate

@@ -22,8 +22,6 @@ from effcompile.capture.training import Loss
 from effcompile.compiler.parallel.axes import axes_of, form_of, form_pass, passes_for, pipeline_of, ranks_of
 from effcompile.compiler.parallel.lower import optimize_on_ranks
 from effcompile.compiler.parallel.lower_stages import plan_parts
-from effcompile.compiler.parallel.processes import on_ranks
-from effcompile.compiler.parallel.shrink import shrunk
 from effcompile.core import torch_compat
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import EXACT_TOLERANCE
@@ -31,6 +29,8 @@ from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.ir.plan import Plan
 from effcompile.passes.training import microbatch, shard, tensor
 from effcompile.passes.training.pipeline import Pipeline
+from effcompile.proof.parallel.processes import on_ranks
+from effcompile.proof.parallel.shrink import shrunk
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.training.work import loss_of
