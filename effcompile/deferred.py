@@ -345,7 +345,7 @@ def answering(executable: Planned, request: Request) -> Planned:
         run = model.forward if isinstance(executable, TrainingExecutable) else functools.partial(_run_evaluating, model)
         fallback = _Eager(type(model).__name__, run) if how == "eager" else _Replanned(executable, model, request)
         executable._effcompile_fallback = fallback
-    elif isinstance(executable, TrainingExecutable) and request.on_change is None and request.optimizer is None:
+    elif isinstance(executable, TrainingExecutable) and request.on_change is None and request.optimizer is None and request.mesh is None:
         model = executable.unplanned()
         elsewhere = _UnderAutocast(_Replanned(executable, model, request), type(model).__name__)
         executable._effcompile_fallback = elsewhere

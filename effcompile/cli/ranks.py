@@ -73,7 +73,10 @@ def axes_asked(devices: int | None, strategy: str | None, mode: object, backend:
     dp = int(str(given.pop("dp", max(1, devices // (tp * pp)))))
     stages = tuple(f"{option}={_written(given.pop(name))}" for name, option in _STAGES.items() if pp > 1 and name in given)
     if zero not in (None, 0, 3):
-        raise UsageError(f"--strategy zero={zero} can be planned (effcompile plan), not carried out: give 0, or 3 (each block decides).")
+        raise UsageError(
+            f"--strategy zero={zero} can be planned (effcompile plan), not carried out: give 3, with which a rank holds less (each block "
+            "decides what it gathers again), or 0, around whose parameters torch.distributed.optim.ZeroRedundancyOptimizer divides states."
+        )
     if others := [f"{name}={value}" for name, value in given.items() if _LOWERED.get(name) != value]:
         raise UsageError(f"--strategy {others[0]} can be planned (effcompile plan), not carried out. Give dp, tp, pp and zero here.")
     if dp * tp * pp != devices:
@@ -105,7 +108,7 @@ def plan_for_ranks(wanted: Wanted, devices: int, output: Path | None, spec: str,
     if not wanted.request.training:
         raise UsageError("--devices divides a training step. Add --mode training, or leave --devices out.")
     # An optimizer of the sharded parameters is there only on the ranks, which make it.
-    counted = callable(wanted.request.optimizer) and not any(each.startswith("pipeline.ranks") for each in wanted.request.passes or ())
+    counted = callable(wanted.request.optimizer)
     made = (wanted if counted else replace(wanted, request=replace(wanted.request, optimizer=None))).planned()
     if wanted.request.optimizer is not None and not counted:
         note = Because("the optimizer's states, of one rank's shards, are not in the plan: leave them room")
@@ -280,6 +283,7 @@ def main() -> None:
         outputs = model(*loaded.args, **loaded.kwargs)
         loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"] if isinstance(outputs, dict) else outputs.loss
         loss.backward()
+        # model.clip_grad_norm_(1.0) is by all ranks' gradients; torch.nn.utils.clip_grad_norm_ sees one rank's stages of a pipeline
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()

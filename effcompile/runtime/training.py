@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from effcompile.backends.torch.training import StepRunner
@@ -61,6 +62,26 @@ class TrainingExecutable(PlannedModel):
             f"A planned {type(self).__name__} cannot be pickled, for its step is bound to this process. Save its state_dict() and its "
             "plan (save(folder)); effcompile.optimize(model, plan=...) applies it again without solving."
         )
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Scale all gradients in place so that their norm, as of one vector, is at most `max_norm`; what it was, on every rank.
+
+        As torch.nn.utils.clip_grad_norm_, but for a pipeline, of which that sees the stages of one rank. All ranks call it.
+
+        Raises:
+            UsageError: the step has handed its gradients to the optimizer. RuntimeError: the norm is not finite, where that is asked.
+        """
+        if self.runner.consumed:
+            raise UsageError("The step consumes its gradients in the backward: there are none to clip. Plan without states.in_backward.")
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        norm = self.runner.gradient_norm(gradients, norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"The norm of order {norm_type} of the gradients is {float(norm)}: they are not clipped.")
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients.values():
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(factor.to(local.device))
+        return norm
 
     def save(self, directory: str | os.PathLike[str]) -> Path:
         """Write plan.json, whole or not at all; `effcompile.optimize(model, plan=...)` applies it again.

@@ -43,8 +43,9 @@ class Block(nn.Module):
 class Tiny(nn.Module):
     """A table that is tied to the head, and two blocks."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.table = nn.Embedding(ROWS, width)
         self.layers = nn.ModuleList(Block() for _ in range(2)) if width == WIDTH else nn.ModuleList()
         self.head = nn.Linear(width, ROWS, bias=False)
@@ -54,7 +55,7 @@ class Tiny(nn.Module):
         x = self.table(ids)
         for layer in self.layers:
             x = layer(x)
-        return torch.nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(self.head(x[:, :-1] * self.scale).flatten(0, 1), ids[:, 1:].flatten())
 
 
 def tiny() -> Tiny:
@@ -131,7 +132,17 @@ def train(rank: int, plan: Plan, folder: Path) -> Mapping[str, Any]:
     with torch.no_grad():
         planned.eval()
         evaluated = planned(batch())
-    return {"placed": placed, "tied": tied, "losses": losses, "names": names, "plan": planned.plan, "evaluated": float(evaluated)}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        autocast = refused(lambda: planned.train()(mine(rank)))
+    return {
+        "placed": placed,
+        "tied": tied,
+        "losses": losses,
+        "names": names,
+        "plan": planned.plan,
+        "evaluated": float(evaluated),
+        "autocast": autocast,
+    }
 
 
 def resumed(rank: int, plan: Plan, folder: Path) -> list[float]:
@@ -152,6 +163,7 @@ def test_ranks_train_clip_save_and_go_on(plan: Plan, tmp_path: Path) -> None:
         assert all(rank["placed"])
         assert rank["tied"]
         assert rank["losses"] == pytest.approx(wanted, rel=1e-5)
+        assert rank["autocast"].startswith("AutocastError: ")
         assert rank["names"] == list(tiny().state_dict())
         made = rank["plan"]
         assert [check.passed for check in made.checks] == [True]
@@ -207,6 +219,8 @@ def others(rank: int, plan: Plan) -> dict[str, str]:
         "models": asked(Tiny(width=8 if rank else WIDTH)),
         "inputs": asked(inputs=ids[: 4 - rank]),
         "requests": asked(memory=f"{rank + 1}GiB"),
+        "optimizers": asked(optimizer=[adamw, torch.optim.AdamW][rank]),
+        "forwards": asked(Tiny(scale=1.0 + rank).train(), plan=plan),
         "plans": refused(lambda: effcompile.optimize(tiny(), inputs=(ids,), mesh=mesh, plan=[plan, plan.with_changes(model="b")][rank])),
         "mesh": asked(mesh=square),
         "optimizer": asked(optimizer=torch.optim.SGD(tiny().parameters(), lr=0.1)),
@@ -241,7 +255,7 @@ def test_states_of_the_shards_are_counted() -> None:
 
 def test_ranks_that_do_not_agree_are_told(plan: Plan) -> None:
     for rank, said in enumerate(on_ranks(others, 2, plan)):
-        for thing in ("models", "inputs", "requests", "plans"):
+        for thing in ("models", "inputs", "requests", "optimizers", "forwards", "plans"):
             assert said[thing].startswith(f"UsageError: The ranks have different {thing}: Rank 0: "), said[thing]
             assert "Rank 1: " in said[thing]
         assert re.search(r"UsageError: mesh has the axes .*'dp', 'ep'", said["mesh"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import effcompile
 from effcompile.compiler.parallel.lower_stages import stages_asked
 from effcompile.core import torch_compat
-from effcompile.core.errors import EffcompileError, InfeasibleError
+from effcompile.core.errors import EffcompileError, FormatError, InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.training.alive import alive_bytes
@@ -192,6 +194,72 @@ def test_what_no_pipeline_can_be_is_told_and_the_least_budget_is_held() -> None:
     within = on_ranks(run, 2, model, inputs, wanted, {"pp": 2}, [], budget)
     check(within, wanted, budget)
     assert tied(within) == ["transformer.wte.weight"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    losses: list[float]
+    norms: list[float]
+    plan: effcompile.Plan
+    states: int
+    without: str
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def updated(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Inputs, clip: Callable[..., Tensor]
+) -> tuple[list[float], list[float]]:
+    """(losses, norms of all gradients before they are clipped) of STEPS steps."""
+    losses, norms = [], []
+    for _ in range(STEPS):
+        found = model(**inputs)
+        loss = found if isinstance(found, Tensor) else found.loss
+        loss.backward()
+        norms.append(float(clip(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+def with_states(rank: int, model: nn.Module, inputs: Inputs) -> Updated:
+    """AdamW made by the plan, gradients clipped by the norm of all stages; what is said where the plan is applied without an optimizer."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    asked = {"inputs": dict(inputs), "mode": "training", "mesh": mesh, "passes": [CHECKPOINT, *UNEVEN]}
+    again = copy.deepcopy(model)
+    planned = effcompile.optimize(model, optimizer=adamw, **asked)
+    twin = copy.deepcopy(planned)
+    optimizer = planned.optimizer
+    assert optimizer is not None
+    losses, norms = updated(planned, optimizer, inputs, planned.clip_grad_norm_)
+    assert updated(twin, adamw(list(twin.parameters())), inputs, twin.clip_grad_norm_) == (losses, norms)
+    states = sum(v.numel() * v.element_size() for state in optimizer.state.values() for v in state.values())
+    (plan,) = dist.broadcast_object_list(given := [planned.plan]) or given  # a plan says what its rank has: one of them is for all
+    with pytest.raises(FormatError) as refused:
+        effcompile.optimize(again, inputs=dict(inputs), mesh=mesh, plan=plan)
+    return Updated(losses=losses, norms=norms, plan=planned.plan, states=states, without=str(refused.value))
+
+
+def test_states_of_stages_count_and_all_stages_are_clipped_together() -> None:
+    """A table that two stages have counts once in the norm, and its states on both ranks."""
+    model, inputs = model_of("tied"), batch_of("tied", EXAMPLES)
+    eager = copy.deepcopy(model)
+    wanted = updated(eager, adamw(list(eager.parameters())), inputs, partial(nn.utils.clip_grad_norm_, list(eager.parameters())))
+    with captured_once():
+        found = on_ranks(with_states, 2, model, inputs)
+    for rank in found:
+        assert rank.losses == pytest.approx(wanted[0], rel=RELATIVE)
+        assert rank.norms == pytest.approx(wanted[1], rel=RELATIVE)
+        (states,) = [d for d in rank.plan.decisions if d.kind == "optimizer states"]
+        assert states.cost.bytes_kept == pytest.approx(rank.states, rel=0.02)
+        assert "The plan holds optimizer states: give the optimizer, too" in rank.without
+    measured, predicted = found[0].plan.measured, [rank.plan.predicted.peak_bytes or 0 for rank in found]
+    assert measured is not None
+    assert measured.peak_bytes == pytest.approx(max(predicted), rel=0.02)  # of the rank with two layers
+    assert predicted[1] < predicted[0]
 
 
 def test_what_no_pipeline_can_be_is_told_without_ranks() -> None:

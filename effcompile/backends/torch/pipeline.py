@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -88,6 +88,13 @@ class PipelineRunner(MicrobatchRunner):
         names = {name for chunk in chunks.values() for name in chunk.runner.step.consumed}
         self.names = [name for name, _ in model.named_parameters() if name in names]
 
+    def bound_to(self, model: nn.Module) -> StepRunner:
+        """The same for a copy of the model, whose parameters its stages read then."""
+        other = super().bound_to(model)
+        assert isinstance(other, PipelineRunner)
+        other.chunks = {stage: replace(chunk, runner=chunk.runner.bound_to(model)) for stage, chunk in self.chunks.items()}
+        return other
+
     @contextmanager
     def whole(self, model: nn.Module) -> Iterator[None]:
         """Raises UsageError: a rank has its own stages alone."""
@@ -95,6 +102,17 @@ class PipelineRunner(MicrobatchRunner):
             "The layers of a pipelined model stand on several ranks. Evaluate the whole model, with the checkpoint of all ranks."
         )
         yield
+
+    def gradient_norm(self, gradients: Mapping[str, Tensor], kind: float) -> Tensor:
+        """That of all stages, on all ranks together; what several ranks of the pipeline have counts once."""
+        group = self.course.group
+        me = group.rank()
+        own = {name: value for name, value in gradients.items() if self.course.shared.get(name, (me,))[0] == me}
+        norm = super().gradient_norm(own, kind).float().to(next(self.model.parameters()).device)
+        norms = [torch.empty_like(norm) for _ in range(group.size())]
+        with answered(group):
+            dist.all_gather(norms, norm, group=group)
+        return torch.linalg.vector_norm(torch.stack(norms), kind)
 
     def _run(self, args: Args, kwargs: Kwargs) -> tuple[Tensor, ...]:
         self._check_model()

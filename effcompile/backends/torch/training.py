@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
@@ -142,7 +143,7 @@ class StepRunner:
             )
         if self.guarded:
             self.state.check()
-        for name in self.step.consumed:
+        for name in self.consumed:
             if not held(self.model, name).requires_grad:
                 raise GuardError(
                     f"The parameter {name!r} is frozen now, and the planned backward would update it all the same, as it consumes its "
@@ -232,6 +233,11 @@ class StepRunner:
         saved.clear()
         with consuming(self.sink):
             return self._without_autocast(self.backward_graph, inputs)
+
+    def gradient_norm(self, gradients: Mapping[str, torch.Tensor], kind: float) -> torch.Tensor:
+        """The norm of all gradients as of one vector: of those that ranks have parts of, on all of these together."""
+        norm = nn.utils.get_total_norm(gradients.values(), kind)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def differentiated_now(self, values: Mapping[fx.Node, Value]) -> list[torch.Tensor]:
         """Parameters and inputs of a call that require a gradient."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -22,7 +24,7 @@ from torch.utils import _pytree as pytree
 from effcompile.backends.torch.ranks import AXES, Ranks, made_alike, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
 from effcompile.compiler.parallel.axes import axes_of, beside_any, passes_for
-from effcompile.compiler.parallel.lower_stages import left_with, own_stages, stage_runner
+from effcompile.compiler.parallel.lower_stages import forward_of, left_with, own_stages, stage_runner
 from effcompile.compiler.parallel.meeting import Meeting
 from effcompile.compiler.training.compile import Applied, applied_plan, plan_training
 from effcompile.core import torch_compat
@@ -74,7 +76,8 @@ def optimize_on_ranks(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unp
             plan = Plan.from_dict(dict(meeting.told(lambda: _made(alone, place).to_dict())))
     _check_world(plan, place)
     mine = (*(alone.request.passes or ()), f"{tensor.TensorParallel.name}.rank={place.place('tp')[0]}")
-    found = applied_plan(replace(alone, request=replace(alone.request, passes=mine)), plan)
+    found = meeting.together(partial(applied_plan, replace(alone, request=replace(alone.request, passes=mine)), plan))
+    meeting.agree(forward_of(found.step))
     return _carried_out(found, place, meeting, alone.request.optimizer)
 
 
@@ -108,7 +111,11 @@ def mesh_for(plan: Plan, device: str) -> DeviceMesh:
     if beside_any(plan) and started % of_one == 0:
         axes["dp"] = started // of_one
     if math.prod(axes.values()) != started:
-        raise UsageError(f"The plan is for {_named(axes)}, and {started} were started. {_start(axes)}")
+        raise UsageError(
+            f"The plan is for {_named(axes)}, and {started} were started. {_start(axes)[:-1]}, or plan for {started} (effcompile optimize "
+            f"... --devices {started} -o OUT), whose train.py goes on from the same CHECKPOINTS. A rank keeps its batch, so that fewer "
+            "ranks are fewer examples a step."
+        )
     wanted = {axis: size for axis, size in axes.items() if size > 1}
     return init_device_mesh(device, tuple(wanted.values()), mesh_dim_names=tuple(wanted))
 
@@ -134,8 +141,20 @@ def _facts(task: Task, mesh: DeviceMesh) -> Mapping[str, object]:
         "models": f"{type(task.model).__name__} {_hash(parameters)}",
         "inputs": ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves),
         "requests": "; ".join(asked),
+        "optimizers": _named_as(task.request.optimizer),
+        "losses": _named_as(task.request.loss),
         "plans": "none" if plan is None else f"{plan.model} {_hash(plan.to_dict())}",
     }
+
+
+def _named_as(given: object) -> str:
+    """A function or class, of a partial one with what is given to it, as every process names it."""
+    if given is None:
+        return "none"
+    if isinstance(given, partial):
+        said = re.sub(" at 0x[0-9a-f]+", "", repr((given.args, given.keywords)))
+        return f"{_named_as(given.func)} {_hash(said)}"
+    return f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', type(given).__qualname__)}"
 
 
 def _hash(value: object) -> str:
@@ -226,7 +245,7 @@ def _in_stages(task: Task, place: Ranks, meeting: Meeting) -> TrainingExecutable
     runner = stage_runner(own, ranks)
     runner.guarded = False
     constants = [value for chunk in runner.chunks.values() for value in chunk.runner.step.constants.values()]
-    return _proven(work, runner, own.plan, original, constants, meeting)
+    return _proven(work, runner, own.plan, original, constants, meeting, task.request.optimizer)
 
 
 def _proven(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -19,11 +20,13 @@ from effcompile.compiler.parallel.axes import AlongAxes
 from effcompile.compiler.parallel.meeting import Meeting, RepeatedInfeasibleError
 from effcompile.compiler.training.compile import plan_training
 from effcompile.core.cost import Cost
-from effcompile.core.errors import EffcompileError, FormatError, InfeasibleError, UsageError
+from effcompile.core.errors import FormatError, InfeasibleError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Decision, Plan, Setting, Totals
+from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
+from effcompile.passes.training import states
 from effcompile.passes.training.checkpoint import carried_out
 from effcompile.passes.training.pipeline import KIND, SITE, Pipeline
 from effcompile.passes.training.saved_blocks import chosen, held
@@ -36,26 +39,33 @@ from effcompile.search.training.build import build_plan, describe_inputs, finger
 from effcompile.search.training.cases import Joint
 from effcompile.search.training.prepare import Preparation, cut_step, simulate_unplanned
 from effcompile.search.training.solve import Schedule
-from effcompile.search.training.work import make_work
-
-T = TypeVar("T")
+from effcompile.search.training.work import Work, make_work
 
 
 def stages_asked(task: Task, rank: int = 0) -> Pipelined:
     """The step that a request's passes, or its plan, ask to be pipelined, in stages; `rank`: along "tp".
 
     Raises:
-        UsageError: the optimizer is there already. FormatError: a plan of another model.
+        FormatError: a plan of another model, or one that counts an optimizer's states where there is none, or the other way round.
     """
     plan = task.request.plan
     work = make_work(task if plan is None else task.for_plan(plan))
-    if work.optimizer is not None:
-        raise UsageError("The optimizer of a pipelined step is of one rank's parameters: make it of the returned model's parameters().")
+    if plan is not None:
+        _check_optimizer(plan, work)
     asked = AlongAxes.asked(work.passes) if plan is None else AlongAxes.decided(plan, rank)
     found = pipelined(work, asked.pipeline, asked.tensor, asked.shard)
     if plan is not None and fingerprint(found.whole.step) != plan.fingerprint:
         raise FormatError(f"This plan was made for another model or other shapes: its step has the fingerprint {plan.fingerprint}.")
     return found
+
+
+def _check_optimizer(plan: Plan, work: Work) -> None:
+    """Raises FormatError where a plan counts an optimizer's states and there is none, or the other way round."""
+    counted = any(d.kind == states.KIND for d in plan.decisions)
+    if counted and work.optimizer is None:
+        raise FormatError("The plan holds optimizer states: give the optimizer, too, when it is applied.")
+    if not counted and work.optimizer is not None:
+        raise FormatError("The plan was made without an optimizer. Leave the optimizer out, or plan again with it.")
 
 
 def plan_stages(task: Task) -> Plan:
@@ -100,6 +110,7 @@ def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tupl
     own = (
         Because(text + "; those of other stages are planned where they run", (asked.ranks, found.count, asked.schedule, rank, layers)),
         Because("gradients are made when the loss is, and loss.backward() hands them out"),
+        Because("clip with model.clip_grad_norm_(...) of the planned model: torch.nn.utils sees the gradients of one rank's stages alone"),
     )
     plan = _plan_of_one(found, first, (*own, *notes, *work.notes))
     cuts = tuple(str(len(stage.layers)) for stage in found.stages)
@@ -110,11 +121,14 @@ def _plan(found: Pipelined, rank: int, made: Mapping[int, Schedule], notes: tupl
         site=SITE, kind=KIND, option=f"{'/'.join(cuts)} over {asked.ranks} ranks", baseline="one rank", by=Pipeline.name, cost=Cost(),
         baseline_cost=Cost(), why=Because("nothing else is asked for"), settings=settings,
     )  # fmt: skip
+    held = found.states(rank)
     busy = found.count * sum(one.seconds for one in made.values())
     bubble = 1 + (asked.ranks - 1) / (asked.stages * found.count)
-    totals = Totals(seconds=busy * bubble, peak_bytes=found.peak_bytes(rank, made), error=0.0)
+    seconds = busy * bubble + (0.0 if held is None else held.seconds)
+    totals = Totals(seconds=seconds, peak_bytes=found.peak_bytes(rank, made), error=0.0)
+    beside = () if held is None else (states.as_given(held),)
     return plan.with_changes(
-        decisions=(*plan.decisions, decision), predicted=totals, memory_timeline=None, inputs=describe_inputs(whole),
+        decisions=(*plan.decisions, *beside, decision), predicted=totals, memory_timeline=None, inputs=describe_inputs(whole),
         guards=whole.guards, parameters=sum(math.prod(node.meta["val"].shape) for node in whole.parameters),
     )  # fmt: skip
 
@@ -126,7 +140,11 @@ def _plan_of_one(found: Pipelined, made: Schedule, notes: tuple[Reason, ...] = (
     beside = Preparation(
         variants=[made.prepared], captured=whole, seconds=0.0, footprint=unplanned.footprint, declined=found.declined
     )  # fmt: skip
-    return build_plan(Joint.of(made), beside, work.figures, work.goal, notes)
+    plan = build_plan(Joint.of(made), beside, work.figures, work.goal, notes)
+    if (optimizer := found.whole.optimizer) is None:
+        return plan
+    peak, seconds = (unplanned.footprint + optimizer.given.footprint).peak_bytes, plan.baseline.seconds or 0.0
+    return plan.with_changes(baseline=replace(plan.baseline, seconds=seconds + optimizer.given.seconds, peak_bytes=peak))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +154,11 @@ class OwnStages:
     found: Pipelined
     emitted: Mapping[int, Emitted]
     plan: Plan
+
+
+def forward_of(step: Step) -> Mapping[str, object]:
+    """What ranks must have in common of a captured step: its operators with all their numbers, of which a plan's fingerprint has shapes."""
+    return {"forwards": hashlib.sha256(str(step.graph).encode()).hexdigest()[:12]}
 
 
 def own_stages(task: Task, place: Ranks, meeting: Meeting) -> OwnStages:
@@ -151,10 +174,11 @@ def own_stages(task: Task, place: Ranks, meeting: Meeting) -> OwnStages:
     each = len(meeting.ranks) // count
     leader = rank * each  # the mesh's first axis is the pipeline's
     leads = meeting.ranks[leader] == meeting.me
-    found = _together(meeting, lambda: stages_asked(task, place.place("tp")[0]))
+    found = meeting.together(lambda: stages_asked(task, place.place("tp")[0]))
+    meeting.agree(forward_of(found.whole.step))
     for form in found.forms:
         spread = found.over(form)
-        made, refused = _together(meeting, partial(_made, spread, rank, leads=leads))
+        made, refused = meeting.together(partial(_made, spread, rank, leads=leads))
         said = meeting.exchanged("planned stages", None if refused is None else str(refused))
         if not any(said):
             break
@@ -168,23 +192,6 @@ def own_stages(task: Task, place: Ranks, meeting: Meeting) -> OwnStages:
     told = meeting.exchanged("schedules", _as_told(spread, rank, made) if leads else None)[leader]
     emitted = {stage: _again(spread, stage, Plan.from_dict(told["stages"][str(stage)])) for stage in spread.own(rank)}
     return OwnStages(found=spread, emitted=emitted, plan=Plan.from_dict(told["plan"]))
-
-
-def _together(meeting: Meeting, make: Callable[[], T]) -> T:
-    """What this rank makes, once all have made theirs.
-
-    Raises:
-        EffcompileError: of this rank. UsageError: of another one, named.
-    """
-    try:
-        made = make()
-    except EffcompileError as error:
-        meeting.exchanged("stages", str(error))
-        raise
-    said = meeting.exchanged("stages", None)
-    if failed := next(((r, text) for r, text in zip(meeting.ranks, said, strict=True) if text is not None), None):
-        raise UsageError(f"Rank {failed[0]} has no plan of its stages: {failed[1]}")
-    return made
 
 
 def _made(found: Pipelined, rank: int, *, leads: bool) -> tuple[dict[int, Schedule], InfeasibleError | None]:

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from effcompile.core import torch_compat_ranks
 from effcompile.core.errors import EffcompileError, InfeasibleError, RankError, UsageError
 
+T = TypeVar("T")
 #: Seconds that a rank may take to capture its model; planning on the first one may take hours.
 COMING, PLANNING = 600.0, 24 * 3600.0
 _ROUNDS: dict[tuple[int, ...], int] = {}
@@ -82,6 +83,22 @@ class Meeting:
             raise kind(f"Rank {self.ranks[0]}, which makes the plan for all, could not: {found['error']['said']}")
         made = found["made"]
         assert isinstance(made, dict)
+        return made
+
+    def together(self, make: Callable[[], T]) -> T:
+        """What this rank makes, once all have made theirs.
+
+        Raises:
+            EffcompileError: of this rank. UsageError: of another one, named.
+        """
+        try:
+            made = make()
+        except EffcompileError as error:
+            self.exchanged("made", str(error))
+            raise
+        said = self.exchanged("made", None)
+        if failed := next(((r, text) for r, text in zip(self.ranks, said, strict=True) if text is not None), None):
+            raise UsageError(f"Rank {failed[0]} cannot carry out its part: {failed[1]}")
         return made
 
     def agree(self, what: Mapping[str, object]) -> None:

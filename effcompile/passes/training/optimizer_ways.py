@@ -107,6 +107,11 @@ class GivenOptimizer:
         mine = [(n, g, torch.empty(here[n].shape, dtype=p.dtype, device="meta") if n in here else p) for n, g, p in self.mine]
         return GivenOptimizer(self.optimizer, mine, self.target, self.here)
 
+    def of_parts(self, parts: Mapping[str, torch.Tensor]) -> GivenOptimizer:
+        """The same of these parameters alone, of shapes as given."""
+        mine = [(n, g, torch.empty(parts[n].shape, dtype=p.dtype, device="meta")) for n, g, p in self.mine if n in parts]
+        return GivenOptimizer(self.optimizer, mine, self.target, self.here)
+
     @cached_property
     def given(self) -> StatesOption:
         """The optimizer as the user gave it."""

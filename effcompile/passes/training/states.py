@@ -186,6 +186,15 @@ def _consumed_bytes(step: Step) -> int:
     return sum(n.meta["val"].numel() * n.meta["val"].element_size() for n, name in step.parameters.items() if name in step.consumed)
 
 
+def as_given(option: StatesOption) -> Decision:
+    """What a plan says of states that nothing else is offered for."""
+    cost = _cost(option)
+    return Decision(
+        site=SITE, kind=KIND, option=option.label, baseline=option.label, by=States.name, cost=cost, baseline_cost=cost,
+        why=_why(option, option), settings=option.settings,
+    )  # fmt: skip
+
+
 def _cost(option: StatesOption) -> Cost:
     provenance = Provenance.MEASURED if option.measured else Provenance.MODELLED
     return Cost(

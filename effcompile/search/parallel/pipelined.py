@@ -5,9 +5,9 @@ parameters are sharded over data-parallel ranks, each stage gathers its own for 
 summed are shards, and whether a gathered weight is kept until the backward is decided with all else that a micro-batch keeps. Parameters
 that are replicated, which comes first, have their gradients averaged once, at the step's end.
 
-On a rank there are, throughout: its parameters, their summed gradients, the batch, and a buffer for every message of the step. A
-micro-batch adds what its stage keeps between its forward and its backward. The stages of a rank are planned for the largest part of the
-room with which its simulated peak is within the budget (bisection: a larger room keeps more).
+On a rank there are, throughout: its parameters, their summed gradients and optimizer states, the batch, and a buffer for every message of
+the step. A micro-batch adds what its stage keeps between its forward and its backward. The stages of a rank are planned for the largest
+part of the room with which its simulated peak is within the budget (bisection: a larger room keeps more).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from effcompile.ir.step import DividedStep, Spread, Step
 from effcompile.passes.training.base import Case, StepChoice, StepPass
 from effcompile.passes.training.forms import applied
 from effcompile.passes.training.microbatch import Microbatch, examples, label
+from effcompile.passes.training.optimizer_ways import StatesOption
 from effcompile.passes.training.pipeline import Pipeline
 from effcompile.passes.training.shard import Shard
 from effcompile.passes.training.tensor import TensorParallel
@@ -54,7 +55,7 @@ class Pipelined:
         work: the request. asked: the pipeline. whole: the step of the batch, as it was captured. case: that of one micro-batch.
         division: how the batch is divided. stages: in the model's order. cases: their steps, as their parameters lie over other ranks.
         declined: what is whole on every tensor-parallel rank. shard: over how many data-parallel ranks, and in which forms.
-        known: stages that are ready to be planned.
+        known: stages that are ready to be planned. held: rank → its optimizer states.
     """
 
     work: Work
@@ -67,6 +68,7 @@ class Pipelined:
     declined: tuple[Declined, ...] = ()
     shard: Shard = field(default_factory=Shard)
     known: dict[int, Prepared] = field(default_factory=dict)
+    held: dict[int, StatesOption] = field(default_factory=dict)
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -80,7 +82,7 @@ class Pipelined:
         shard = replace(self.shard, forms=(form,))
         made = (_taken(shard, case, self.work)[0] for case in self.cases)
         cases = tuple(replace(case, step=replace(case.step, resident_bytes=0)) for case in made)
-        return replace(self, cases=cases, known={})
+        return replace(self, cases=cases, known={}, held={})
 
     @property
     def spread(self) -> Spread:
@@ -122,6 +124,16 @@ class Pipelined:
             self.known[stage] = made.variants[0]
         return self.known[stage]
 
+    def states(self, rank: int) -> StatesOption | None:
+        """The optimizer's, of what a rank has of the parameters, as the user gave it; None where nothing has any."""
+        if (given := self.whole.optimizer) is None:
+            return None
+        if rank not in self.held:
+            parts = {name: node.meta["val"] for step in self._steps(rank) for node, name in step.parameters.items()}
+            here = given.of_parts(parts)
+            self.held[rank] = here.given if here.mine else StatesOption(form=given.given.form)
+        return self.held[rank]
+
     def message_bytes(self, stage: int) -> int:
         """Of what a stage hands on."""
         value = self.stages[stage].step.loss.meta["val"]
@@ -138,6 +150,8 @@ class Pipelined:
         here = resident_bytes(model, self.work.args, self.work.kwargs) - whole + sum(mine.values())
         alone = _WEIGHTED if len(self.stages) - 1 in self.own(rank) else 0
         summed = sum(self._summed(rank).values())
+        states = self.states(rank)
+        summed += 0 if states is None else states.resident_bytes
         return here + summed + sum(constants.values()) + self.count * messages + _SCALARS + alone
 
     def _steps(self, rank: int) -> list[Step]:
@@ -162,7 +176,8 @@ class Pipelined:
             live -= one.kept + (self.message_bytes(stage - 1) if stage else 0) + (self.message_bytes(stage) if stage < last else 0)
         summed = self._summed(rank)
         joined = [summed[name] * len(ranks) for name, ranks in self.shared.items() if rank in ranks]
-        return max(peak, live + max(joined, default=0))
+        states = self.states(rank)
+        return max(peak, live + max(joined, default=0), live + (0 if states is None else states.working_bytes))
 
     def planned(self, rank: int) -> dict[int, Schedule]:
         """The schedules of a rank's stages within the budget.
