@@ -1,7 +1,7 @@
 """Training on gloo ranks of this machine: planned (ZeRO by block, decided by the solver) against stock FSDP2 with full checkpointing.
 
     python benchmarks/parallel_ranks.py [llama] [gpt2] [--ranks 2] [--layers 4] [--width 256]
-    python benchmarks/parallel_ranks.py llama gpt2 bert --sweep 10 --layers 2 --width 64
+    python benchmarks/parallel_ranks.py llama gpt2 bert --sweep 10 --layers 2 --width 64 [--way "pp 2"]
 
 Both train the same model for the same steps, in turn within one pair of processes, so that what else the machine does falls on both. Peaks
 are torch's allocator's on the fullest rank, parameters' shards included, optimizer states not; seconds the median over steps. The plan is
@@ -15,23 +15,28 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 import transformers as hf
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import effcompile
+from effcompile.capture.source import Source
+from effcompile.capture.state import ModelGuards
 from effcompile.core import torch_compat
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.units import format_bytes, parse_bytes
 from effcompile.estimate import operators
 from effcompile.ir.plan import Plan
+from effcompile.ir.step import Step
 from effcompile.proof.parallel.processes import on_ranks
 from effcompile.proof.training.alive import alive_bytes
 
@@ -170,35 +175,71 @@ WAYS: dict[str, tuple[list[str], str, int]] = {
 }
 
 
-def held(rank: int, kind: str, layers: int, width: int, way: str, budgets: list[int | None]) -> list[tuple[int, int]]:
-    """(highest of three steps' peaks, predicted) at each budget; a budget that this rank cannot have: (0, what it needs)."""
+def once_captured() -> None:
+    """Capture equal steps once for all plans of this process: they differ in their budgets alone, and most of planning is capturing."""
+    known: dict[object, tuple[Step, fx.GraphModule | None]] = {}
+    captured = Source._capture_with_front
+
+    def shared(source: Source) -> tuple[Step, fx.GraphModule | None]:
+        shapes = [leaf.shape for leaf in pytree.tree_leaves((source.args, dict(source.kwargs))) if isinstance(leaf, Tensor)]
+        if source.base is not None:
+            return captured(source)
+        if str(shapes) not in known:
+            known[str(shapes)] = captured(source)
+        step, front = known[str(shapes)]
+        return replace(step, state=ModelGuards(source.model, training=True)), front
+
+    Source._capture_with_front = shared
+
+
+def held(rank: int, kind: str, layers: int, width: int, way: str, count: int) -> list[tuple[int, int, int]]:
+    """(highest of three steps' peaks, predicted, budget) at each of `count` budgets; 0 for the first two where this rank cannot have it."""
+    once_captured()
     passes, axis, examples = WAYS[way]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
     ids = torch.randint(0, ROWS, (examples, TOKENS), generator=torch.Generator().manual_seed(rank if axis == "dp" else 0))
+    inputs = {"input_ids": ids, "labels": ids}
+
+    def planned(budget: int | None) -> nn.Module:
+        model = model_of(kind, layers, width)
+        return effcompile.optimize(model, inputs=inputs, mode="training", passes=passes, mesh=mesh, memory=budget)
+
+    edges = torch.tensor([_least(lambda: planned(1 << 16)), planned(None).plan.predicted.peak_bytes or 0])
+    dist.all_reduce(edges, op=dist.ReduceOp.MAX)
+    least, most = edges.tolist()
     found = []
-    for budget in budgets:
-        inputs = {"input_ids": ids, "labels": ids}
+    for budget in (least + (most - least) * i // (count - 1) for i in range(count)):
         try:
-            model = effcompile.optimize(
-                model_of(kind, layers, width), inputs=inputs, mode="training", passes=passes, mesh=mesh, memory=budget
-            )
-        except effcompile.EffcompileError as error:
-            found.append((0, error.needed if isinstance(error, InfeasibleError) else 0))
+            model = planned(budget)
+        except effcompile.EffcompileError:
+            found.append((0, 0, budget))
             continue
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
-        chunks = getattr(model.runner, "chunks", {})
-        constants = [list(chunk.runner.step.constants.values()) for chunk in chunks.values()] or [
-            list(model.runner.step.constants.values())
-        ]
-        base, peaks = alive_bytes("cpu", model, ids, constants), []
-        for _ in range(3):
-            with torch_compat.watched_memory("cpu") as peak:
-                model.runner.loss((), inputs).backward()
-            peaks.append(base + peak())
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append((max(peaks), model.plan.predicted.peak_bytes or 0))
+        found.append((_peak(model, ids, inputs), model.plan.predicted.peak_bytes or 0, budget))
     return found
+
+
+def _least(plan: Callable[[], object]) -> int:
+    """What a rank says that it needs."""
+    try:
+        plan()
+    except InfeasibleError as error:
+        return error.needed
+    raise AssertionError("a model that fits into next to nothing")
+
+
+def _peak(model: nn.Module, ids: Tensor, inputs: dict[str, Tensor]) -> int:
+    """The highest of three steps' peaks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+    chunks = getattr(model.runner, "chunks", {})
+    runners = [chunk.runner for chunk in chunks.values()] or [model.runner]
+    base, peaks = alive_bytes("cpu", model, ids, [list(runner.step.constants.values()) for runner in runners]), []
+    for _ in range(3):
+        with torch_compat.watched_memory("cpu") as peak:
+            model.runner.loss((), inputs).backward()
+        peaks.append(base + peak())
+        optimizer.step()
+        optimizer.zero_grad()
+    return max(peaks)
 
 
 def timed_once() -> None:
@@ -207,21 +248,16 @@ def timed_once() -> None:
     operators._seconds = lambda call, budget: measured(call, 0.0)
 
 
-def sweep(kind: str, layers: int, width: int, count: int) -> None:
-    ids = batch(2)[:EXAMPLES]
-    effcompile.plan(model_of(kind, layers, width), {"input_ids": ids, "labels": ids}, mode="training")  # what ranks load, before the fork
-    for way in WAYS:
-        edges = on_ranks(held, 2, kind, layers, width, way, [1 << 16, None], seconds=500.0)
-        least, most = max(rank[0][1] for rank in edges), max(rank[1][1] for rank in edges)
-        budgets = [least + (most - least) * i // (count - 1) for i in range(count)]
-        ranks = on_ranks(held, 2, kind, layers, width, way, budgets, seconds=3000.0)
-        measured = [(peak, said, budget) for rank in ranks for (peak, said), budget in zip(rank, budgets, strict=True)]
+def sweep(kind: str, layers: int, width: int, count: int, ways: list[str]) -> None:
+    for way in ways:
+        ranks = on_ranks(held, 2, kind, layers, width, way, count, seconds=3000.0)
+        measured = [each for rank in ranks for each in rank]
         over = sum(peak > budget for peak, _, budget in measured)
         refused = sum(peak == 0 for peak, _, _ in measured)
         apart = max(abs(peak / said - 1) for peak, said, _ in measured if peak)
-        edge = f"{format_bytes(least)} to {format_bytes(most)}"
+        edge = f"{format_bytes(measured[0][2])} to {format_bytes(measured[-1][2])}"
         print(
-            f"{kind:<8}{way:<16}{edge:<26}{over:>4} of {len(measured)} over the budget, {refused} refused, prediction within {apart:.2%}",
+            f"{kind:<8}{way:<16}{edge:<26}{over:>4} of {len(measured)} over the budget, {refused} refused, prediction within {apart:.3%}",
             flush=True,
         )
 
@@ -233,11 +269,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--budget", type=parse_bytes, default=None, help="instead of FSDP2's peak, such as 24MiB")
     parser.add_argument("--sweep", type=int, default=0, help="so many budgets for each way to divide a step")
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="of a sweep, instead of all of them")
     asked = parser.parse_args()
     if asked.sweep:
         timed_once()
         for kind in asked.kinds:
-            sweep(kind, asked.layers, asked.width, asked.sweep)
+            sweep(kind, asked.layers, asked.width, asked.sweep, asked.way or list(WAYS))
         return
     for kind in asked.kinds:
         plans = plans_of(kind, asked.layers, asked.width, asked.ranks, asked.budget)
