@@ -67,7 +67,7 @@ def candidates() -> None:
 
     for d in (128, 64):
         for kernel in KERNELS:
-            for option in launchers._options(kernel, torch.device(DEVICE), DTYPE, d, d):
+            for option in launchers.options(kernel, torch.device(DEVICE), DTYPE, d, d):
                 if mine():
                     with attempt(f"{kernel} {option}"):
                         launchers.trial(kernel, option, torch.device(DEVICE), DTYPE, d)()

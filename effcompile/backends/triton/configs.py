@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 __all__ = [
-    "KERNELS", "TABLE", "TILE", "LaunchConfig", "architecture", "architecture_of", "candidates", "dtype_name", "found_with",
+    "KERNELS", "TABLE", "TILE", "LaunchConfig", "architecture", "architecture_of", "candidates", "dtype_name", "forced", "found_with",
     "head_class", "here", "interpreting", "shared_memory", "using",
 ]  # fmt: skip
 
@@ -64,6 +64,11 @@ def using(**configs: LaunchConfig) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+def forced() -> bool:
+    """Whether some kernel's launches are."""
+    return bool(_forced.get())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["WIDEST", "by_rows", "cdiv", "matrix", "next_power_of_2"]
+__all__ = ["WIDEST", "by_rows", "cdiv", "in_rows", "matrix", "next_power_of_2", "row_strides"]
 
 #: The largest stride whose product with a place within a tile (below 256) is of 32 bits.
 WIDEST = (2**31 - 1) // 256
 
 
+def in_rows(t: Tensor) -> bool:
+    """Whether the last stride is 1 and rows are no further apart than WIDEST. Two axes or more."""
+    return t.stride(-1) == 1 and t.stride(-2) <= WIDEST
+
+
 def by_rows(t: Tensor) -> Tensor:
-    """With last stride 1 and rows no further apart than WIDEST; a copy where it is not so. Two axes or more."""
-    return t if t.stride(-1) == 1 and t.stride(-2) <= WIDEST else torch.clone(t, memory_format=torch.contiguous_format)
+    """The tensor, or a copy where it does not lie in rows."""
+    return t if in_rows(t) else torch.clone(t, memory_format=torch.contiguous_format)
+
+
+def row_strides(t: Tensor) -> tuple[int, ...]:
+    """The strides of `by_rows`'s, without a copy."""
+    return (t if in_rows(t) else torch.empty(t.shape, device="meta")).stride()
 
 
 def matrix(t: Tensor) -> Tensor:

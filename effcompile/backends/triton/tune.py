@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from triton.testing import do_bench
@@ -37,7 +38,13 @@ def gpu_seconds(run: Callable[[], object]) -> float:
 
 
 class Tuner:
-    """The choices of one device, held in a file."""
+    """The choices of one device, held in a file.
+
+    Attributes:
+        measured: how often any tuner has measured in this process: whoever keeps a choice asks again when it grows.
+    """
+
+    measured: ClassVar[int] = 0
 
     def __init__(self, path: Path, timer: Timer = gpu_seconds) -> None:
         self.path, self.timer = path, timer
@@ -56,6 +63,7 @@ class Tuner:
             if kept is None and not measure:
                 return options[0]
             self._found[name] = kept or self._measured(name, options, trial)
+            Tuner.measured += kept is None
         return self._found[name]
 
     def _measured(self, name: str, options: Sequence[LaunchConfig], trial: Trial) -> LaunchConfig:

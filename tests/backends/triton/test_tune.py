@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from effcompile.backends.triton import attention, configs
+from effcompile.backends.triton import attention_tiles, configs
 from effcompile.backends.triton.configs import LaunchConfig, architecture_of, candidates
 from effcompile.backends.triton.tune import Tuner
 
@@ -100,9 +100,9 @@ def test_candidates_fit_the_gpu_that_there_is(monkeypatch: pytest.MonkeyPatch) -
     assert not candidates("dq", "sm_80", torch.bfloat16, 256, 256, shared=1000)
     assert set(candidates("dq", "sm_80", torch.bfloat16, 256, 256, shared=99 << 10)) < set(every)
     assert not candidates("forward", "sm_80", torch.bfloat16, 512, 512)
-    monkeypatch.setattr(attention, "_options", lambda *_: ())
+    monkeypatch.setattr(attention_tiles, "options", lambda *_: ())
     q = torch.randn(1, 1, 8, 16)
-    assert "fits this GPU" in (attention.declines(q, q, q, attention.Terms(scale=1.0)) or "")
+    assert "fits this GPU" in (attention_tiles.declines(q, q, q, attention_tiles.Terms(scale=1.0)) or "")
 
 
 def test_a_users_step_is_not_held_up(tmp_path: Path) -> None:
