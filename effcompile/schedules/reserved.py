@@ -2,7 +2,7 @@
 
 Allocated bytes are what a plan's budget bounds. The allocator takes more from the device: segments of 2 MiB for small blocks, of 20 MiB or
 more for large ones, which it keeps when they are free. How much more depends on the order of sizes, so it is found by carrying
-the order out, in a model of c10/cuda/CUDACachingAllocator.cpp (one stream, no expandable segments, no limit reached).
+the order out, in a model of c10/cuda/CUDACachingAllocator.cpp (one stream, no expandable segments).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from effcompile.core.gpu import BLOCK, rounded
 
-__all__ = ["Allocator", "Event", "reserved_bytes"]
+__all__ = ["Allocator", "Event", "Followed", "NoSegmentError", "follow"]
 
 #: (name of a block, bytes): allocated; 0 bytes: freed.
 Event = tuple[int, int]
@@ -22,24 +22,40 @@ _SMALL, _SMALL_SEGMENT = 1 << 20, 2 << 20
 _LARGE_SEGMENT, _LARGE, _LARGE_STEP = 20 << 20, 10 << 20, 2 << 20
 
 
-def reserved_bytes(lasting: Iterable[int], step: Sequence[Event], left: Iterable[int] = (), steps: int = 3) -> int:
-    """Bytes reserved after some steps, from which on they do not grow much.
+class NoSegmentError(Exception):
+    """The device has no room for another segment, also when all that are wholly free were given back."""
 
-    Args:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What an allocator is asked for, in all steps.
+
+    Attributes:
         lasting: sizes of what is there before the first step: parameters, buffers, inputs, workspaces of libraries.
         step: what each asks for, by names from 0 on.
         left: sizes of what the first one leaves for good: the optimizer's states.
-        steps: how many are carried out.
     """
-    allocator = Allocator()
-    for i, nbytes in enumerate(n for n in lasting if n):
+
+    lasting: Sequence[int]
+    step: Sequence[Event]
+    left: Sequence[int] = ()
+
+
+def follow(asked: Followed, limit: int | None = None, steps: int = 3) -> Allocator:
+    """The allocator after some steps, from which on it does not take much more.
+
+    Raises:
+        NoSegmentError: on a device of `limit` bytes they cannot be carried out.
+    """
+    allocator = Allocator(limit=limit)
+    for i, nbytes in enumerate(n for n in asked.lasting if n):
         allocator.allocate(-1 - i, nbytes)
     there = len(allocator._live)
     for turn in range(steps):
-        allocator.run(step)
-        for i, nbytes in enumerate(n for n in left if n and not turn):
+        allocator.run(asked.step)
+        for i, nbytes in enumerate(n for n in asked.left if n and not turn):
             allocator.allocate(-1 - there - i, nbytes)
-    return allocator.reserved
+    return allocator
 
 
 @dataclass(eq=False, slots=True)
@@ -59,9 +75,11 @@ class Allocator:
     """The state after some events.
 
     Attributes:
+        limit: bytes of the device; None: as many as are asked for.
         allocated: bytes given out, as the allocator counts them; `peak_allocated` at the most. reserved: taken from the device.
     """
 
+    limit: int | None = None
     allocated: int = 0
     reserved: int = 0
     peak_allocated: int = 0
@@ -79,7 +97,11 @@ class Allocator:
         return self
 
     def allocate(self, name: int, nbytes: int) -> None:
-        """Give out a block: the smallest free part that holds it, else a new segment; what is left over of it stays free."""
+        """Give out a block: the smallest free part that holds it, else a new segment; what is left over of it stays free.
+
+        Raises:
+            NoSegmentError: the device has no more.
+        """
         size = max(BLOCK, rounded(nbytes))
         small = size <= _SMALL
         part = self._fitting(size, small) or self._segment(size, small)
@@ -113,10 +135,21 @@ class Allocator:
 
     def _segment(self, size: int, small: bool) -> _Part:
         taken = _SMALL_SEGMENT if small else _LARGE_SEGMENT if size < _LARGE else -(-size // _LARGE_STEP) * _LARGE_STEP
+        if self.limit is not None and self.reserved + taken > self.limit:
+            self._give_back()
+            if self.reserved + taken > self.limit:
+                raise NoSegmentError
         part = _Part(size=taken, address=self._next, small=small)
         self._next += taken
         self.reserved += taken
         return part
+
+    def _give_back(self) -> None:
+        """All segments of which nothing is given out."""
+        for small, pool in self._free.items():
+            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.reserved -= sum(size for size, _, _ in whole)
+            self._free[small] = [entry for entry in pool if entry not in whole]
 
     def _put(self, part: _Part) -> None:
         insort(self._free[part.small], (part.size, part.address, part), key=lambda entry: entry[:2])

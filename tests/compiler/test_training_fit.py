@@ -18,6 +18,12 @@ pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise", "no-loss_head", "states.offload=false", "states.in_backward=false"]
 
 
+@pytest.fixture(autouse=True)
+def _no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These machines are smaller than one segment of torch's allocator."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
 def shape() -> tuple[nn.Module, Batch]:
     with torch.device("meta"):
         return gpt2()
@@ -46,6 +52,18 @@ def test_verdicts_follow_from_the_interval_and_name_the_instant() -> None:
     assert marginal.fit is not None and marginal.fit.verdict == "MARGINAL" and (marginal.peak_bytes or 0) <= least
     with pytest.raises(InfeasibleError, match="MARGINAL: small has"):
         planned(least * (1 - error / 2))
+
+
+def test_what_the_allocator_finds_no_segments_for_does_not_simply_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes are there, with a tenth to spare; segments of 2 and 20 MiB for them are not."""
+    peak = planned(1e9).peak_bytes or 0
+    assert peak < 15e6
+    roomy = planned(2 * peak)
+    assert roomy.fit is not None and roomy.fit.verdict == "FITS"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    scattered = planned(2 * peak)
+    assert scattered.fit is not None and scattered.fit.verdict == "MARGINAL"
+    assert any("does not find them" in str(note) and "expandable_segments" in str(note) for note in scattered.notes)
 
 
 def test_the_verdict_is_saved_and_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from fake_gpu import FakeGpu, OutOfMemoryError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from train_helpers import gpt2
 
 from effcompile.capture import capture_training
+from effcompile.core.causes import NotReached
+from effcompile.core.errors import InfeasibleError
 from effcompile.machine.machines import load_target
 from effcompile.schedules.blocks import Blocks
 from effcompile.schedules.emit import emit
-from effcompile.schedules.reserved import Allocator, reserved_bytes
+from effcompile.schedules.reserved import Allocator, Followed, NoSegmentError, follow
 from effcompile.schedules.simulate import allocations, simulate
+from effcompile.search.training import fit, segments
+from effcompile.search.training.cases import Joint
 from effcompile.search.training.prepare import OperatorCosts, cut_step
 
 #: Lives of tensors on an H100: (name, bytes, or 0 where it is freed, memory_allocated after it, memory_reserved after it).
@@ -54,7 +63,7 @@ def test_what_is_freed_is_whole_again(sizes: list[int], order: random.Random) ->
 @pytest.fixture(scope="module")
 def cut() -> Blocks:
     with torch.device("meta"):
-        model, batch = gpt2(layers=2, n_embd=256, n_head=4, n_positions=256)
+        model, batch = gpt2(layers=1, n_embd=256, n_head=4, n_positions=256)
     step = capture_training(model, (), {name: ids.new_empty((8, 256)) for name, ids in batch.items()})
     return cut_step(step, OperatorCosts(target=load_target("h100-sxm"), here=False))
 
@@ -69,5 +78,112 @@ def test_a_planned_step_is_carried_out_by_the_allocator_as_simulated(cut: Blocks
         allocator = Allocator().run(events)
         assert allocator.allocated == 0
         assert allocator.peak_allocated == pytest.approx(trace.peak_bytes - cut.base_bytes, abs=4096)
-        reserved = reserved_bytes([cut.base_bytes], events)
+        reserved = follow(Followed(lasting=[cut.base_bytes], step=events)).reserved
         assert trace.peak_bytes <= reserved <= 1.15 * trace.peak_bytes + 40 * MIB, (share, reserved, trace.peak_bytes)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 48 * MIB), min_size=4, max_size=40), st.randoms(use_true_random=False), st.integers(40, 400))
+def test_on_a_device_that_is_too_small(sizes: list[int], order: random.Random, mib: int) -> None:
+    """To the byte as on the fake device: what is reserved, what is given back, and what cannot be had."""
+    ours, fake = Allocator(limit=mib * MIB), FakeGpu(mib * MIB)
+    live: list[int] = []
+    for name, nbytes in enumerate(sizes * 3):
+        try:
+            fake.allocate(name, nbytes)
+        except OutOfMemoryError:
+            with pytest.raises(NoSegmentError):
+                ours.allocate(name, nbytes)
+        else:
+            ours.allocate(name, nbytes)
+            live.append(name)
+        while live and order.random() < 0.45:
+            gone = live.pop(order.randrange(len(live)))
+            ours.free(gone)
+            fake.free(gone)
+        assert (ours.reserved, ours.allocated) == (fake.reserved, fake.allocated)
+
+
+#: Schedules, and sizes of each: so many plans.
+_SCHEDULES, _SIZES = 40, 25
+
+
+def plans(cut: Blocks, some: random.Random) -> list[tuple[Followed, int]]:
+    """Random plans of a step: what they ask for, and their peak. A size is what the step would be of another width or batch."""
+    found = []
+    for _ in range(_SCHEDULES):
+        share = some.random()
+        emitted = emit(cut, frozenset(s for s in sorted(cut.decidable) if some.random() < share))
+        schedule = SimpleNamespace(prepared=SimpleNamespace(cut=cut), emitted=emitted)
+        beside = SimpleNamespace(resident_bytes=some.choice([0, 2, 8]) * cut.base_bytes)
+        joint: Any = SimpleNamespace(schedule=schedule, case=SimpleNamespace(beside=beside))
+        asked = segments.asked(joint)
+        for _ in range(_SIZES):
+            factor = 2.0 ** some.uniform(-1, 5)
+            grown = Followed(
+                lasting=[int(n * factor) for n in asked.lasting], step=[(name, int(n * factor)) for name, n in asked.step],
+                left=[int(n * factor) for n in asked.left],
+            )  # fmt: skip
+            found.append((grown, follow(grown, steps=2).peak_allocated))
+    return found
+
+
+def test_what_is_said_to_fit_fits_a_device_of_that_size(cut: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand random plans on devices from their peak to half as much again: five steps of each."""
+    some, verdicts, tight = random.Random(0), Counter[str](), Counter[bool]()
+    timeline: Any = SimpleNamespace(peak_phase="", peak_site="")
+    for followed, peak in plans(cut, some):
+        monkeypatch.setattr(segments, "asked", lambda _, followed=followed: followed)
+        room = int(peak * some.uniform(1.0, 1.5))
+        target = replace(load_target("h100-sxm"), memory_bytes=room)
+        joint: Joint = SimpleNamespace(peak_bytes=peak)  # type: ignore[assignment]
+        verdict, device = fit.fit(joint, target, timeline, None).verdict, FakeGpu(room)
+        verdicts[verdict] += 1
+        try:
+            five_steps(device, followed)
+        except OutOfMemoryError:
+            assert verdict != fit.FITS, (room, peak)
+            tight[False] += 1
+        else:
+            tight[True] += 1
+            assert device.reserved <= room
+    assert verdicts.total() == _SCHEDULES * _SIZES
+    assert verdicts[fit.FITS] > 300 and tight[False] > 100, (verdicts, tight)
+
+
+def five_steps(device: FakeGpu, followed: Followed) -> None:
+    for at, nbytes in enumerate(n for n in followed.lasting if n):
+        device.allocate(-1 - at, nbytes)
+    for turn in range(5):
+        device.run(followed.step)
+        for at, nbytes in enumerate(n for n in followed.left if n and not turn):
+            device.allocate(-100_000 - at, nbytes)
+
+
+def asking(mib: float) -> Any:
+    """A plan that asks for one block."""
+    return SimpleNamespace(peak_bytes=int(mib * MIB), followed=Followed(lasting=[int(mib * MIB)], step=[]))
+
+
+def test_a_plan_that_finds_no_segments_is_solved_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is lacking each time, until one goes; where none does, it stays as it was."""
+    monkeypatch.setattr(segments, "asked", lambda joint: joint.followed)
+    target, plan, tried = replace(load_target("h100-sxm"), memory_bytes=101 * MIB), asking(100.5), list[float]()
+
+    def solve(budget: int) -> Any:
+        tried.append(budget / MIB)
+        if budget < least * MIB:
+            raise InfeasibleError(NotReached(rounds=1, over=1, node=""), nearest={})
+        return asking(budget / MIB)
+
+    least = 0
+    assert segments.that_goes(plan, target, solve).peak_bytes == 99.5 * MIB, "102 MiB in steps of 2, of 101"
+    assert tried == [99.5]
+    least = 100
+    assert segments.that_goes(plan, target, solve) is plan
+    tried.clear()
+    for other in (replace(target, device="cpu"), replace(target, memory_bytes=102 * MIB)):
+        assert segments.that_goes(plan, other, solve) is plan
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    assert segments.that_goes(plan, target, solve) is plan
+    assert segments.told(plan, target) == [] and not tried

@@ -25,6 +25,7 @@ from effcompile.passes.training.microbatch import undivided
 from effcompile.passes.training.step_edit import Refusal
 from effcompile.search.training.cases import Joint, StepRecord, recorded
 from effcompile.search.training.prepare import Preparation
+from effcompile.search.training.segments import that_goes
 from effcompile.search.training.work import Work
 
 
@@ -164,6 +165,10 @@ class Branches:
         Raises:
             InfeasibleError: nothing fits. RequestError: the user wants what cannot be.
         """
+        return that_goes(self._best(budget), self.work.figures.target, self._best)
+
+    def _best(self, budget: int | None) -> Joint:
+        """Whether or not an allocator finds room for it."""
         if self.work.goal.minimize == "time":
             return self._fastest(budget)
         try:

@@ -18,16 +18,13 @@ from effcompile.ir.step_figures import MOST_POINTS, MemoryTimeline
 from effcompile.passes.training.base import Chosen, StepOutcome
 from effcompile.passes.training.forms import told
 from effcompile.passes.training.taken_blocks import TakenBlocks, notes_of_fronts
-from effcompile.schedules.reserved import reserved_bytes
-from effcompile.schedules.simulate import allocations
 from effcompile.search.search import versions
+from effcompile.search.training import segments
 from effcompile.search.training.cases import Joint
 from effcompile.search.training.fit import fit
 from effcompile.search.training.prepare import OperatorCosts, Preparation, Prepared, simulate_unplanned
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
-
-_RESERVED = "on the GPU torch's allocator reserves {bytes} for the peak of {bytes}, in segments of its own sizes (simulated)"
 
 
 def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: Goal, notes: Sequence[Reason] = ()) -> Plan:
@@ -80,7 +77,7 @@ def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: G
             *given.mends,
             *_dropped(given),
             *_times(figures),
-            *_reserved(joint, figures),
+            *segments.told(joint, figures.target),
             *notes_of_fronts(prepared.cut, best.fronts, best.trace.host_bytes),
             *_over_the_link(joint),
             *case.notes,
@@ -88,7 +85,7 @@ def build_plan(joint: Joint, found: Preparation, figures: OperatorCosts, goal: G
         ),
         versions=versions(),
         memory_timeline=timeline,
-        fit=None if figures.here else fit(joint.peak_bytes, figures.target, timeline, goal.memory),
+        fit=None if figures.here else fit(joint, figures.target, timeline, goal.memory),
     )
 
 
@@ -218,20 +215,6 @@ def _times(figures: OperatorCosts) -> list[Reason]:
         return [Because("operator times are modelled from the target's peaks")]
     names = ", ".join(sorted(figures.modelled)[:3])
     return [Because("some operator times are modelled from the target's peaks (among them {name})", (names,))]
-
-
-def _reserved(joint: Joint, figures: OperatorCosts) -> list[Reason]:
-    """What torch's CUDA allocator takes from the device for the step: it keeps segments, of which not all is given out."""
-    if figures.target.device == "cpu":
-        return []
-    schedule = joint.schedule
-    cut, beside = schedule.prepared.cut, joint.case.beside.resident_bytes
-    given = [*(cut.held.nbytes[s] for s in cut.held.fixed), *([cut.libraries // 2] * 2)]
-    others = max(0, cut.base_bytes - sum(given))
-    sizes = [int(node.meta["val"].numel()) for node in cut.step.parameters]
-    states = [beside * size // max(1, sum(sizes)) for size in sizes]
-    found = reserved_bytes([*given, others], allocations(cut, schedule.emitted), states)
-    return [Because(_RESERVED, (max(found, joint.peak_bytes), joint.peak_bytes))]
 
 
 def _timeline(joint: Joint) -> MemoryTimeline:
