@@ -18,7 +18,8 @@ from effcompile.passes.training.forms import forms
 from effcompile.proof.training import verify
 from effcompile.schedules.emit import emit
 from effcompile.search.training.cases import fastest
-from effcompile.search.training.prepare import OperatorCosts, Prepared, prepare
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import Prepared, prepare
 from effcompile.search.training.solve import leanest
 
 

@@ -29,7 +29,7 @@ from effcompile.core.goal import Goal
 from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_ROWS, Form, WeightFormat
 from effcompile.ir.plan import Certificate, Decision, Plan, Totals
 from effcompile.passes.norm_gate_rotary import FUSED, Rows
-from effcompile.runtime.generation.executable import Stepper
+from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom
 from effcompile.sites.parts import embeddings, linears
 from effcompile.sites.rows import row_sites

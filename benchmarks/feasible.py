@@ -131,7 +131,7 @@ def _plan(row: Row, model: Any, inputs: dict[str, Any], *, least: bool, run: boo
 
 def _measure(row: Row, model: Any, inputs: dict[str, Any]) -> None:
     """Eager's second step: the first one makes what later ones keep."""
-    from effcompile.core import torch_compat
+    from effcompile.core import torch_compat_memory
 
     tensors = [*model.parameters(), *model.buffers(), *inputs.values()]
     row.resident = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -141,7 +141,7 @@ def _measure(row: Row, model: Any, inputs: dict[str, Any]) -> None:
 
     step()
     model.zero_grad(set_to_none=True)
-    with torch_compat.watched_memory("cpu") as peak:
+    with torch_compat_memory.watched_memory("cpu") as peak:
         step()
     row.gradients = sum(p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None)
     model.zero_grad(set_to_none=True)

@@ -37,7 +37,7 @@ def main() -> None:
     _common.use_threads(options.threads)
     import torch
 
-    from effcompile.backends.torch import measure
+    from effcompile.backends.torch import measure_linears
     from effcompile.ir.formats import LINEAR_FORMATS
     from effcompile.ops.int8_linear import told
 
@@ -46,7 +46,7 @@ def main() -> None:
         for name, shapes in SHAPES.items():
             runs: dict[str, Callable[[], object]] = {}
             for form in FORMATS:
-                made = [measure._linear(LINEAR_FORMATS[form], dims, "eager") for dims in shapes]
+                made = [measure_linears._linear(LINEAR_FORMATS[form], dims, "eager") for dims in shapes]
                 present = [body for body in made if body is not None]
                 if len(present) == len(shapes):
                     runs[form] = lambda bodies=present: [body() for body in bodies]  # type: ignore[misc]

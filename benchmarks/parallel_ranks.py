@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 import effcompile
 from effcompile.capture.source import Source
 from effcompile.capture.state import ModelGuards
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.units import format_bytes, parse_bytes
 from effcompile.estimate import operators
@@ -126,7 +126,7 @@ def run(rank: int, kind: str, layers: int, width: int, plans: dict[str, Plan]) -
 
 def one(model: nn.Module, ids: Tensor) -> tuple[Tensor, int, float]:
     """(loss, peak, seconds) of one forward and backward. Watching slows the step: each is run watched, and its seconds are of that run."""
-    with torch_compat.watched_memory("cpu") as peak:
+    with torch_compat_memory.watched_memory("cpu") as peak:
         start = perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -234,7 +234,7 @@ def _peak(model: nn.Module, ids: Tensor, inputs: dict[str, Tensor]) -> int:
     runners = [chunk.runner for chunk in chunks.values()] or [model.runner]
     base, peaks = alive_bytes("cpu", model, ids, [list(runner.step.constants.values()) for runner in runners]), []
     for _ in range(3):
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat_memory.watched_memory("cpu") as peak:
             model.runner.loss((), inputs).backward()
         peaks.append(base + peak())
         optimizer.step()

@@ -32,7 +32,7 @@ from _schedule_models import PostNorm, gpt2, llama, vit, with_linears
 from torch import Tensor, nn
 
 import effcompile
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.runs.initialise import RECIPES
 from effcompile.sparse.top_kast import TopKast
 
@@ -105,7 +105,7 @@ def peaks() -> list[list[str]]:
             given, most = inputs(active.stage), 0
             while active.left:
                 there = resident(model, active, given)
-                with torch_compat.watched_memory("cpu") as peak:
+                with torch_compat_memory.watched_memory("cpu") as peak:
                     active.step(**given)
                 most = max(most, there + peak())
             foreseen = run.priced[active.number].peak or 0

@@ -162,13 +162,13 @@ def _planned(model: Any, batch: dict[str, Any], budgets: list[float], base: int)
 
 
 def _peak(way: Way) -> float:
-    from effcompile.core import torch_compat
+    from effcompile.core import torch_compat_memory
 
     way.model.zero_grad(set_to_none=True)
-    with torch_compat.memory_profile() as profile:
+    with torch_compat_memory.memory_profile() as profile:
         way.step().backward()
     way.model.zero_grad(set_to_none=True)
-    return torch_compat.peak_of_memory_events(profile) / MB
+    return torch_compat_memory.peak_of_memory_events(profile) / MB
 
 
 def _cpu_seconds(way: Way) -> float:

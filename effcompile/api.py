@@ -3,61 +3,35 @@
 from __future__ import annotations
 
 import functools
-import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from effcompile import report
+from effcompile.arguments import GoalLike, Model, Options, PlanLike, declare, goal_of_plan, inputs_to_calibrate, many_devices, ready, told
 from effcompile.as_module import as_module
 from effcompile.bucketed import Bucketed, Shapes, bucketed
 from effcompile.capture.training import Loss
-from effcompile.compiler import QUIET, AnyOptimizer, Batch, Dynamic, Executable, OnChange, Progress, Request, TrainingExecutable, load
+from effcompile.compiler import AnyOptimizer, Batch, Dynamic, Executable, OnChange, Progress, Request, TrainingExecutable, load
 from effcompile.core.effort import Effort
 from effcompile.core.errors import UsageError
-from effcompile.core.goal import Goal, GoalFields, GoalLimits, Mode
-from effcompile.core.types import Example, Inputs, Outputs
-from effcompile.deferred import Deferred, answering
+from effcompile.core.goal import GoalFields, Mode
+from effcompile.core.types import Example
+from effcompile.deferred import Deferred
 from effcompile.dynamo import dynamo_backend
+from effcompile.fallback import answering
 from effcompile.ir.plan import Plan
 from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.loader.loaded import as_inputs
 from effcompile.machine.target import Target
 from effcompile.modes import carry_out, make_frontier, make_plan
-from effcompile.search.many_devices import Devices, ManyDevices
+from effcompile.search.many_devices import Devices
 
 if TYPE_CHECKING:  # its module needs transformers
     from effcompile.runtime.generation.executable import GenerationExecutable
 
 __all__ = ["Deferred", "Executable", "dynamo_backend", "frontier", "load", "optimize", "plan"]
-
-
-#: A module, or a function of tensors.
-Model = nn.Module | Callable[..., Outputs]
-GoalLike = Goal | Mapping[str, object] | None
-PlanLike = Plan | str | os.PathLike[str] | None
-
-
-class Options(GoalLimits, total=False):
-    """What `optimize` takes beside the model, its inputs, and what tells which kind of result it returns."""
-
-    target: str | Target
-    backend: str | None
-    optimizer: AnyOptimizer
-    batch: Batch
-    lr: tuple[float, ...] | None
-    passes: Sequence[str] | None
-    dynamic: Dynamic
-    calibration: Iterable[Example] | None
-    loss: Loss | None
-    keep_outputs: bool
-    on_change: OnChange | None
-    mesh: DeviceMesh | None
-    effort: Effort
-    progress: bool | Progress
 
 
 class Decorator:
@@ -180,7 +154,7 @@ def optimize(
         plan=loaded,
         passes=passes,
         dynamic=dynamic,
-        calibration=_calibration(calibration),
+        calibration=inputs_to_calibrate(calibration),
         loss=loss,
         keep_outputs=keep_outputs,
         optimizer=optimizer,
@@ -189,21 +163,21 @@ def optimize(
         on_change=on_change,
         mesh=mesh,
         effort=effort,
-        progress=_told(progress),
+        progress=told(progress),
     )
     if mesh is not None and (model is None or inputs is None):
         raise UsageError("A step on a mesh is planned by all ranks together: give the model and `inputs`.")
     if shapes is not None:
         if model is None or inputs is None:
             raise UsageError("shapes are planned at once: give the model and `inputs`.")
-        return bucketed(_ready(as_module(model), request), inputs, shapes, request)
+        return bucketed(ready(as_module(model), request), inputs, shapes, request)
     if model is None:
         return Decorator(request)
     if request.goal.mode == "generation":  # nothing is learned from a call: its inputs are text to compare with
         return carry_out(request, as_module(model), *(((), {}) if inputs is None else as_inputs(inputs)))
     if inputs is None or (isinstance(model, type) and issubclass(model, nn.Module)):
         return _later(model, request)
-    module = _ready(as_module(model), request)
+    module = ready(as_module(model), request)
     return answering(carry_out(request, module, *as_inputs(inputs)), request)
 
 
@@ -246,33 +220,17 @@ def plan(
         backend=backend,
         passes=passes,
         dynamic=dynamic,
-        calibration=_calibration(calibration),
+        calibration=inputs_to_calibrate(calibration),
         loss=loss,
         keep_outputs=keep_outputs,
         optimizer=optimizer,
         batch=batch,
         lr=lr,
         effort=effort,
-        progress=_told(progress),
-        devices=_devices(devices, nodes, strategy, global_batch, batch_tokens),
+        progress=told(progress),
+        devices=many_devices(devices, nodes, strategy, global_batch, batch_tokens),
     )
-    return make_plan(request, _ready(as_module(model), request), *as_inputs(inputs))
-
-
-def _devices(
-    devices: Devices | None,
-    nodes: str | None,
-    strategy: Strategy | StrategyFields | None,
-    global_batch: int | None,
-    batch_tokens: int | None,
-) -> ManyDevices | None:
-    """What is asked of many devices; None: one is planned for."""
-    if devices is None:
-        beside = {"nodes": nodes, "strategy": strategy, "global_batch": global_batch, "batch_tokens": batch_tokens}
-        if given := [name for name, value in beside.items() if value is not None]:
-            raise UsageError(f"{given[0]} is for a step on many devices: give devices, too.")
-        return None
-    return ManyDevices.of(devices, nodes=nodes, strategy=strategy, global_batch=global_batch, batch_tokens=batch_tokens)
+    return make_plan(request, ready(as_module(model), request), *as_inputs(inputs))
 
 
 def frontier(
@@ -304,38 +262,10 @@ def frontier(
         raise UsageError(f"points = {points!r} must be a whole number, at least 1.")
     request = Request(
         goal=declare(goal, goal_fields), target=target, backend=backend, passes=passes, dynamic=dynamic,
-        calibration=_calibration(calibration), loss=loss, keep_outputs=keep_outputs, optimizer=optimizer,
-        effort=effort, progress=_told(progress),
+        calibration=inputs_to_calibrate(calibration), loss=loss, keep_outputs=keep_outputs, optimizer=optimizer,
+        effort=effort, progress=told(progress),
     )  # fmt: skip
-    return make_frontier(request, _ready(as_module(model), request), *as_inputs(inputs), points)
-
-
-def _told(progress: bool | Progress) -> Progress:
-    """Who is told what is being done.
-
-    Raises:
-        UsageError: it cannot be told.
-    """
-    if isinstance(progress, bool):
-        return report.Shown() if progress else QUIET
-    if not all(callable(getattr(progress, name, None)) for name in ("step", "update")):
-        raise UsageError(f"progress = {progress!r}: give True, False, or an object with step(name) and update(name, done, total).")
-    return progress
-
-
-def _ready(model: nn.Module, request: Request, stacklevel: int = 3) -> nn.Module:
-    """The model, in training mode when its training step is planned: a model from `from_pretrained` is in eval mode."""
-    if request.training and (said := to_training_mode(model)):
-        warnings.warn(said, stacklevel=stacklevel)
-    return model
-
-
-def to_training_mode(model: nn.Module) -> str:
-    """Put a model that is in eval mode into training mode; what was done, "" where nothing was."""
-    if model.training or (next(model.children(), None) is None and next(model.parameters(), None) is None):
-        return ""
-    model.train()
-    return f"{type(model).__name__} was in eval mode; effcompile put it in training mode (model.train()), as its training step is planned."
+    return make_frontier(request, ready(as_module(model), request), *as_inputs(inputs), points)
 
 
 def _later(model: Model | type[nn.Module], request: Request) -> Deferred | Callable[..., Deferred]:
@@ -346,7 +276,7 @@ def _later(model: Model | type[nn.Module], request: Request) -> Deferred | Calla
         if request.optimizer is not None:
             raise UsageError("An optimizer is of one model's parameters: give it to effcompile.optimize(model, ...), not to a class.")
         return _factory(model, request)
-    module = _ready(as_module(model), request, stacklevel=4)
+    module = ready(as_module(model), request, stacklevel=4)
     if request.optimizer is not None:
         raise UsageError("An optimizer is planned together with its model: give `inputs`, too.")
     return Deferred(module, request)
@@ -360,31 +290,3 @@ def _factory(model_class: type[nn.Module], request: Request) -> Callable[..., De
         return Deferred(model_class(*args, **kwargs), request)
 
     return make
-
-
-def declare(goal: GoalLike, changes: Mapping[str, object]) -> Goal:
-    """The goal with its changes; a dict of goal fields will do for a goal.
-
-    Raises:
-        UsageError: a value that is not allowed.
-    """
-    base = Goal.of(**{str(name): value for name, value in goal.items()}) if isinstance(goal, Mapping) else goal
-    return Goal.of(base, **changes)
-
-
-def goal_of_plan(plan: Plan, goal: GoalLike, changes: Mapping[str, object], backend: str | None) -> Goal:
-    """The goal that a saved plan was made for; nothing else can be asked of it.
-
-    Raises:
-        UsageError: another goal or backend than the plan's.
-    """
-    if declare(plan.goal if goal is None else goal, changes) != plan.goal:
-        raise UsageError(f"The plan was made for another goal: {plan.goal.describe()}. Leave the goal out, or plan again without it.")
-    if backend is not None and backend != plan.backend:
-        raise UsageError(f"The plan is for the backend {plan.backend!r}, not {backend!r}. Leave the backend out, or plan again without it.")
-    return plan.goal
-
-
-def _calibration(given: Iterable[Example] | None) -> tuple[Inputs, ...] | None:
-    """Calibration inputs taken apart, each given like `inputs`."""
-    return None if given is None else tuple(as_inputs(one, f"calibration[{i}]") for i, one in enumerate(given))

@@ -22,8 +22,8 @@ from effcompile.core.files import cache_folder, write_atomically
 from effcompile.core.goal import Goal
 from effcompile.core.stages import first_line
 from effcompile.core.units import format_bytes
+from effcompile.machine import busy_points, native
 from effcompile.machine import calibration as store
-from effcompile.machine import native
 from effcompile.machine.accelerator import this_accelerator
 from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
 from effcompile.ops.block_sparse_dense import dense_weight
@@ -200,7 +200,7 @@ def _calibration() -> Iterator[Finding]:
             seen = str(note) if note else f"{place} was not measured yet"
             yield Finding(part="calibration", status="absent", seen=seen, remedy="effcompile calibrate, or the first plan does it")
         else:
-            busy = store.without_busy(found)
+            busy = busy_points.without_busy(found)
             yield Finding(part="calibration", status="ok", seen=f"{place}, of {found.date}", remedy=str(busy) if busy else "")
 
 

@@ -21,7 +21,7 @@ from effcompile.estimate.storages import Storages, graph_storages
 from effcompile.ir.program import Program
 from effcompile.ir.step import Step
 from effcompile.search import captured
-from effcompile.search.training import prepare, work
+from effcompile.search.training import operator_costs, work
 
 #: Sources that are kept. Of each key the first, so that what it names by its address is alive, and the last, with all that was captured.
 _MOST = 16
@@ -108,7 +108,7 @@ def captured_once() -> Iterator[None]:
     """Plans within share what is captured; what was captured is as it was afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(work, "Source", shared_source)
-        patch.setattr(prepare, "graph_storages", shared_storages)
+        patch.setattr(operator_costs, "graph_storages", shared_storages)
         yield
     for _, source in _sources.values():
         _unchanged(source)

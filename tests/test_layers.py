@@ -28,7 +28,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("report", "exports"),
     ("modes",),
     ("deferred", "dynamo", "console", "doctor"),
-    ("bucketed", "as_module"),
+    ("bucketed", "as_module", "fallback", "arguments"),
     ("api",),
     ("runs", "hf_exporter"),
     ("cli", "__init__"),

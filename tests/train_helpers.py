@@ -13,7 +13,7 @@ from torch import nn
 
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture import capture_training
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Unsupported
 from effcompile.estimate import operators
@@ -26,9 +26,10 @@ from effcompile.ops.workspace import workspace_bytes
 from effcompile.passes.training.base import Case, StepContext, StepPass
 from effcompile.passes.training.forms import forms
 from effcompile.planner.remat import Group
-from effcompile.schedules.blocks import Blocks, cut_into_blocks
+from effcompile.schedules.blocks import Blocks
+from effcompile.schedules.cut import cut_into_blocks
 from effcompile.schedules.emit import emit
-from effcompile.search.training.prepare import OperatorCosts
+from effcompile.search.training.operator_costs import OperatorCosts
 
 VOCABULARY = 96
 Batch = dict[str, torch.Tensor]
@@ -178,14 +179,14 @@ def measured(loss: Callable[[], torch.Tensor], model: nn.Module, base: int) -> t
     model.zero_grad(set_to_none=True)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     torch.manual_seed(3)
-    with torch_compat.memory_profile() as profile:
+    with torch_compat_memory.memory_profile() as profile:
         value = loss()
         value.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
-    return (value.detach(), gradients), base + torch_compat.peak_of_memory_events(profile)
+    return (value.detach(), gradients), base + torch_compat_memory.peak_of_memory_events(profile)
 
 
 def differing(found: Results, wanted: Results) -> list[str]:

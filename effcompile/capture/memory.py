@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from effcompile.capture import reads as code
-from effcompile.capture.snapshot import is_plain
+from effcompile.capture import whose_code
+from effcompile.capture.facts import is_plain
 from effcompile.core import torch_compat
 from effcompile.core.errors import CaptureError
 
@@ -53,7 +54,7 @@ def _holders(model: nn.Module) -> Iterator[tuple[str, Any]]:
         for key, value in _items(holder):
             if isinstance(value, list | dict | set | deque):
                 todo.append((f"{place}.{key}", value))
-            elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and code.is_own(type(value)):
+            elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and whose_code.is_own(type(value)):
                 todo.append((f"{place}.{key}", vars(value)))
 
 

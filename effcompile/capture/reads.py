@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,7 +18,8 @@ import torch
 from torch import nn
 
 from effcompile.capture.config_reads import ConfigReads
-from effcompile.capture.holders import attributes_of, defaults_of, file_of, is_function
+from effcompile.capture.holders import attributes_of, defaults_of, is_function
+from effcompile.capture.whose_code import INSTALLED, OURS, STANDARD, TORCH, is_installed, is_of_torch, is_own, is_plain_code
 
 #: Code that names these may read attributes whose names are made at run time.
 _BY_NAME = frozenset({"vars", "__dict__", "attrgetter", "__getattribute__"})
@@ -54,11 +52,7 @@ LONGEST = 10_000
 _LEAVES = bool | int | float | complex | str | bytes | None | torch.Tensor | torch.dtype | torch.device
 #: What stands between `getattr` and its second argument where that is a constant.
 _OPERANDS = ("LOAD_FAST", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME", "PUSH_NULL")
-_TORCH = f"{Path(torch.__file__).parent}/"
-_LAYERS = f"{_TORCH}nn/modules/"
-_OURS = f"{Path(__file__).parent.parent}/"
-_STANDARD = tuple(f"{path}/" for key, path in sysconfig.get_paths().items() if key in ("stdlib", "platstdlib"))
-_INSTALLED = ("/site-packages/", "/dist-packages/")
+_LAYERS = f"{TORCH}nn/modules/"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,29 +94,6 @@ def reads_of(model: nn.Module, *beside: object, configurations: ConfigReads | No
         walk.reach(value)
     walk.run()
     return replace(walk.reads, configurations=configurations or ConfigReads())
-
-
-def is_installed(filename: str) -> bool:
-    """Whether code comes from an installed package or from Python itself: nobody edits its state by hand."""
-    return filename.startswith("<frozen") or any(part in filename for part in _INSTALLED) or filename.startswith(_STANDARD)
-
-
-def is_of_torch(kind: type) -> bool:
-    """Whether a class is one of torch's own, whose code is known to read attributes by written names only."""
-    return (kind.__module__ or "").partition(".")[0] == "torch"
-
-
-def is_own(kind: type) -> bool:
-    """Whether a class is of the user's own code, so that its objects' attributes are for the user to set."""
-    file = file_of(kind)
-    return not (is_plain_code(kind) or is_of_torch(kind) or is_installed(file) or file.startswith(_OURS))
-
-
-def is_plain_code(kind: type) -> bool:
-    """Whether a class is Python's own, and none that just holds attributes."""
-    if kind.__module__ in ("types", "argparse"):
-        return False
-    return kind.__module__ in ("builtins", "typing", "abc", "collections") or kind.__module__ in sys.stdlib_module_names
 
 
 class _Walk:
@@ -209,7 +180,7 @@ class _Walk:
         found = _names_in(code)
         self.reads.names |= found.attributes
         self.reads.used |= found.used
-        if not is_installed(code.co_filename) and not code.co_filename.startswith(_OURS):
+        if not is_installed(code.co_filename) and not code.co_filename.startswith(OURS):
             self.reads.functions.append(function)
             self.reads.stored |= found.stored
             self.reads.keeps |= found.keeps
@@ -219,7 +190,7 @@ class _Walk:
                 values = map(function.__globals__.get, found.variables)
                 self.reads.environment |= found.attributes | {value for value in values if isinstance(value, str)}
         self._functions_of_torch(map(function.__globals__.get, found.variables), found.attributes)
-        if not code.co_filename.startswith(_TORCH):
+        if not code.co_filename.startswith(TORCH):
             self.reads.by_name |= found.by_name and code.co_name not in FINDERS
             self._variables(function, found.variables, found.attributes)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
@@ -234,7 +205,7 @@ class _Walk:
         todo, seen = [*spaces], set[int]()
         while todo:
             space = todo.pop()
-            if id(space) in seen or not isinstance(space, ModuleType) or not (getattr(space, "__file__", None) or "").startswith(_TORCH):
+            if id(space) in seen or not isinstance(space, ModuleType) or not (getattr(space, "__file__", None) or "").startswith(TORCH):
                 continue
             seen.add(id(space))
             held = vars(space)
@@ -259,7 +230,7 @@ class _Walk:
                 self._add_class(value)
         elif isinstance(value, ModuleType):
             origin = getattr(value, "__file__", None) or ""
-            if origin and _is_read(origin) and not origin.startswith(_TORCH):
+            if origin and _is_read(origin) and not origin.startswith(TORCH):
                 held = vars(value)
                 names = attributes & held.keys()
                 _, known = self.reads.variables.setdefault(value.__name__, (held, set()))
@@ -283,10 +254,10 @@ def _content(cell: CellType) -> object:
 @functools.cache
 def _is_read(filename: str) -> bool:
     """Whether code in a file is the model's: torch's layers are, the rest of torch, Python and effcompile are not."""
-    if filename.startswith(_TORCH):
+    if filename.startswith(TORCH):
         return filename.startswith(_LAYERS)
-    installed = any(part in filename for part in _INSTALLED)
-    return not filename.startswith((_OURS, "<frozen")) and (installed or not filename.startswith(_STANDARD))
+    installed = any(part in filename for part in INSTALLED)
+    return not filename.startswith((OURS, "<frozen")) and (installed or not filename.startswith(STANDARD))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,8 @@
-"""What a captured graph took for granted of its model, as facts, and the lists by which a call checks them in microseconds.
+"""What a captured graph took for granted of its model, as facts, and the lists by which a call checks them.
 
 A graph has as constants what the forward read: attributes, globals, class attributes, variables of enclosing functions
 (reads.py says which are named), the modules' tree, hooks, and in inference the weights. `Snapshot` walks a model and notes
-each as a fact. For the check at each call it also keeps flat lists of where they stand, so that one pass in C compares
-all objects by identity.
+each as a fact, and on the lists of checklist.py where it stands.
 """
 
 from __future__ import annotations
@@ -14,21 +13,20 @@ import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import singledispatchmethod
-from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from effcompile.capture import holders
+from effcompile.capture import holders, whose_code
 from effcompile.capture import reads as code
-from effcompile.capture.tensors import Watched, state_of
+from effcompile.capture.checklist import Checklist
+from effcompile.capture.facts import PLAIN, SETTINGS, Fact, settings, settings_and_autocast
+from effcompile.capture.tensors import state_of
 from effcompile.core import torch_compat
-from effcompile.ir.guards import Kind, described, same
+from effcompile.ir.guards import Kind
 
 #: Where hooks come from that HuggingFace puts into a model at the first call that asks for its hidden states, and that say so. In a call
 #: that does not ask they do nothing.
@@ -38,41 +36,6 @@ _OWN = frozenset(vars(nn.Module())) | {"_effcompile_fallback", "_effcompile_offe
 _TABLES = ("_modules", "_parameters", "_buffers")
 _FORWARD_HOOKS, _BACKWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks"), ("_backward_hooks", "_backward_pre_hooks")
 _DEEPEST = 12  # objects within objects that are looked into
-_training, _requires_grad = itemgetter("training"), attrgetter("requires_grad")
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """What stood at a place. `state`: of a tensor, what tells whether it was changed."""
-
-    kind: Kind
-    value: object
-    state: tuple[object, ...] = ()
-
-    def equals(self, other: Fact) -> bool:
-        if self.state != other.state:
-            return False
-        return self.value is other.value or (is_plain(self.value) and same(self.value, other.value))
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is an attribute where a forward might keep what it computed."""
-        return self.kind in ("attribute", "tensor") and (self.value is None or isinstance(self.value, torch.Tensor))
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.value, torch.Tensor):
-            shape = "×".join(map(str, self.value.shape)) or "scalar"
-            return f"{str(self.value.dtype).removeprefix('torch.')} {shape}, unchanged"
-        return type(self.value).__name__ if isinstance(self.value, nn.Module) else described(self.value)
-
-
-_PLAIN = bool | int | float | complex | str | bytes | None | torch.dtype | torch.device | enum.Enum
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is told apart by what it is, not by which object it is."""
-    return isinstance(value, _PLAIN)
 
 
 class Snapshot:
@@ -92,19 +55,10 @@ class Snapshot:
     ) -> None:  # fmt: skip
         self.facts: dict[str, Fact] = {}
         self._reads, self._train, self._without = reads, training, without
-        self._getters: list[holders.Getter] = []
-        self._sources: list[holders.Source] = []
-        self._values: list[object] = []
-        self._sized: list[Any] = []
-        self._empty: list[Any] = []
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._memory: list[holders.Memory] = []
-        self._modules: list[nn.Module] = []
-        self._frozen: list[torch.Tensor] = []
-        self._evaluating: list[dict[str, Any]] = []
         self._first_names: dict[int, str] = {}
         self._seen: set[int] = set()
         self._roots = tuple(roots.values())
+        self._lists = Checklist(self._roots[0])
         for number, (name, root) in enumerate(roots.items()):
             if number == 0:
                 self._module(root, name)
@@ -116,31 +70,16 @@ class Snapshot:
         self._functions()
         self._variables()
         self._settings()
-        self._contents_were = list(map(holders.contents, self._memory))
-        self._sizes = list(map(len, self._sized))
-        self._types = list(map(type, self._modules))
-        self._watched = Watched(list(self._tensors.values()))
+        self._lists.close()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those whose values are constants of the graph."""
-        return list(self._tensors.values())
+        return list(self._lists.tensors.values())
 
     def unchanged(self) -> bool:
         """Whether every object is the one that it was, and no tensor was changed."""
-        try:
-            return (
-                all(map(is_, chain.from_iterable(map(call, self._getters, self._sources)), self._values))
-                and list(map(len, self._sized)) == self._sizes
-                and not any(self._empty)
-                and all(map(is_, map(type, self._modules), self._types))
-                and not any(map(_requires_grad, self._frozen))
-                and (self._roots[0].training or not any(map(_training, self._evaluating)))
-                and self._watched.unchanged()
-                and list(map(holders.contents, self._memory)) == self._contents_were
-            )
-        except (KeyError, ValueError, AttributeError, RuntimeError):  # something is gone
-            return False
+        return self._lists.unchanged()
 
     # ------------------------------------------------------------------ modules
 
@@ -148,7 +87,7 @@ class Snapshot:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        self._modules.append(module)
+        self._lists.modules.append(module)
         self.facts[f"{place}.__class__"] = Fact("class", type(module))
         root = module in self._roots
         self._watch_attributes(module, place)
@@ -156,10 +95,10 @@ class Snapshot:
             self._mode(module, place)
         self._hooks(module, place, outermost=root)
         for table in (module._parameters, module._buffers):
-            self._table(table)
+            self._lists.table(table)
             for name, tensor in table.items():
                 self._weight(tensor, f"{place}.{name}", trained=table is module._parameters)
-        self._table(module._modules)
+        self._lists.table(module._modules)
         for name, child in module._modules.items():
             self.facts[f"{place}.{name}"] = Fact("module", child)
             if child is not None:
@@ -171,8 +110,8 @@ class Snapshot:
         read = [key for key in held if key not in _OWN and self._reads_attribute(module, key)]
         keys = [key for key in read if f"{known_as}.{key}" not in self._without]
         mode = ["training"] if self._train and module not in self._roots else []
-        self._watch(holders.getter((*_TABLES, *_FORWARD_HOOKS, *mode, *keys)), held)
-        self._sized.append(held)
+        self._lists.watch(holders.getter((*_TABLES, *_FORWARD_HOOKS, *mode, *keys)), held)
+        self._lists.sized.append(held)
         for key in keys:
             self._value(held[key], f"{place}.{key}", "attribute", 0)
 
@@ -184,13 +123,13 @@ class Snapshot:
             return
         self.facts[f"{place}.training"] = Fact("mode", module.training and not outermost)
         if module.training == outermost:
-            self._evaluating.append(vars(module))
+            self._lists.evaluating.append(vars(module))
 
     def _reads_attribute(self, module: nn.Module, key: str) -> bool:
         """Whether code names it, or might make its name. What holds other things is looked into only where it is named."""
         if key in self._reads.names:
             return True
-        return self._reads.by_name and not code.is_of_torch(type(module)) and isinstance(vars(module)[key], _PLAIN | torch.Tensor)
+        return self._reads.by_name and not whose_code.is_of_torch(type(module)) and isinstance(vars(module)[key], PLAIN | torch.Tensor)
 
     def _hooks(self, module: nn.Module, place: str, *, outermost: bool) -> None:
         """Hooks inside the graph. Those of a planned step's outermost module run around it, at its own call."""
@@ -200,7 +139,7 @@ class Snapshot:
             self._hook_table(vars(module)[name], f"{place}.{name.strip('_')}")
 
     def _hook_table(self, table: Mapping[int, Any], place: str) -> None:
-        self._table(table)
+        self._lists.table(table)
         for number, hook in table.items():
             if getattr(hook, "__module__", "") != _COLLECTING:
                 self.facts[f"{place}[{number}]"] = Fact("hook", hook)
@@ -217,7 +156,7 @@ class Snapshot:
         if trained:
             self.facts[f"{place}.requires_grad"] = Fact("weight", tensor.requires_grad)
             if not tensor.requires_grad:
-                self._frozen.append(tensor)
+                self._lists.frozen.append(tensor)
 
     # ------------------------------------------------------------------ values
 
@@ -225,32 +164,36 @@ class Snapshot:
     def _value(self, value: object, place: str, kind: Kind, depth: int) -> None:
         """Any other object: itself, and of what it holds that which code names."""
         self.facts[place] = Fact(kind, value)
-        known = code.is_plain_code(type(value)) or code.is_of_torch(type(value)) or (callable(value) and not code.is_own(type(value)))
+        known = (
+            whose_code.is_plain_code(type(value))
+            or whose_code.is_of_torch(type(value))
+            or (callable(value) and not whose_code.is_own(type(value)))
+        )
         if known or holders.is_function(value) or depth >= _DEEPEST or id(value) in self._seen or place in self._without:
             return
         self._seen.add(id(value))
         if hasattr(value, "__dict__"):
             held = vars(value)
             keys = self._named_of(value, held, place)
-            self._watch(holders.getter(keys), held)
-            self._sized.append(held)
+            self._lists.watch(holders.getter(keys), held)
+            self._lists.sized.append(held)
             for key in keys:
                 self._value(held[key], f"{place}.{key}", kind, depth + 1)
         if keys := self._named_of(value, holders.slots_of(value), place):
-            self._watch(lambda holder: tuple(getattr(holder, key) for key in keys), value)
+            self._lists.watch(lambda holder: tuple(getattr(holder, key) for key in keys), value)
             for key in keys:
                 self._value(getattr(value, key), f"{place}.{key}", kind, depth + 1)
 
     def _named_of(self, value: object, keys: Iterable[str], place: str) -> tuple[str, ...]:
         """Attributes of an object that code names; all of them where its class finds them by names made at run time."""
         kind = type(value)
-        every = code.is_own(kind) and any(name in vars(base) for base in kind.__mro__[:-1] for name in code.FINDERS)
+        every = whose_code.is_own(kind) and any(name in vars(base) for base in kind.__mro__[:-1] for name in code.FINDERS)
         seen = self._reads.configurations
         read = (key for key in keys if every or seen.may_read(value, key, named=key in self._reads.names))
         return tuple(key for key in read if f"{place}.{key}" not in self._without)
 
     @_value.register
-    def _(self, value: _PLAIN, place: str, kind: Kind, depth: int) -> None:
+    def _(self, value: PLAIN, place: str, kind: Kind, depth: int) -> None:
         self.facts[place] = Fact(kind, value)
 
     @_value.register
@@ -269,7 +212,7 @@ class Snapshot:
     @_value.register
     def _(self, value: holders.Memory, place: str, kind: Kind, depth: int) -> None:
         self.facts[place] = Fact(kind, value, (holders.contents(value),))
-        self._memory.append(value)
+        self._lists.memory.append(value)
 
     @_value.register
     def _(self, value: functools.partial, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # dispatches on it
@@ -279,7 +222,7 @@ class Snapshot:
 
     @_value.register
     def _(self, value: ContextVar, place: str, kind: Kind, depth: int) -> None:  # type: ignore[type-arg] # dispatches on it
-        self._watch(holders.in_context, value)
+        self._lists.watch(holders.in_context, value)
         self._value(value.get(None), f"{place}.get()", kind, depth + 1)
 
     @_value.register
@@ -287,7 +230,7 @@ class Snapshot:
         """What the thread that calls has there, which may be another one than planned."""
         held = vars(value)
         keys = self._named_of(value, held, place)
-        self._watch(holders.in_thread(keys), value)
+        self._lists.watch(holders.in_thread(keys), value)
         for key in keys:
             self._value(held[key], f"{place}.{key}", kind, depth + 1)
 
@@ -306,16 +249,16 @@ class Snapshot:
         if place in self._without:
             return
         self.facts[f"len({place})"] = Fact(kind, len(items))
-        self._sized.append(value)
+        self._lists.sized.append(value)
         if len(items) > code.LONGEST or depth >= _DEEPEST or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        self._watch(holders.mapped if isinstance(value, Mapping) else tuple, value)
+        self._lists.watch(holders.mapped if isinstance(value, Mapping) else tuple, value)
         for where, item in items:
             self._value(item, where, kind, depth + 1)
 
     def _tensor(self, tensor: torch.Tensor, place: str, kind: Kind) -> None:
-        self._tensors[id(tensor)] = tensor
+        self._lists.tensors[id(tensor)] = tensor
         self.facts[place] = Fact(kind, tensor, state_of(tensor))
 
     # ------------------------------------------------------------------ what stands outside of the model
@@ -324,44 +267,44 @@ class Snapshot:
         """Of classes whatever code names: methods, and attributes that an instance may hide."""
         for kind in self._reads.kinds:
             held = vars(kind)
-            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=code.is_installed(holders.file_of(kind)))
-            if code.is_own(kind):
-                self._sized.append(held)
+            self._named(held, self._reads.names, f"{kind.__qualname__}.", "class", installed=whose_code.is_installed(holders.file_of(kind)))
+            if whose_code.is_own(kind):
+                self._lists.sized.append(held)
 
     def _functions(self) -> None:
         """Of the user's own functions: the code, what an argument is where it is left out, attributes; and the environment."""
         for function in self._reads.functions:
             name = function.__qualname__
-            self._watch(holders.parts_of, function)
+            self._lists.watch(holders.parts_of, function)
             self.facts[f"{name}.__code__"] = Fact("global", function.__code__)
             for argument, value in holders.defaults_of(function):
                 self._value(value, f"{argument} of {name}", "global", 1)
             keys = tuple(key for key in vars(function) if key in self._reads.names and f"{name}.{key}" not in self._without)
-            self._watch(holders.getter(keys), vars(function))
+            self._lists.watch(holders.getter(keys), vars(function))
             for key in keys:
                 self._value(vars(function)[key], f"{name}.{key}", "global", 1)
         names = sorted(self._reads.environment)
-        self._watch(holders.in_environment, names)
+        self._lists.watch(holders.in_environment, names)
         for name, text in zip(names, holders.in_environment(names), strict=True):
             if text is not None:
                 self.facts[f"os.environ[{name!r}]"] = Fact("global", text)
 
     def _variables(self) -> None:
         for name, (space, names) in self._reads.variables.items():
-            self._named(space, names, f"{name}.", "global", installed=code.is_installed(str(space.get("__file__", ""))))
+            self._named(space, names, f"{name}.", "global", installed=whose_code.is_installed(str(space.get("__file__", ""))))
         for (function, name), cell in self._reads.cells.items():
             place = f"{name} in {function}"
             if place not in self._without:
-                self._watch(holders.in_cell, cell)
+                self._lists.watch(holders.in_cell, cell)
                 self._value(cell.cell_contents, place, "global", 0)
 
     def _named(self, space: Mapping[str, object], names: Collection[str], prefix: str, kind: Kind, *, installed: bool) -> None:
         """Values of a namespace. In installed packages what is not a value, a tensor or a function is taken as it is."""
-        allowed: Any = _PLAIN | torch.Tensor | FunctionType | BuiltinFunctionType if installed else object
+        allowed: Any = PLAIN | torch.Tensor | FunctionType | BuiltinFunctionType if installed else object
         there = [n for n in space if n in names and f"{prefix}{n}" not in self._without and isinstance(space[n], allowed)]
         there = [n for n in there if not isinstance(space[n], type(enum) | type | nn.Module) or isinstance(space[n], nn.Module)]
         if there:
-            self._watch(holders.getter(tuple(there)), space)
+            self._lists.watch(holders.getter(tuple(there)), space)
         for name in there:
             self._value(space[name], f"{prefix}{name}", kind, 1)
 
@@ -370,35 +313,9 @@ class Snapshot:
         for table in torch_compat.global_module_hooks():
             self._hook_table(table, "torch.nn.modules.module hooks")
         if self._reads.minds_gradients:
-            self._watch(lambda _: (torch.is_grad_enabled(),), None)
+            self._lists.watch(lambda _: (torch.is_grad_enabled(),), None)
             self.facts["torch.is_grad_enabled()"] = Fact("setting", torch.is_grad_enabled())
-        read = _settings if self._train else _settings_and_autocast
-        self._watch(read, None)
-        for name, value in zip(_SETTINGS, read(None), strict=False):
+        read = settings if self._train else settings_and_autocast
+        self._lists.watch(read, None)
+        for name, value in zip(SETTINGS, read(None), strict=False):
             self.facts[name] = Fact("setting", value)
-
-    # ------------------------------------------------------------------ lists
-
-    def _watch(self, getter: holders.Getter, source: holders.Source) -> None:
-        self._getters.append(getter)
-        self._sources.append(source)
-        self._values.extend(getter(source))
-
-    def _table(self, table: Mapping[Any, object]) -> None:
-        """A dict whose entries are all watched; most are empty."""
-        if not table:
-            self._empty.append(table)
-            return
-        self._sized.append(table)
-        self._watch(holders.mapped, table)
-
-
-_SETTINGS = ("torch.get_default_dtype()", "torch.is_autocast_enabled('cpu')", "torch.is_autocast_enabled('cuda')")
-
-
-def _settings(_: object) -> tuple[object, ...]:
-    return (torch.get_default_dtype(),)
-
-
-def _settings_and_autocast(_: object) -> tuple[object, ...]:
-    return torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from effcompile.capture.training import Edit, Exported, Loss, capture_training, copied
+from effcompile.capture.exported import Exported, copied
+from effcompile.capture.training import Edit, Loss, capture_training
 from effcompile.core.torch_compat import is_fake
 from effcompile.ir.step import Step
 

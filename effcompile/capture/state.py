@@ -14,7 +14,8 @@ from torch import nn
 
 from effcompile.capture import reads as code
 from effcompile.capture.config_reads import ConfigReads
-from effcompile.capture.snapshot import Fact, Snapshot, is_plain
+from effcompile.capture.facts import Fact, is_plain
+from effcompile.capture.snapshot import Snapshot
 from effcompile.capture.tensors import Checksums
 from effcompile.core.errors import CaptureError, GuardError
 from effcompile.core.reasons import Because, Reason

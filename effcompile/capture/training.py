@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from effcompile.capture import mends as known
 from effcompile.capture import training_graph
-from effcompile.capture.config_reads import ConfigReads, recording
+from effcompile.capture.config_reads import recording
 from effcompile.capture.diagnose import capture_error, place_of
+from effcompile.capture.exported import Exported, copied
 from effcompile.capture.memory import as_it_was, refuse_memory, written_into
 from effcompile.capture.state import ModelGuards
 from effcompile.capture.training_inputs import Refill, StepInputs, split_tensors
@@ -39,24 +40,6 @@ Loss = Callable[[Any, Any], Tensor]
 #: Changes a forward graph in place before its gradients are traced; called with the graph and the values of its placeholders.
 Edit = Callable[[fx.GraphModule, Sequence[Tensor]], None]
 _DYNAMO = "traced by Dynamo, for torch.export cannot take {name}"
-
-
-@dataclass(slots=True, kw_only=True)
-class Exported:
-    """The forward as torch.export gave it, for further captures of the same model with the same inputs, edited otherwise.
-
-    front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the forward returned.
-    configurations: what of the model's configurations was read while it was traced.
-    """
-
-    front: fx.GraphModule | None = None
-    layout: OutputLayout | None = None
-    configurations: ConfigReads = field(default_factory=ConfigReads)
-
-    def keep(self, front: fx.GraphModule, layout: OutputLayout | None) -> None:
-        """Graphs within the graph are changed in place on their way to autograd: such a forward is not kept."""
-        if not any(isinstance(part, fx.GraphModule) for part in front.modules() if part is not front):
-            self.front, self.layout = front, layout
 
 
 @dataclass(slots=True, kw_only=True)
@@ -240,15 +223,6 @@ def _edited(front: fx.GraphModule, module: _StepModule, tensors: list[Tensor]) -
         module.subject.edit(front, tensors)
         front.recompile()
     return front
-
-
-def copied(front: fx.GraphModule) -> fx.GraphModule:
-    """The same nodes in a graph of their own, with the same tensors, and what stands for parameters."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(front.graph, {}))
-    made = fx.GraphModule(front, graph)
-    made.meta = dict(front.meta)
-    return made
 
 
 @contextlib.contextmanager

@@ -213,7 +213,7 @@ class Job:
     def load(self, steps: report.ProgressSteps, plan: Plan | None = None) -> Wanted:
         """The user's model, and what is asked of it: a saved plan's goal, or that of the file changed by the command line."""
         with steps.step("load the model"):
-            from effcompile.api import declare, goal_of_plan, to_training_mode
+            from effcompile.arguments import declare, goal_of_plan, to_training_mode
             from effcompile.compiler import Request
             from effcompile.loader.reading import load
             from effcompile.passes import load_passes, load_training_passes

@@ -10,7 +10,7 @@ from torch import nn
 
 from effcompile.capture.mends import as_reference
 from effcompile.compiler.settle import Outcome
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.ir.plan import Totals
 from effcompile.ir.program import Program
@@ -41,7 +41,7 @@ def baseline_totals(program: Program, model: nn.Module, seconds: Mapping[str, fl
     with as_reference(model):
         model(*program.args, **program.kwargs)
         on_gpu = any(tensor.is_cuda for tensor in program.flat_inputs())
-        with torch_compat.watched_memory("cuda" if on_gpu else "cpu") as peak:
+        with torch_compat_memory.watched_memory("cuda" if on_gpu else "cpu") as peak:
             model(*program.args, **program.kwargs)
     weights = program.weight_bytes()
     inputs = sum(tensor.nbytes for tensor in program.flat_inputs())

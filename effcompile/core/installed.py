@@ -1,4 +1,7 @@
-"""What installed packages register: read once for as long as no package comes or goes, for to read it takes tens of milliseconds."""
+"""What packages are installed, and what they register.
+
+It is read once for as long as no package comes or goes, for to read it takes tens of milliseconds.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from effcompile.core import gpu, torch_compat
+from effcompile.core import gpu, torch_compat_memory
 from effcompile.core.timing import median_seconds
 from effcompile.core.types import Args, Value
 from effcompile.machine import memory
@@ -110,7 +110,7 @@ def _measure(node: fx.Node, seconds_each: float) -> Measured:
     with torch.no_grad():
         if on_gpu:  # kernels are compiled, their tiles chosen, and what libraries keep is taken, at the first call
             call()
-        with torch_compat.watched_memory("cuda" if on_gpu else "cpu") as peak:
+        with torch_compat_memory.watched_memory("cuda" if on_gpu else "cpu") as peak:
             result = call()
         results = _made_bytes(result, args)
         workspace = peak() - sum(map(gpu.rounded, results) if on_gpu else results)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from effcompile.core import gpu, torch_compat
+from effcompile.core import gpu, torch_compat_memory
 from effcompile.machine import memory
 from effcompile.machine.hardware import Accelerator, DeviceRates
 
@@ -48,7 +48,7 @@ def device_rates() -> DeviceRates:
         to_host, from_host = _link()
         rates = DeviceRates(
             bandwidth=_copy_bandwidth(), peak_flops=dict(_peaks()), to_host=to_host, from_host=from_host,
-            launch_seconds=_launch_seconds(), library_bytes=torch_compat.library_bytes(),
+            launch_seconds=_launch_seconds(), library_bytes=torch_compat_memory.library_bytes(),
         )  # fmt: skip
     torch.cuda.empty_cache()
     return rates

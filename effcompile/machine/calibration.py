@@ -144,7 +144,7 @@ def calibrate(
         machine=this_hardware(),
         date=date.today().isoformat(),
         memory_bandwidth=read_bandwidth(),
-        peak_flops=_peaks(backends, matmul_peak()),
+        peak_flops=peak_rates(backends, matmul_peak()),
         busy=found or busy(),
         backends=backends,
         dirty=True,
@@ -181,7 +181,7 @@ def measured(points: BackendPoints, measure: Measure, call: KernelCall) -> float
     return seconds if seconds is not None and math.isfinite(seconds) and seconds > 0 else None
 
 
-def _peaks(backends: Mapping[str, BackendPoints], fp32: float) -> dict[str, float]:
+def peak_rates(backends: Mapping[str, BackendPoints], fp32: float) -> dict[str, float]:
     """dtype → the best FLOP/s that any linear reached; fp32 at least that of torch's own product, which is given."""
     peaks = {"fp32": fp32}
     for points in backends.values():
@@ -263,39 +263,6 @@ def load_or_none(path: Path | None = None, device: Accelerator | None = None) ->
     changed = [name for name, points in calibration.backends.items() if not points.points and not points.missing]
     note = Because("Kernel timings of {name} are measured again: its version changed.", (", ".join(changed),))
     return calibration, note if changed else None
-
-
-def without_busy(calibration: Calibration) -> Reason | None:
-    """Takes again, where the machine is not busy now, what was measured while others used it; says so.
-
-    The machine's rates are measured at once, and the kernels of backends when they are asked for. While the machine is still busy what was
-    measured stays: it is as good as new.
-    """
-    if calibration.device is not None:
-        return None  # its kernels are timed by its own clock, and take the best of several
-    found = {f"kernel times of {name}": points.busy for name, points in calibration.backends.items() if points.busy}
-    if slow := bool(calibration.busy) or _slow_rates(calibration):
-        found = {"the machine's rates": calibration.busy or "kernels were faster than they allow", **found}
-    if not found:
-        return None
-    names = ", ".join(found)
-    what, figures = "{name} were taken on a busy machine ({name})", (names[0].upper() + names[1:], next(iter(found.values())))
-    if now := busy():
-        return Because(what + "; it is still busy ({name}), so that predicted times may be off.", (*figures, now))
-    if slow:
-        calibration.memory_bandwidth = max(calibration.memory_bandwidth, read_bandwidth())
-        calibration.peak_flops = _peaks(calibration.backends, matmul_peak())
-        calibration.busy = ""
-    for name in [name for name, points in calibration.backends.items() if points.busy]:
-        calibration.backends[name] = BackendPoints(versions=versions_of(name))
-    calibration.dirty = True
-    return Because(what + ", and are taken again.", figures)
-
-
-def _slow_rates(calibration: Calibration) -> bool:
-    """Whether a kernel did more FLOP/s than the machine is said to reach, by more than noise: so the rates were taken on a busy machine."""
-    reached = _peaks(calibration.backends, 0.0)
-    return any(reached.get(dtype, 0.0) > 1.25 * stated for dtype, stated in calibration.peak_flops.items())
 
 
 def _parsed(raw: bytes, path: Path, device: Accelerator | None) -> Calibration:

@@ -77,7 +77,7 @@ def _spread(places: Tensor, codes: Tensor) -> None:
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
     """Bytes alive at the highest instant inside `to_bits` or `to_booleans`, beyond arguments and result; None for other operators.
 
-    `name` and `args` as in `effcompile.ops.loss_head.workspace_bytes`; x in the strides that are given.
+    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`; x in the strides that are given.
     """
     if name == "effcompile::to_bits":
         x = args[0]

@@ -195,7 +195,8 @@ def with_indices(target: object, args: Sequence[Any]) -> Sequence[Any]:
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
     """Bytes alive at the highest instant inside one of these operators, beyond its inputs and outputs; None for other operators.
 
-    `name` and `args` as in `effcompile.ops.loss_head.workspace_bytes`. Without kernels it is the dense weight, twice, or its gradient.
+    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`. Without kernels it is
+    the dense weight, twice, or its gradient.
     """
     kind = name.removeprefix("effcompile::block_sparse_")
     if kind not in ("linear", "grad_input", "grad_values") or kind == name:

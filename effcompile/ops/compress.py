@@ -117,7 +117,7 @@ def _slabs(count: int, slab: int) -> list[tuple[int, int, int]]:
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
     """Bytes alive at the highest instant inside `compress` or `decompress`, beyond arguments and result; None for other operators.
 
-    `name` and `args` as in `effcompile.ops.loss_head.workspace_bytes`; x in the strides that are given.
+    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`; x in the strides that are given.
     """
     operator, bits = _NAMES.get(name, ("", 8))
     if operator == "compress":

@@ -66,7 +66,7 @@ def _summed_by_index(grad_ND: Tensor, index_N: Tensor, rows: int) -> Tensor:  # 
 def workspace_bytes(name: str, args: Sequence[object]) -> int | None:
     """Bytes alive at the highest instant inside `embedding_backward_into`, beyond its arguments; None for other operators.
 
-    `name` and `args` as in `effcompile.ops.loss_head.workspace_bytes`. Contiguous fp32 without padding: nothing.
+    `name` and `args` as in `effcompile.ops.loss_head_workspace.workspace_bytes`. Contiguous fp32 without padding: nothing.
     """
     if name != _NAME:
         return None

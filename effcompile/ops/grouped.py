@@ -63,7 +63,7 @@ def flops(target: object, args: Sequence[object]) -> float | None:
 def workspace_bytes(name: str, args: Sequence[object], scratch: Scratch = measured) -> int | None:
     """Bytes that one of these operators allocates beside operands and results; None for others.
 
-    `name`, `args` and `scratch` as in `effcompile.ops.loss_head.workspace_bytes`.
+    `name`, `args` and `scratch` as in `effcompile.ops.loss_head_workspace.workspace_bytes`.
     """
     return max(map(scratch, _products(name, args)), default=0) if name in _OFFSETS else None
 

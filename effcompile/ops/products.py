@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, fx
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 
 __all__ = ["Product", "Scratch", "bounded", "measured", "of_node", "unknown"]
 
@@ -63,7 +63,7 @@ def _measured(product: Product, settings: tuple[object, ...]) -> int:
     call = _call(product)
     with torch.no_grad():
         call()  # the first one may also keep what later ones use again
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat_memory.watched_memory("cpu") as peak:
             call()
     return peak()
 

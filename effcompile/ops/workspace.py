@@ -17,7 +17,7 @@ from effcompile.ops import (
     group_linear,
     grouped,
     int8_linear,
-    loss_head,
+    loss_head_workspace,
     wide,
 )
 from effcompile.ops.products import Scratch, measured
@@ -43,7 +43,7 @@ def workspace_bytes(
     if target is consume.consume:
         return int(args[1])  # type: ignore[call-overload]
     name = getattr(target, "name", lambda: "")()
-    with_products = (module.workspace_bytes(name.removesuffix(".default"), args, scratch) for module in (loss_head, grouped))
+    with_products = (module.workspace_bytes(name.removesuffix(".default"), args, scratch) for module in (loss_head_workspace, grouped))
     if (found := next((nbytes for nbytes in with_products if nbytes is not None), None)) is not None:
         return found
     known = (module.workspace_bytes(name.removesuffix(".default"), args) for module in _OTHERS)

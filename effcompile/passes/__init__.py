@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.installed import entry_points
@@ -16,6 +16,7 @@ from effcompile.passes.last_token_logits import Logits
 from effcompile.passes.merge import Merge
 from effcompile.passes.norm_gate_rotary import Rows
 from effcompile.passes.norm_gelu_fusion import Fuse
+from effcompile.passes.option_text import value_of
 from effcompile.passes.predicted_attention import Predict
 from effcompile.passes.propose import propose_all
 from effcompile.passes.quantize import Quantize
@@ -121,7 +122,6 @@ _ASKED = {
 }
 #: The option by which gradients are consumed in the backward, which asks more of the loop around the step.
 IN_BACKWARD = f"{States.name}.in_backward"
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 def registered() -> dict[str, type[Any]]:
@@ -300,7 +300,7 @@ def _selected(
             excluded.add(_known(name.removeprefix("no-"), known))
         elif dot or equals:
             cls = known[_known(name, known)]
-            settings.setdefault(name, {})[option] = _value(cls, name, option, equals, value.strip())
+            settings.setdefault(name, {})[option] = value_of(cls, name, option, equals, value.strip())
         else:
             names.append(_known(name, known))
     asked = {*names, *settings}
@@ -315,33 +315,3 @@ def _known(name: str, known: dict[str, type[Any]]) -> str:
         if name in passes:
             raise UsageError(f"The pass {name!r} is for the mode {mode!r}, which is not the goal's. Known here: {', '.join(known)}.")
     raise UnknownNameError("pass", name, known)
-
-
-def _value(cls: type[Any], name: str, option: str, equals: str, text: str) -> Any:
-    """The text of an option as its field's type."""
-    allowed = [f.name for f in fields(cls)]
-    listing = ", ".join(f"{name}.{field}" for field in allowed) or "none"
-    if option not in allowed or not equals:
-        raise UsageError(f"The pass {name!r} has no option {option!r}. Write NAME.OPTION=VALUE; options: {listing}.")
-    kind = get_type_hints(cls)[option]
-    try:
-        return _parse(kind, text)
-    except ValueError as error:
-        raise UsageError(f"{name}.{option} = {text!r} is not {_describe(kind)}. Options of {name!r}: {listing}.") from error
-
-
-def _parse(kind: Any, text: str) -> Any:
-    if kind is bool:
-        if text.lower() not in _TRUE + _FALSE:
-            raise ValueError(text)
-        return text.lower() in _TRUE
-    if kind in (int, float, str):
-        return kind(text)
-    made: type[Any] = {tuple[int, ...]: int, tuple[float, ...]: float}.get(kind, str)
-    return tuple(made(part.strip()) for part in text.split(",") if part.strip())
-
-
-def _describe(kind: Any) -> str:
-    names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    names |= {tuple[float, ...]: "a list of numbers like 0.5,0.9", tuple[int, ...]: "a list of whole numbers like 8,4"}
-    return names.get(kind, "a list like a,b,c")

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from effcompile.report.infeasible import flag, print_infeasible
     from effcompile.report.passes import print_passes
     from effcompile.report.progress import ProgressSteps, Shown
-    from effcompile.report.questions import TOP, curve, print_curve, print_ranked, print_what_if, ranked, what_if
+    from effcompile.report.questions import TOP, curve, print_curve, print_ranked, ranked
     from effcompile.report.sparsity import print_sparsity
     from effcompile.report.targets import targets_table
     from effcompile.report.terminal import print_plan
+    from effcompile.report.what_if import print_what_if, what_if
 
 _HOME = {
     "diff": "differences",

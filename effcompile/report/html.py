@@ -7,20 +7,18 @@ from html import escape
 
 from effcompile.core.units import format_bytes, format_count, format_error, format_seconds
 from effcompile.ir.plan import Decision, Plan
-from effcompile.ir.step_figures import MemoryTimeline
 from effcompile.report import figures as f
 from effcompile.report import levers as lever_table
 from effcompile.report.chart import dots_of, letter
 from effcompile.report.devices_html import devices_sections
 from effcompile.report.frontier import TITLES, Other, inference_row, other_row, title, training_row
-from effcompile.report.groups import DecisionGroup, groups, refusals, share
+from effcompile.report.groups import DecisionGroup, groups, refusals
+from effcompile.report.html_charts import plan_charts
+from effcompile.report.html_parts import document, section, table
 from effcompile.report.ledger import Ledger, choice, ledger_of
 from effcompile.report.names import Template, collapse
-from effcompile.report.plots import frontier_plot, memory_plot
+from effcompile.report.plots import frontier_plot
 from effcompile.report.reasons import words
-from effcompile.report.script import SCRIPT
-from effcompile.report.style import STYLE
-from effcompile.report.svg import Bar, SvgPart, stacked_bars
 
 _VERDICT_CLASS = {
     f.PlanVerdict.MET: "good",
@@ -59,7 +57,7 @@ def _plan_sections(plan: Plan) -> Iterable[str]:
     return (
         _head(plan),
         _totals(plan),
-        _charts(plan),
+        plan_charts(plan),
         _levers(plan),
         _proof(plan),
         _backends(plan),
@@ -67,16 +65,6 @@ def _plan_sections(plan: Plan) -> Iterable[str]:
         _declined(plan),
         _checks(plan),
         _foot(plan),
-    )
-
-
-def document(title: str, sections: Iterable[str]) -> str:
-    """A page of its own."""
-    body = "\n".join(part for part in sections if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title><style>{STYLE}</style></head>\n'
-        f"<body><main>\n{body}\n</main><script>{SCRIPT}</script></body></html>\n"
     )
 
 
@@ -109,20 +97,6 @@ def _totals(plan: Plan) -> str:
     )
 
 
-def _charts(plan: Plan) -> str:
-    if plan.goal.mode == "training":
-        timeline = plan.memory_timeline
-        step = memory_plot(timeline, plan.goal.memory) + _peak_chart(timeline) if timeline is not None else ""
-        charts = [("Memory over the step, predicted", step), ("Peak memory", _memory_chart(plan))]
-        return "\n".join(section(title, chart) for title, chart in charts if chart)
-    charts = [
-        ("Time by kind of decision, predicted", _time_chart(plan)),
-        ("Memory", _memory_chart(plan)),
-        ("Error budget, predicted", _error_chart(plan)),
-    ]
-    return "\n".join(section(title, chart) for title, chart in charts if chart)
-
-
 def _levers(plan: Plan) -> str:
     """What each memory lever reaches alone, and together."""
     if not plan.levers:
@@ -130,74 +104,6 @@ def _levers(plan: Plan) -> str:
     names = [lever_table.TITLES[0], *(f"#{name}" for name in lever_table.TITLES[1:])]
     rows = [[escape(cell) for cell in lever_table.lever_cells(plan, row)] for row in plan.levers]
     return section(f"Levers within {format_bytes(plan.goal.memory or 0)}, predicted", table(names, rows))
-
-
-def _time_chart(plan: Plan) -> str:
-    """Time of the decided sites by kind, and of everything else, before and after."""
-    kinds = list(dict.fromkeys(group.kind for group in groups(plan.decisions)))
-    bars = []
-    for label, total, baseline in (("before", plan.baseline.seconds, True), ("after", plan.predicted.seconds, False)):
-        if total is None:
-            return ""
-        spent = [sum((d.baseline_cost if baseline else d.cost).seconds for d in plan.decisions if d.kind == kind) for kind in kinds]
-        if spent:  # a merge or fusion only makes others faster: what it saves comes off the longest segment
-            spent[spent.index(max(spent))] += sum(seconds for seconds in spent if seconds < 0)
-        parts = [
-            SvgPart(name=kind, length=max(s, 0.0), text=format_seconds(s), colour=i)
-            for i, (kind, s) in enumerate(zip(kinds, spent, strict=True))
-        ]
-        rest = max(total - sum(part.length for part in parts), 0.0)
-        parts.append(SvgPart(name="everything else", length=rest, text=format_seconds(rest), colour=None))
-        bars.append(Bar(label=label, total=format_seconds(total), parts=tuple(parts)))
-    return stacked_bars(bars, title="time")
-
-
-def _peak_chart(timeline: MemoryTimeline) -> str:
-    """What is alive at the highest instant, as one bar."""
-    parts = [SvgPart(name=name, length=size, text=format_bytes(size), colour=i) for i, (name, size) in enumerate(timeline.parts.items())]
-    where = f"highest in the {timeline.peak_phase} at <code>{escape(timeline.peak_site)}</code> <small>{escape(timeline.peak_node)}</small>"
-    total = format_bytes(timeline.peak_bytes)
-    bars = stacked_bars([Bar(label="at the peak", total=total, parts=tuple(parts))], title="alive at the peak") if parts else ""
-    sizes = " · ".join(f"{part.text} {part.name}" for part in parts)
-    return f'<p>{where}</p>{bars}<p class="dim">{escape(sizes)}</p>'
-
-
-def _memory_chart(plan: Plan) -> str:
-    """Weights and the rest of the peak, measured where it was, before and after; the limit as a line."""
-    training = plan.goal.mode == "training"
-    names = ("parameters, buffers, inputs", "gradients, activations, workspace") if training else ("weights", "activations and workspace")
-    bars = []
-    for label, predicted, measured in (("before", plan.baseline, plan.measured_baseline), ("after", plan.predicted, plan.measured)):
-        source = measured if measured is not None and measured.peak_bytes is not None else predicted
-        if source.peak_bytes is None:
-            continue
-        fixed = plan.memory_timeline.parameter_bytes if plan.memory_timeline else source.weight_bytes
-        weights = min(fixed or 0, source.peak_bytes)
-        rest = source.peak_bytes - weights
-        parts = (
-            SvgPart(name=names[0], length=weights, text=format_bytes(weights), colour=0),
-            SvgPart(name=names[1], length=rest, text=format_bytes(rest), colour=1),
-        )
-        bars.append(Bar(label=label, total=format_bytes(source.peak_bytes), parts=parts))
-    limit = plan.goal.memory
-    return stacked_bars(bars, title="peak memory", limit=(limit, f"limit {format_bytes(limit)}") if limit else None)
-
-
-def _error_chart(plan: Plan) -> str:
-    """Shares of the squared-error budget by group, and what is left."""
-    if not plan.goal.max_error:
-        return ""
-    spending = sorted((g for g in groups(plan.decisions) if g.error_squared > 0), key=lambda g: -g.error_squared)
-    parts = []
-    for colour, group in enumerate(spending):
-        part = share(plan, group.error_squared) or 0.0
-        parts.append(SvgPart(name=f"{group.kind} {group.option}", length=part, text=f.format_share(part), colour=colour))
-    left = max(1 - sum(p.length for p in parts), 0.0)
-    total = f.format_share(sum(p.length for p in parts)) + " spent"
-    return stacked_bars(
-        [Bar(label="budget", total=total, parts=(*parts, SvgPart(name="unspent", length=left, text=f.format_share(left), colour=None)))],
-        title="share of the squared error allowed",
-    )
 
 
 def _proof(plan: Plan) -> str:
@@ -308,16 +214,3 @@ def _foot(plan: Plan) -> str:
         + section("Next", f"<pre>{escape(commands)}</pre>")
         + f'<footer class="dim">{escape(versions)}<br>fingerprint {escape(plan.fingerprint)}</footer>'
     )
-
-
-def section(title: str, body: str) -> str:
-    """A part of a page, under its title."""
-    return f"<section><h2>{escape(title)}</h2>{body}</section>"
-
-
-def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of already escaped cells; a header that starts with # is a column of numbers."""
-    kinds = [' class="n"' if header.startswith("#") else "" for header in headers]
-    head = "".join(f"<th{kind}>{escape(header.lstrip('#'))}</th>" for header, kind in zip(headers, kinds, strict=True))
-    body = "".join("<tr>" + "".join(f"<td{k}>{cell}</td>" for cell, k in zip(row, kinds, strict=True)) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from effcompile.report.html import document, section, table
+from effcompile.report.html_parts import document, section, table
 from effcompile.report.runs import HEADS, RunMachine, StageRow, cells_of, goal_of, lines_of, run_title
 
 

@@ -13,8 +13,8 @@ from effcompile.backends import usable_backends
 from effcompile.backends.base import Backend
 from effcompile.backends.torch.measure import measure as torch_measure
 from effcompile.core.reasons import Reason
+from effcompile.machine import busy_points, memory
 from effcompile.machine import calibration as store
-from effcompile.machine import memory
 from effcompile.machine.accelerator import device_rates, this_accelerator
 from effcompile.machine.calibration import Calibration
 from effcompile.machine.hardware import Accelerator
@@ -104,7 +104,7 @@ def _here(backends: Iterable[Backend], device: Accelerator | None) -> Machine:
     calibration, note = store.load_or_none(device=device)
     if calibration is None:
         calibration = store.calibrate({}) if device is None else store.calibrate_device(device, device_rates())
-    notes = tuple(said for said in (note, store.without_busy(calibration)) if said)
+    notes = tuple(said for said in (note, busy_points.without_busy(calibration)) if said)
     here = this_machine(calibration, _measures(backends, device), budget_seconds=PROBE_SECONDS)
     if device is not None:  # others may use it, too
         here = replace(here, memory_bytes=min(here.memory_bytes, (memory.free_bytes("cuda") or 0) + torch.cuda.memory_allocated()))

@@ -24,7 +24,8 @@ from effcompile.machine.target import Target
 from effcompile.passes import Pass
 from effcompile.search.machine import Machine, is_here
 from effcompile.search.progress import Progress
-from effcompile.search.search import Regimes, Search, explain_infeasible, stored_notes
+from effcompile.search.regimes import Regimes
+from effcompile.search.search import Search, explain_infeasible, stored_notes
 
 #: Seconds for measuring how much each low-precision option changes the output.
 SENSITIVITY_SECONDS = 15.0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from effcompile.backends import load_backend
 from effcompile.backends.base import Lowered
 from effcompile.capture import capture
-from effcompile.compiler.settle import apply_passes
+from effcompile.compiler.apply import apply_passes
 from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
 from effcompile.ir.plan import Plan
@@ -26,7 +26,8 @@ from effcompile.passes import PASSES, load_passes
 from effcompile.report.reasons import words
 from effcompile.search import pricing
 from effcompile.search.machine import Machine
-from effcompile.search.search import Regimes, Search
+from effcompile.search.regimes import Regimes
+from effcompile.search.search import Search
 from effcompile.sites.attention.normalise import normalised
 from effcompile.sites.parts import linears
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from effcompile.capture import capture
 from effcompile.compiler import settle as settle_module
-from effcompile.compiler.settle import Workshop, apply_passes, settle
+from effcompile.compiler.apply import apply_passes
+from effcompile.compiler.settle import Workshop, settle
 from effcompile.core.errors import InfeasibleError, VerificationError
 from effcompile.core.goal import Goal
 from effcompile.estimate.sensitivity import Sensitivity
@@ -21,7 +22,8 @@ from effcompile.machine.target import KERNELS, Law, Target
 from effcompile.passes import load_passes
 from effcompile.proof.verify import references, verify
 from effcompile.search.machine import Machine
-from effcompile.search.search import Regimes, Search
+from effcompile.search.regimes import Regimes
+from effcompile.search.search import Search
 from effcompile.sites.parts import linears
 
 OPTIONS = tuple(LINEAR_FORMATS)[1:]

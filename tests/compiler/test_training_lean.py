@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from train_helpers import gpt2, skips
 
 from effcompile.compiler import optimize_training
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import Unmeasured
 from effcompile.core.goal import Goal
@@ -52,9 +52,9 @@ def test_a_tensor_put_again_replaces_the_first_and_none_stays_none() -> None:
 
 def test_what_is_put_aside_is_no_memory_of_torch() -> None:
     spool, value = Spool(), torch.randn(1000)
-    with torch_compat.memory_profile() as profile:
+    with torch_compat_memory.memory_profile() as profile:
         spool.put("x", value)
-    assert torch_compat.peak_of_memory_events(profile) == 0
+    assert torch_compat_memory.peak_of_memory_events(profile) == 0
 
 
 class Checkpointed(nn.Module):

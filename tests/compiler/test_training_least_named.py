@@ -20,7 +20,7 @@ from effcompile.machine.machines import load_target
 from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.planner.remat import BlockFront
 from effcompile.schedules.blocks import Block
-from effcompile.search.training.prepare import OperatorCosts
+from effcompile.search.training.operator_costs import OperatorCosts
 
 #: Steps that keep everything do not fit where recomputing does: activations are most of it.
 PASSES = ["checkpoint"]

@@ -24,7 +24,8 @@ from effcompile.passes.training.heads import LossHeads
 from effcompile.passes.training.offload import Offload
 from effcompile.report import print_plan
 from effcompile.search.training.levers import Subsets, lever_rows
-from effcompile.search.training.prepare import OperatorCosts, prepare
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import prepare
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 PASSES = ["no-pointwise", "states.in_backward=true"]

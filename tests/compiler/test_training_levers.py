@@ -32,7 +32,8 @@ from effcompile.search.request import Request, Task
 from effcompile.search.training import cases as training_cases
 from effcompile.search.training.levers import Subsets
 from effcompile.search.training.moved import RefutedError, too_coarse
-from effcompile.search.training.prepare import OperatorCosts, prepare
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import prepare
 from effcompile.search.training.solve import Schedule
 from effcompile.search.training.work import make_work
 

@@ -15,7 +15,7 @@ from effcompile.core.errors import FormatError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.ir.plan import Plan
 from effcompile.report.reasons import words
-from effcompile.search.training.prepare import OperatorCosts
+from effcompile.search.training.operator_costs import OperatorCosts
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 #: What only changes the order of sums left out, so that there is one way to compute what autocast computes.

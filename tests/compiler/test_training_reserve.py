@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from effcompile import InfeasibleError, optimize, plan
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.passes.training import wide
 from effcompile.passes.training.wide import KIND, NARROW, WIDE
 from effcompile.report.reasons import words
@@ -59,10 +59,10 @@ def peak(model: nn.Module, run: Any, batch: dict[str, Tensor]) -> int:
     there = sum(t.untyped_storage().nbytes() for t in (*model.parameters(), *batch.values()))
     run(**batch).backward()
     model.zero_grad(set_to_none=True)
-    with torch_compat.memory_profile() as record:
+    with torch_compat_memory.memory_profile() as record:
         run(**batch).backward()
     model.zero_grad(set_to_none=True)
-    return there + torch_compat.peak_of_memory_events(record)
+    return there + torch_compat_memory.peak_of_memory_events(record)
 
 
 def test_eagers_bytes_are_enough_and_are_kept(prepared: list[bool]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from effcompile.compiler import optimize_training
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.runtime.training import TrainingExecutable
@@ -123,9 +123,9 @@ def held(model: nn.Module) -> list[torch.Tensor]:
 
 def true_peak(planned: TrainingExecutable, model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
     before = nbytes([*held(model), *batch.values()])
-    with torch_compat.memory_profile() as profile:
+    with torch_compat_memory.memory_profile() as profile:
         planned(**batch).backward()
-    return before + torch_compat.peak_of_memory_events(profile)
+    return before + torch_compat_memory.peak_of_memory_events(profile)
 
 
 @pytest.mark.parametrize("name", MODELS)

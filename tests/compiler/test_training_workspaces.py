@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from effcompile.machine.machines import load_target
-from effcompile.search.training.prepare import OperatorCosts
+from effcompile.search.training.operator_costs import OperatorCosts
 
 
 @pytest.mark.parametrize(("target", "dtype", "margin"), [

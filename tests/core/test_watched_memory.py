@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 
 
 class Circle:
@@ -26,9 +26,9 @@ def _lazy_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_lazy_collector")
 def test_garbage_of_before_is_not_taken_off() -> None:
-    with torch_compat.watched_memory("cpu"):  # of what torch's profiler has not seen it does not know the bytes
+    with torch_compat_memory.watched_memory("cpu"):  # of what torch's profiler has not seen it does not know the bytes
         left = [Circle()]
-    with torch_compat.watched_memory("cpu") as peak:
+    with torch_compat_memory.watched_memory("cpu") as peak:
         left.clear()
         gc.set_threshold(1)
         held = [[[]] for _ in range(1000)], torch.zeros(1000)

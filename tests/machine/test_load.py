@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from effcompile.machine import busy_points, here, load
 from effcompile.machine import calibration as store
-from effcompile.machine import here, load
 from effcompile.machine.target import KernelCall
 
 CALL = KernelCall("pointwise/fp32", (64,))
@@ -44,16 +44,17 @@ def measured(seconds: float) -> Callable[[KernelCall], float]:
 
 
 def test_times_taken_on_a_busy_machine_are_taken_again_when_it_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "busy", lambda: "load 9")
+    for module in (store, busy_points):
+        monkeypatch.setattr(module, "busy", lambda: "load 9")
     found = store.calibrate({"torch": measured(0.5)}, quick=True)
     assert found.backends["torch"].busy == "load 9"
-    note = store.without_busy(found)
+    note = busy_points.without_busy(found)
     assert note and "still busy" in str(note) and found.backends["torch"].points  # nothing better can be had now
-    for module in (store, here):
+    for module in (store, busy_points, here):
         monkeypatch.setattr(module, "busy", lambda: "")
-    note = store.without_busy(found)
+    note = busy_points.without_busy(found)
     assert note and "taken again" in str(note) and "load 9" in str(note) and not found.backends["torch"].points and found.dirty
-    assert store.without_busy(found) is None
+    assert busy_points.without_busy(found) is None
     target = here.this_machine(found, {"torch": measured(0.25)})
     assert target.probe is not None and target.probe("torch", CALL) == 0.25 and not found.backends["torch"].busy
 
@@ -82,10 +83,10 @@ def test_rates_taken_on_a_busy_machine_are_taken_again(monkeypatch: pytest.Monke
     found = store.calibrate({})
     product = KernelCall("linear/fp32", (128, 768, 768))
     found.backends["torch"] = store.BackendPoints(points={product.kernel: [(product.dims, product.flops / 200e9)]})
-    monkeypatch.setattr(store, "busy", lambda: "")
-    monkeypatch.setattr(store, "read_bandwidth", lambda: 21e9)
-    monkeypatch.setattr(store, "matmul_peak", lambda: 190e9)
-    note = store.without_busy(found)
+    monkeypatch.setattr(busy_points, "busy", lambda: "")
+    monkeypatch.setattr(busy_points, "read_bandwidth", lambda: 21e9)
+    monkeypatch.setattr(busy_points, "matmul_peak", lambda: 190e9)
+    note = busy_points.without_busy(found)
     assert note and "machine's rates" in str(note) and "taken again" in str(note)
     assert found.memory_bandwidth == 21e9 and found.peak_flops["fp32"] == pytest.approx(200e9) and not found.busy
-    assert found.backends["torch"].points and store.without_busy(found) is None
+    assert found.backends["torch"].points and busy_points.without_busy(found) is None

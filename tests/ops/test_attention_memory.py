@@ -10,7 +10,7 @@ from attention_reference import Problem
 from test_attention import LAYOUTS, laid_out, listed, problem
 from torch import Tensor
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.workspace import workspace_bytes
 
@@ -35,9 +35,9 @@ FORMS: dict[str, dict[str, Any]] = {
 def allocated(call: Any, args: tuple[Any, ...], form: dict[str, Any]) -> int:
     """Bytes beyond results at the highest instant, by the allocator's trace."""
     call(*args, **form)
-    with torch_compat.memory_profile() as profile:
+    with torch_compat_memory.memory_profile() as profile:
         results = call(*args, **form)
-    return torch_compat.peak_of_memory_events(profile) - sum(t.nbytes for t in results)
+    return torch_compat_memory.peak_of_memory_events(profile) - sum(t.nbytes for t in results)
 
 
 def said_and_allocated(p: Problem, grad: Tensor) -> list[tuple[int, int]]:

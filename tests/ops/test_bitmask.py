@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.ops import bitmask as module
 from effcompile.ops.bitmask import packed_bytes, to_bits, to_booleans
 from effcompile.ops.workspace import workspace_bytes
@@ -48,9 +48,9 @@ def test_bytes_and_workspace_are_as_said(count: int) -> None:
     x = torch.rand(count) < 0.3
 
     def peak(run: object) -> int:
-        with torch_compat.memory_profile() as profile:
+        with torch_compat_memory.memory_profile() as profile:
             run()
-        return torch_compat.peak_of_memory_events(profile)
+        return torch_compat_memory.peak_of_memory_events(profile)
 
     packed = to_bits(x, [1])
     assert packed.numel() == packed_bytes(count) == -(-count // 8)

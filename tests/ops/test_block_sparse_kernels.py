@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from effcompile.core.errors import LoweringError, UsageError
-from effcompile.core.torch_compat import peak_of_memory_events
+from effcompile.core.torch_compat_memory import peak_of_memory_events
 from effcompile.machine import native as compiling
 from effcompile.ops import block_sparse_native as native
 from effcompile.ops.block_sparse import block_sparse_grad_input, block_sparse_grad_values, block_sparse_linear, fallback_reason

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat, torch_compat_memory
 from effcompile.core.errors import LoweringError, RankError, UsageError
 from effcompile.ops import collectives
 from effcompile.ops.collectives import gather, link_bytes, mean, over, rows_of_shard, scatter_mean, summed, workspace_bytes
@@ -65,7 +65,7 @@ def peaks(rank: int) -> list[tuple[int, int]]:
     with over({"dp": dist.group.WORLD}):
         for operator, tensors, rest in calls:
             for _ in range(2):
-                with torch_compat.watched_memory("cpu") as peak:
+                with torch_compat_memory.watched_memory("cpu") as peak:
                     made = operator(tensors, *rest)
                 results = sum(t.untyped_storage().nbytes() for t in made)
             said = workspace_bytes(operator._qualname, (tensors, *rest))

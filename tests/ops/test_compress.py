@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.ops import compress as module
 from effcompile.ops.compress import BITS, GROUP, OPERATORS, compress, packed_bytes
 from effcompile.ops.workspace import workspace_bytes
@@ -68,9 +68,9 @@ def test_bytes_and_workspace_are_as_said(count: int, dtype: torch.dtype, bits: i
     ours = torch.ops.effcompile
 
     def peak(run: object) -> int:
-        with torch_compat.memory_profile() as profile:
+        with torch_compat_memory.memory_profile() as profile:
             run()
-        return torch_compat.peak_of_memory_events(profile)
+        return torch_compat_memory.peak_of_memory_events(profile)
 
     packed = pack(x, [1])
     assert packed.numel() == packed_bytes(count, bits) <= count * bits // 8 + 1 + 8 * (count // GROUP + 1)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effcompile.core.errors import UsageError
-from effcompile.core.torch_compat import peak_of_memory_events
+from effcompile.core.torch_compat_memory import peak_of_memory_events
 from effcompile.ops.workspace import workspace_bytes
 
 into = torch.ops.effcompile.embedding_backward_into

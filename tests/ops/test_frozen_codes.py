@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import GuardError
 from effcompile.ops.frozen_codes import FORMS, GROUP, CodedWeight, encode, expand_codes, hold, packed_bytes, rounding_of, workspace_bytes
 
@@ -122,7 +122,7 @@ def test_what_would_write_to_it_is_refused_in_words() -> None:
 def test_workspace_is_what_the_allocator_gives_out() -> None:
     for form, dtype in ((f, d) for f in FORMS for d in (torch.float32, torch.bfloat16)):
         packed, shape = encode(torch.randn(512, 1024), form), [512, 1024]
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat_memory.watched_memory("cpu") as peak:
             made = expand_codes(packed, shape, form, dtype)
         foreseen = workspace_bytes("effcompile::expand_codes", (packed, shape, form, dtype))
         assert foreseen is not None and peak() - made.nbytes == pytest.approx(foreseen, abs=1 << 16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import UsageError
 from effcompile.machine import instructions, native
 from effcompile.ops import group_codes, group_native, int8_codes
@@ -201,7 +201,7 @@ def test_workspace_is_what_the_allocator_says() -> None:
     x, codes, scales = numbers(37, 50, 24, 8)
     arguments = (x, group_codes.pack(codes, scales, 8), 24)
     group_linear(*arguments)
-    with torch_compat.watched_memory("cpu") as peak:
+    with torch_compat_memory.watched_memory("cpu") as peak:
         group_linear(*arguments)
     if fallback_reason() is None:
         assert workspace_bytes(group_linear.default, arguments) == peak() - 4 * 37 * 24

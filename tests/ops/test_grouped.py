@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.ops import grouped
 from effcompile.ops.workspace import workspace_bytes
 
@@ -34,7 +34,7 @@ def test_work_is_that_of_the_rows_and_not_of_rows_times_groups() -> None:
 def test_what_is_declared_covers_every_distribution_of_rows(dtype: torch.dtype, ends: list[int]) -> None:
     args = (torch.randn(48, 16).to(dtype), torch.randn(4, 16, 24).to(dtype), torch.tensor(ends, dtype=torch.int32))
     GROUPED(*args)
-    with torch_compat.watched_memory("cpu") as peak:
+    with torch_compat_memory.watched_memory("cpu") as peak:
         result = GROUPED(*args)
     declared = workspace_bytes(GROUPED, args)
     small = 4096  # what aten allocates for bookkeeping; a plan has it from the operator's own measurement

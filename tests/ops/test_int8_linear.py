@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import LoweringError, UsageError
 from effcompile.machine import instructions, native
 from effcompile.ops import int8_codes, int8_native
@@ -154,7 +154,7 @@ def test_workspace_is_what_the_allocator_says() -> None:
     x, codes, scales, bias = numbers(37, 50, 24)
     arguments = (x, int8_codes.pack(codes), scales, bias)
     int8_linear(*arguments)
-    with torch_compat.watched_memory("cpu") as peak:
+    with torch_compat_memory.watched_memory("cpu") as peak:
         int8_linear(*arguments)
     if fallback_reason() is None:
         assert workspace_bytes(int8_linear.default, arguments) == peak() - 4 * 37 * 24

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from effcompile.core.errors import UsageError
-from effcompile.core.torch_compat import peak_of_memory_events
+from effcompile.core.torch_compat_memory import peak_of_memory_events
 from effcompile.ops.loss_head import MEAN, SUM, chunk_rows
 from effcompile.ops.workspace import workspace_bytes
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.ops import wide
 from effcompile.ops.workspace import workspace_bytes
 
@@ -31,7 +31,7 @@ def test_each_element_is_rounded_once(m: int, k: int, n: int, dtype: torch.dtype
 
 
 def traced(call: object, *args: Tensor) -> int:
-    with torch.no_grad(), torch_compat.watched_memory("cpu") as peak:
+    with torch.no_grad(), torch_compat_memory.watched_memory("cpu") as peak:
         result = call(*args)  # type: ignore[operator]
     return peak() - result.nbytes
 

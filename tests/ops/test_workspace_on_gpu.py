@@ -9,7 +9,7 @@ from torch import fx
 from effcompile.machine.machines import load_target
 from effcompile.ops import attention, loss_head  # noqa: F401  the operators
 from effcompile.ops.workspace_on_gpu import calls_products
-from effcompile.search.training.prepare import OperatorCosts
+from effcompile.search.training.operator_costs import OperatorCosts
 
 MIB = 1 << 20
 

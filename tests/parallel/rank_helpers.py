@@ -19,12 +19,13 @@ from transformers.modeling_outputs import CausalLMOutput
 from effcompile.backends.torch.ranks import Ranks, spread_parameters
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.source import Source
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.estimate.storages import graph_storages
 from effcompile.ir.step import Step
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.proof.training.alive import alive_bytes
-from effcompile.schedules.blocks import Blocks, cut_into_blocks
+from effcompile.schedules.blocks import Blocks
+from effcompile.schedules.cut import cut_into_blocks
 from effcompile.schedules.emit import Emitted, emit
 from effcompile.schedules.simulate import simulate
 
@@ -204,7 +205,7 @@ def run_rank(rank: int, model: nn.Module, inputs: Inputs, cut: Blocks, emitted: 
     base = alive_bytes("cpu", model, mine, list(cut.step.constants.values()))
     losses, gradients, parameters, peaks = [], [], [], []
     for step in range(STEPS):
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat_memory.watched_memory("cpu") as peak:
             loss = runner.loss((), mine)
             loss.backward()
         peaks.append(base + peak())

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import effcompile
 from effcompile.compiler.parallel.lower_stages import stages_asked
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import EffcompileError, FormatError, InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.proof.parallel.processes import on_ranks
@@ -77,7 +77,7 @@ def run(rank: int, model: nn.Module, inputs: Inputs, wanted: Trained, axes: Axes
     base = alive_bytes("cpu", planned, mine, [c for chunk in planned.runner.chunks.values() for c in chunk.runner.step.constants.values()])
     losses, errors, peaks = [], [], []
     for at in range(STEPS):
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat_memory.watched_memory("cpu") as peak:
             loss = planned.runner.loss((), mine)
             loss.backward()
         peaks.append(base + peak())

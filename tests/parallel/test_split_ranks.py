@@ -17,7 +17,7 @@ import effcompile
 from effcompile.backends.torch.ranks import Ranks, ordered_mesh, spread_parameters
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.training import capture_training
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import UsageError
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.shard import BY_BLOCK, spread_over
@@ -69,7 +69,7 @@ def run(rank: int, cases: list[Case], wanted: Trained, dp: int, tp: int) -> Foun
     base = alive_bytes("cpu", model, mine, list(step.constants.values()))
     losses, errors, peaks = [], [], []
     for at in range(STEPS):
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat_memory.watched_memory("cpu") as peak:
             loss = runner.loss((), mine)
             loss.backward()
         peaks.append(base + peak())

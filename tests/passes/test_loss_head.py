@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from effcompile.capture.training import capture_training
 from effcompile.core.errors import UsageError
-from effcompile.core.torch_compat import peak_of_memory_events
+from effcompile.core.torch_compat_memory import peak_of_memory_events
 from effcompile.ir.step import Step
 from effcompile.passes.training.loss_head import OPTIONS, accumulate_embeddings, declined_loss_heads, find_loss_heads, with_loss_head
 

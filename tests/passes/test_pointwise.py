@@ -24,10 +24,11 @@ from effcompile.passes.training.accumulate import accumulate_embeddings
 from effcompile.passes.training.base import Case, StepOutcome
 from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.pointwise import Pointwise, fuse
-from effcompile.schedules.blocks import Blocks, cut_into_blocks, split
+from effcompile.schedules.blocks import Blocks, split
+from effcompile.schedules.cut import cut_into_blocks
 from effcompile.schedules.emit import emit
 from effcompile.schedules.simulate import simulate
-from effcompile.search.training.prepare import OperatorCosts
+from effcompile.search.training.operator_costs import OperatorCosts
 
 aten = torch.ops.aten
 TOLERANCE = 1e-6

@@ -17,7 +17,7 @@ from torch import nn
 
 from effcompile.backends.torch import TorchEager
 from effcompile.capture.inference import capture
-from effcompile.compiler.settle import apply_passes
+from effcompile.compiler.apply import apply_passes
 from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.estimate import sensitivity

@@ -8,7 +8,8 @@ from torch import nn
 from train_helpers import cut_step, differing, eager, everything, run_schedule
 
 from effcompile.capture import capture_training
-from effcompile.schedules.blocks import WHOLE, in_one_block
+from effcompile.schedules.blocks import WHOLE
+from effcompile.schedules.cut import in_one_block
 from effcompile.schedules.emit import emit
 from effcompile.schedules.simulate import simulate
 

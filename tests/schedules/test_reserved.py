@@ -27,7 +27,8 @@ from effcompile.schedules.reserved import Allocator, Followed, NoSegmentError, f
 from effcompile.schedules.simulate import allocations, simulate
 from effcompile.search.training import fit, segments
 from effcompile.search.training.cases import Joint
-from effcompile.search.training.prepare import OperatorCosts, cut_step
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import cut_step
 
 #: Lives of tensors on an H100: (name, bytes, or 0 where it is freed, memory_allocated after it, memory_reserved after it).
 RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "h100_allocator.json").read_text())["traces"]

@@ -16,7 +16,8 @@ from effcompile.passes.training import checkpoint
 from effcompile.passes.training.base import Case
 from effcompile.planner.remat import smallest_budget, solve_chain
 from effcompile.search.training import solve
-from effcompile.search.training.prepare import OperatorCosts, Prepared, prepare
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import Prepared, prepare
 
 
 @cache

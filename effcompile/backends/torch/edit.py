@@ -15,24 +15,22 @@ from torch import fx
 from effcompile.backends.torch import numerics
 from effcompile.backends.torch.calibrate import Range, activation_ranges
 from effcompile.backends.torch.edit_attentions import SITE, edit_attentions, inlined
+from effcompile.backends.torch.followers import fuse_followers
 from effcompile.backends.torch.packing import packs
 from effcompile.core import torch_compat
 from effcompile.core.errors import LoweringError
 from effcompile.core.torch_compat_aot import writes
 from effcompile.ir.formats import FP32, INT8_STATIC, TABLE_INT8_ROWS, TWO_OF_FOUR, WeightFormat
-from effcompile.ir.program import Program, dtype_of, module_path, shape_of
+from effcompile.ir.program import Program, dtype_of, shape_of
 from effcompile.ops import group_codes, two_of_four
 from effcompile.ops.block_sparse import block_sparse_linear as _registers  # noqa: F401 - the operator that is emitted
 from effcompile.ops.group_linear import group_linear
 from effcompile.ops.int8_codes import pack
 from effcompile.ops.int8_linear import int8_linear
-from effcompile.sites.parts import LinearSite, argument, embeddings, linears
+from effcompile.sites.parts import LinearSite, embeddings, linears
 from effcompile.sparse.pattern import BlockPattern
 
 aten = torch.ops.aten
-
-#: What named the function that a linear took in, in its meta.
-FOLLOWED = "effcompile_followed"
 #: Arguments of a oneDNN linear without a fused element-wise function. (The list may not be empty: torch.export cannot save it.)
 _NO_POST_OP = ("none", [None], "")
 
@@ -55,7 +53,7 @@ def edit(program: Program, calibration: Sequence[Sequence[torch.Tensor]]) -> Pro
     editor = _Editor(edited, activation_ranges(edited, static, calibration))
     for site in sites:
         editor.linear(site, program.format_at(site.site))
-    _fuse_followers(edited)
+    fuse_followers(edited)
     _edit_embeddings(edited, editor)
     edit_attentions(edited)
     edited.graph.eliminate_dead_code()
@@ -310,29 +308,6 @@ _EMITTERS: dict[str, Callable[[_Editor, LinearSite, torch.Tensor, WeightFormat],
     "int8_groups": _groups,
     "int4_groups": _groups,
 }
-
-
-#: Linears that take in what follows them.
-_FOLLOWS = (int8_linear.default, group_linear.default)
-
-
-def _fuse_followers(program: Program) -> None:
-    """A GELU or SiLU that alone reads one of our linears in 8 bits, into it: results are in registers there."""
-    for node in list(program.graph.nodes):
-        source, after = node.args[0] if node.args else None, _after(node)
-        if not after or not isinstance(source, fx.Node) or source.target not in _FOLLOWS or len(source.users) > 1:
-            continue
-        source.args = (*source.args, after)
-        source.meta[FOLLOWED] = module_path(node) or node.name
-        node.replace_all_uses_with(source)
-        program.graph.erase_node(node)
-
-
-def _after(node: fx.Node) -> str:
-    """What int8_linear calls the function of a node; "" for one that it has not."""
-    if node.target is aten.gelu.default:
-        return "gelu_tanh" if argument(node, "approximate") == "tanh" else "gelu"
-    return "silu" if node.target is aten.silu.default else ""
 
 
 def _edit_embeddings(program: Program, editor: _Editor) -> None:

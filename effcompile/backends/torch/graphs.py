@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from effcompile.backends.torch.kept import keeping
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.torch_compat_aot import draws
 
 __all__ = ["Replayed", "declines", "replayed"]
@@ -156,12 +156,12 @@ def _captured(run: Run, inputs: Sequence[torch.Tensor]) -> tuple[Any, list[torch
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    torch_compat.forget_workspaces()
+    torch_compat_memory.forget_workspaces()
     try:
         with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"):
             outputs = list(run(*inputs))
     finally:
-        torch_compat.forget_workspaces()
+        torch_compat_memory.forget_workspaces()
     return graph, outputs
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.pack import flatten, pack, packed_elsewhere, packed_weights, put_plain_aside
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat, torch_compat_memory
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
 from effcompile.core.types import Forward, Outputs
@@ -58,9 +58,9 @@ class TorchLowered:
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         """Weights plus the highest sum of live CPU allocations during one call, from the profiler's memory events."""
         self(*inputs)
-        with torch_compat.memory_profile() as profile:
+        with torch_compat_memory.memory_profile() as profile:
             self(*inputs)
-        return self.weight_bytes + torch_compat.peak_of_memory_events(profile)
+        return self.weight_bytes + torch_compat_memory.peak_of_memory_events(profile)
 
     def save(self, directory: Path) -> tuple[Path, ...]:
         """Export the edited program to `directory/model.pt2`.

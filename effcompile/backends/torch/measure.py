@@ -5,48 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from effcompile.backends.torch import numerics
-from effcompile.backends.torch.packing import packs
+from effcompile.backends.torch.measure_linears import Body, as_run_by, linears, sparse
 from effcompile.core import gpu
-from effcompile.core.errors import LoweringError
 from effcompile.core.timing import median_seconds
 from effcompile.core.types import Forward
-from effcompile.ir.formats import FP32, INT8_CHANNEL, INT8_DYNAMIC, INT8_STATIC, INT8_TOKEN, W8_CHANNEL, WeightFormat
+from effcompile.ir.formats import INT8_TOKEN
 from effcompile.machine.target import Dims, KernelCall
 from effcompile.ops import flex_attention as _registers  # noqa: F401 - the operators that are timed
-from effcompile.ops import group_codes, rows_native
-from effcompile.ops.block_sparse import block_sparse_linear, fallback_reason
-from effcompile.ops.group_linear import group_linear
-from effcompile.ops.int8_codes import pack
-from effcompile.ops.int8_linear import int8_linear
+from effcompile.ops import rows_native
 from effcompile.ops.tile_predictors import METHODS
 from effcompile.ops.tiles import TileList
 from effcompile.sites.attention import predictor as _registers_too  # noqa: F401 - the same
-from effcompile.sparse.pattern import BlockPattern
-
-aten = torch.ops.aten
-Body = Callable[[], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _OnWeights:
-    """A product on weights whose form takes long to make: of copies only the bytes are other ones."""
-
-    product: Forward
-    weights: tuple[torch.Tensor, ...]
-
-    def __call__(self) -> Any:
-        return self.product(*self.weights)
-
-    def copy(self) -> _OnWeights:
-        return _OnWeights(self.product, tuple(weight.clone() for weight in self.weights))
-
 
 _CACHE_BYTES = 48 * 2**20  # more than the last-level cache share of the machines we saw
 _MOST_COPIES = 8
@@ -84,11 +58,11 @@ def _measured(call: KernelCall, engine: str, device: str) -> float | None:
     held, make = call.format, _KERNELS.get(call.kernel)
     with torch.no_grad(), torch.device(device):
         if call.kernel == "linear/sparse":
-            body = in_turn([_sparse(call.dims) for _ in range(copies(call))])
+            body = in_turn([sparse(call.dims) for _ in range(copies(call))])
         elif make is not None:
             body = make(call.dims, engine)
         else:  # what is neither there nor a linear is nowhere
-            body = in_turn(_linears(held, call.dims[:3], engine, copies(call))) if held and is_linear(call) else None
+            body = in_turn(linears(held, call.dims[:3], engine, copies(call))) if held and is_linear(call) else None
         return None if body is None else seconds_of(body, device)
 
 
@@ -119,117 +93,10 @@ def is_linear(call: KernelCall) -> bool:
     return call.kernel.startswith("linear/") and call.format is not None
 
 
-def _linears(held: WeightFormat, dims: Dims, engine: str, count: int) -> list[Body | None]:
-    """So many of them, each on weights of its own."""
-    first = _linear(held, dims, engine)
-    others = range(count - 1)
-    return [first, *(first.copy() if isinstance(first, _OnWeights) else _linear(held, dims, engine) for _ in others)]
-
-
-def _linear(held: WeightFormat, dims: Dims, engine: str) -> Body | None:
-    m, k, n = dims
-    if numerics.why_not(held, m, k, n) is not None or (engine == "stock" and held != FP32):
-        return None
-    x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
-    if not x.is_cuda and (reason := numerics.not_here(held)) is not None:
-        raise LoweringError(str(reason))
-    if held == INT8_TOKEN:
-        return _int8_token(x, weight, bias)
-    if held.activation == "int8 groups":
-        return _groups(held, x, weight, bias)
-    if held.bits > 8:
-        return _float(held, x, weight, bias, engine)
-    return (_int8 if held in (INT8_DYNAMIC, INT8_CHANNEL, INT8_STATIC) else _weight_only)(held, x, weight, bias, engine)
-
-
-def _sparse(dims: Dims) -> Body | None:
-    """A linear of `kept` blocks at random places, one operator to every engine; None where its compiled kernels are lacking."""
-    m, k, n, kept, block = dims
-    x, bias = torch.randn(m, k), torch.randn(n)
-    blocks = (n // block) * (k // block)
-    if not 0 < kept <= blocks or fallback_reason(x, block) is not None:
-        return None
-    pattern = BlockPattern.from_blocks((torch.randperm(blocks) < kept).view(n // block, -1), block)
-    values = torch.randn(kept, block, block)
-    return lambda: block_sparse_linear(x, values, *pattern.indices, bias)
-
-
-def _float(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    if held == FP32 and (engine == "stock" or x.is_cuda or not packs(len(x), x.shape[1], len(weight))):
-        return lambda: F.linear(x, weight, bias)
-    if x.is_cuda:
-        half = weight.bfloat16()
-        return lambda: F.linear(x.bfloat16(), half).float() + bias
-    dtype = torch.float32 if held == FP32 else torch.bfloat16
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), len(x))
-    product = torch.ops.mkldnn._linear_pointwise.default
-    if held == FP32:
-        return lambda: product(x, packed, bias, "none", [], "")
-    narrow, widen = _engine(_to_bf16, engine), _engine(_widen_and_add, engine)
-    return lambda: widen(product(narrow(x), packed, None, "none", [], ""), bias)
-
-
-def _int8(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    q, scale = numerics.quantize_weight(weight, per_channel=held.scale == "channel")
-    packed = torch.ops.onednn.qlinear_prepack(q, None)
-    tail: tuple[Any, ...] = (packed, scale, torch.zeros(len(scale), dtype=torch.int32), bias, 1.0, 0, torch.float32, "none", [], "")
-    qlinear = torch.ops.onednn.qlinear_pointwise
-    if held == INT8_STATIC:
-        quantize = _engine(_static_at_unit_range, engine)
-        return lambda: qlinear.default(quantize(x), 8.0 / 255.0, 128, *tail)
-    dynamic = _engine(numerics.quantize_dynamic, engine)
-    return lambda: qlinear.tensor(*dynamic(x), *tail)
-
-
-def _int8_token(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
-    """One operator to every engine; None on a GPU."""
-    codes, scales = numerics.quantize_rows(weight)
-    packed, flat = pack(codes), scales.flatten()
-    return None if x.is_cuda else _OnWeights(functools.partial(int8_linear.default, x), (packed, flat, bias))
-
-
-def _groups(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Body | None:
-    """The same."""
-    packed = group_codes.pack(*group_codes.quantize(weight, held.bits), held.bits)
-    return None if x.is_cuda else _OnWeights(lambda held, bias: group_linear.default(x, held, len(bias), bias), (packed, bias))
-
-
-def _weight_only(held: WeightFormat, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, engine: str) -> Body:
-    narrow, widen = _engine(_to_bf16, engine), _engine(_widen_and_add, engine)
-    if held == W8_CHANNEL:
-        q, scale = numerics.quantize_w8(weight)
-        return _OnWeights(lambda q, scale, bias: widen(aten._weight_int8pack_mm(narrow(x), q, scale), bias), (q, scale, bias))
-    group = held.group
-    by_group = lambda packed, scales, bias: widen(aten._weight_int4pack_mm_for_cpu(narrow(x), packed, group, scales), bias)  # noqa: E731
-    return _OnWeights(by_group, (*numerics.quantize_w4(weight, group), bias))
-
-
-def _to_bf16(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.bfloat16)
-
-
-def _widen_and_add(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return y.to(torch.float32) + bias
-
-
-def _static_at_unit_range(x: torch.Tensor) -> torch.Tensor:
-    return numerics.quantize_static(x, 8.0 / 255.0, 128)
-
-
-@functools.cache
-def _compiled(function: Callable[..., object]) -> Forward:
-    return torch.compile(function, dynamic=True)
-
-
-def _engine(function: Callable[..., object], engine: str) -> Forward:
-    """The function as the engine runs it. One compilation serves all shapes, 1-3 s each, kept for the process."""
-    return _compiled(function) if engine == "inductor" else function
-
-
 def _on_random(function: Callable[..., object], shapes: Callable[[Dims], list[tuple[int, ...]]]) -> Callable[[Dims, str], Body]:
     def make(dims: Dims, engine: str) -> Body:
         inputs = [torch.randn(shape) for shape in shapes(dims)]
-        run = _engine(function, engine)
+        run = as_run_by(function, engine)
         return lambda: run(*inputs)
 
     return make
@@ -312,7 +179,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lo: int | None, hi:
 
 
 def _math(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return aten._scaled_dot_product_attention_math(q, k, v)[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v)[0]
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -346,7 +213,7 @@ _TABLE_ROWS = 30_000
 def _embedding(dims: Dims, engine: str) -> Body:
     rows, cols = dims
     table, ids = torch.randn(_TABLE_ROWS, cols), torch.randint(0, _TABLE_ROWS, (rows,))
-    run = _engine(F.embedding, engine)
+    run = as_run_by(F.embedding, engine)
     return lambda: run(ids, table)
 
 
@@ -354,7 +221,7 @@ def _embedding_int8(dims: Dims, engine: str) -> Body:
     rows, cols = dims
     table, scale = numerics.quantize_rows(torch.randn(_TABLE_ROWS, cols))
     ids = torch.randint(0, _TABLE_ROWS, (rows,))
-    run = _engine(numerics.lookup_int8, engine)
+    run = as_run_by(numerics.lookup_int8, engine)
     return lambda: run(table, scale, ids)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.loss_scale import times, unscaled_factor
 from effcompile.backends.torch.ranks import Ranks
-from effcompile.backends.torch.training import StepRunner, first_order, held
+from effcompile.backends.torch.step_inputs import held
+from effcompile.backends.torch.training import StepRunner, first_order
 from effcompile.core.errors import InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Value
 from effcompile.ir.step import DividedStep, Step

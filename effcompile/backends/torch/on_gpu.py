@@ -12,7 +12,7 @@ from torch import fx
 
 from effcompile.backends.torch import graphs
 from effcompile.backends.torch.lowered import TorchLowered
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.ir.plan import Plan
 
 
@@ -22,7 +22,7 @@ class OnGPU(TorchLowered):
 
     def peak_bytes(self, inputs: Sequence[torch.Tensor]) -> int | None:
         self(*inputs)
-        with torch_compat.watched_memory("cuda") as peak:
+        with torch_compat_memory.watched_memory("cuda") as peak:
             self(*inputs)
         held = self.run.nbytes if isinstance(self.run, graphs.Replayed) else 0
         return self.weight_bytes + held + peak()

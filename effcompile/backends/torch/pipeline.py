@@ -17,7 +17,8 @@ from torch import Tensor, fx, nn
 
 from effcompile.backends.torch.microbatch import MicrobatchRunner, _Accumulated
 from effcompile.backends.torch.ranks import Ranks
-from effcompile.backends.torch.training import StepRunner, held
+from effcompile.backends.torch.step_inputs import held
+from effcompile.backends.torch.training import StepRunner
 from effcompile.core import torch_compat_ranks
 from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs, Value

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from effcompile.backends.torch.edit import FOLLOWED
 from effcompile.backends.torch.edit_attentions import SITE
+from effcompile.backends.torch.followers import FOLLOWED
 from effcompile.core import torch_compat
 from effcompile.core.mask import Edge, MaskForm
 from effcompile.ir.formats import (

@@ -20,6 +20,7 @@ from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
 from effcompile.backends.torch.ranks import Ranks, refuse_distributed
 from effcompile.backends.torch.refusing import refusing
+from effcompile.backends.torch.step_inputs import autocast_of, fitting, held, laid_out, refuse_others
 from effcompile.core import torch_compat
 from effcompile.core.errors import AutocastError, GuardError, InputsError
 from effcompile.core.types import Args, AutogradContext, Kwargs, Outputs, Value
@@ -55,7 +56,7 @@ class StepRunner:
         self.guarded = True  # but while the step is verified, which runs the model's own forward
         self._codes = {name: encode(held(model, name), form) for name, form in step.coded.items()}
         self._devices = sorted({node.meta["val"].device.type for node in self._forward_inputs})
-        self._autocast = _autocast(self._devices)
+        self.autocast_of = autocast_of(self._devices)
 
     def bound_to(self, model: nn.Module) -> StepRunner:
         """The same step for another instance of the model: a copy of it."""
@@ -129,7 +130,7 @@ class StepRunner:
         parameters = [held(self.model, name) for name in self._differentiated]
         wanted = [values[node] for node in self._wanted]
         consumed = [held(self.model, name) for name in self.step.consumed]
-        _refuse_others(dict(zip(self.step.consumed, consumed, strict=True)), self.updated)
+        refuse_others(dict(zip(self.step.consumed, consumed, strict=True)), self.updated)
         results: tuple[torch.Tensor, ...] = _Function.apply(self, values, *parameters, *wanted, *consumed)
         return results
 
@@ -151,8 +152,8 @@ class StepRunner:
                     place=f"model.{name}.requires_grad",
                     of_model=True,
                 )
-        if (now := _autocast(self._devices)) != self._autocast:
-            was, at_call = (", ".join(map(str, found)) or "off" for found in (self._autocast, now))
+        if (now := autocast_of(self._devices)) != self.autocast_of:
+            was, at_call = (", ".join(map(str, found)) or "off" for found in (self.autocast_of, now))
             raise AutocastError(
                 f"autocast is {at_call} at this call and was {was} when the step was planned, whose dtypes are fixed. "
                 "Plan and call within the same torch.autocast(...): with torch.autocast(...): effcompile.optimize(model, ...).",
@@ -162,11 +163,11 @@ class StepRunner:
     def _values(self, leaves: list[Value], step: Step | None = None) -> dict[fx.Node, Value]:
         """Placeholder of the step (or another capture of it) → its value now."""
         step = step or self.step
-        values: dict[fx.Node, Any] = {node: _laid_out(node, leaf) for node, leaf in zip(step.inputs, leaves, strict=True)}
+        values: dict[fx.Node, Any] = {node: laid_out(node, leaf) for node, leaf in zip(step.inputs, leaves, strict=True)}
         for node, name in step.parameters.items():
-            values[node] = _fitting(node, name, self._local(name, held(self.model, name)).detach())
+            values[node] = fitting(node, name, self._local(name, held(self.model, name)).detach())
         for node, name in step.buffers.items():
-            values[node] = _fitting(node, name, held(self.model, name))
+            values[node] = fitting(node, name, held(self.model, name))
         values.update({node: self._packed(name) for node, name in step.codes.items()})
         values.update(step.constants)
         return values
@@ -261,40 +262,6 @@ class StepRunner:
         return result
 
 
-def held(model: nn.Module, name: str) -> torch.Tensor:
-    """The tensor that the model has under a name now; within torch.func.functional_call that is no parameter."""
-    path, _, own = name.rpartition(".")
-    value = getattr(model.get_submodule(path), own)
-    assert isinstance(value, torch.Tensor), name
-    return value
-
-
-def _autocast(devices: list[str]) -> tuple[tuple[str, torch.dtype], ...]:
-    """(device, dtype) of each autocast that is on."""
-    return tuple((device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device))
-
-
-def _laid_out(node: fx.Node, value: torch.Tensor) -> torch.Tensor:
-    """An input with the strides that the step was captured with, for which its views are views; a copy where it has others."""
-    wanted = node.meta["val"].stride()
-    if value.stride() == wanted:
-        return value
-    return torch.empty_strided(value.shape, wanted, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _fitting(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
-    """The value, if it has the shape, dtype and device that the step was captured with."""
-    wanted = node.meta["val"]
-    if (value.shape, value.dtype, value.device.type) != (wanted.shape, wanted.dtype, wanted.device.type):
-        raise GuardError(
-            f"{name} is {value.dtype} {tuple(value.shape)} on {value.device} now; the step was planned for {wanted.dtype} "
-            f"{tuple(wanted.shape)} on {wanted.device}. Call effcompile.optimize again.",
-            place=f"model.{name}",
-            of_model=True,
-        )
-    return value
-
-
 def _cut_off(name: str) -> str:
     return (
         f"A gradient arrived at {name}, which is returned for show (keep_outputs=True): the plan has the gradients of the loss alone, "
@@ -316,21 +283,6 @@ def first_order(gradients: tuple[object, ...], of: Sequence[torch.Tensor]) -> Ar
         "and the second derivative would be lost. Use the model's own forward there.",
         of,
     )
-
-
-def _refuse_others(consumed: Mapping[str, torch.Tensor], updated: Mapping[str, torch.Tensor]) -> None:
-    """Raises InputsError where a hook wants a gradient that goes to the optimizer at once, or that has another parameter there."""
-    for name, parameter in consumed.items():
-        if updated.get(name, parameter) is not parameter:
-            raise InputsError(
-                f"The parameter {name} is another one than the optimizer has, which this plan's backward hands its gradient to at once: it "
-                "was replaced. Call effcompile.optimize again, or plan with --pass states.in_backward=false."
-            )
-        if torch_compat.has_gradient_hooks(parameter):
-            raise InputsError(
-                f"The parameter {name} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), which this plan's "
-                "backward hands to the optimizer at once. Remove the hook, or plan with --pass states.in_backward=false."
-            )
 
 
 class _Function(torch.autograd.Function):

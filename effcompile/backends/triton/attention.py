@@ -19,7 +19,8 @@ from effcompile.backends.torch.kept import keep
 from effcompile.backends.triton import tune
 from effcompile.backends.triton.attention_tiles import NARROWEST, closed_form, declines, given_lists, options
 from effcompile.backends.triton.configs import KERNELS, LaunchConfig, dtype_name, forced, head_class, using
-from effcompile.backends.triton.kernels.attention import attention_delta, attention_dkdv, attention_dq, attention_forward
+from effcompile.backends.triton.kernels.attention_backward import attention_delta, attention_dkdv, attention_dq
+from effcompile.backends.triton.kernels.attention_forward import attention_forward
 from effcompile.backends.triton.layout import by_rows, cdiv, in_rows, next_power_of_2, row_strides
 from effcompile.core.building import under_way
 from effcompile.core.types import Arguments

@@ -13,7 +13,8 @@ from effcompile.backends.base import Run
 from effcompile.backends.torch import TorchEager, TorchLowered
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.lowered import lower_eager
-from effcompile.backends.torch.measure import Body, copies, in_turn, measure, seconds_of
+from effcompile.backends.torch.measure import copies, in_turn, measure, seconds_of
+from effcompile.backends.torch.measure_linears import Body
 from effcompile.backends.torch.on_gpu import on_gpu
 from effcompile.backends.triton import linears, rows_bodies
 from effcompile.core.errors import LoweringError

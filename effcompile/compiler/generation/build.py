@@ -28,7 +28,8 @@ from effcompile.passes import Choice, Pass, load_passes, optional_in
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by
 from effcompile.proof.verify import worst
-from effcompile.runtime.generation.executable import GenerationExecutable, Stepper
+from effcompile.runtime.generation.executable import GenerationExecutable
+from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.search.generation.cases import scored
 from effcompile.search.generation.held import CACHE, cache_choice, dtype_in, form_of
@@ -39,8 +40,9 @@ from effcompile.search.machine import Machine, resolve
 from effcompile.search.pricing import formats, measured_options, plans_for, replaced_weights
 from effcompile.search.progress import Progress, entry
 from effcompile.search.refine import Constraints, refine
+from effcompile.search.regimes import Regimes
 from effcompile.search.request import Asked, Task
-from effcompile.search.search import Regimes, Search, fingerprint, stored_notes
+from effcompile.search.search import Search, fingerprint, stored_notes
 
 #: Where a step of generation runs.
 BACKENDS = ("torch-eager", "onnxruntime")

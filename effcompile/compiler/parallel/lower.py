@@ -1,7 +1,7 @@
 """`effcompile.optimize(model, ..., mesh=...)` under torchrun: one plan for all ranks, carried out on each.
 
 The first rank plans and tells the others (collectives are priced, never measured by one rank alone); every rank captures its own model,
-and applies the plan to it. The planned step is run before the user gets it: against the model's own step where that fits beside.
+and applies the plan to it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Unpack
 
@@ -21,35 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from effcompile.backends.torch.ranks import AXES, Ranks, made_alike, ordered_mesh, spread_parameters
-from effcompile.backends.torch.training import StepRunner
+from effcompile.backends.torch.ranks import AXES, Ranks, ordered_mesh, spread_parameters
 from effcompile.compiler.parallel.axes import axes_of, beside_any, passes_for
 from effcompile.compiler.parallel.lower_stages import forward_of, left_with, own_stages, stage_runner
 from effcompile.compiler.parallel.meeting import Meeting
+from effcompile.compiler.parallel.prove import own_step, proven
 from effcompile.compiler.training.compile import Applied, applied_plan, plan_training
-from effcompile.core import torch_compat
-from effcompile.core.errors import UsageError, VerificationError
-from effcompile.core.reasons import Because
+from effcompile.core.errors import UsageError
 from effcompile.core.types import Args, Kwargs
-from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Check, Plan, Totals
+from effcompile.ir.plan import Plan
 from effcompile.ir.step import Spread
-from effcompile.machine.room import Room, device_of
 from effcompile.passes.training import pipeline, shard, tensor
-from effcompile.proof.training import verify
-from effcompile.proof.training.alive import alive_bytes
-from effcompile.proof.training.exact import in_float64
 from effcompile.proof.training.in_parts import runner_of
-from effcompile.runtime.training import TrainingExecutable, planned
+from effcompile.runtime.training import TrainingExecutable
 from effcompile.search.progress import entry
 from effcompile.search.request import AnyOptimizer, Asked, Task
 from effcompile.search.search import versions
-from effcompile.search.training.work import Work, as_optimizer
-
-#: What the original step takes beside what is predicted of it (confirm.py).
-_UNPLANNED = 1.25
-#: Steps that are timed.
-_TIMED = 3
 
 
 @entry("optimize")
@@ -218,12 +205,12 @@ def _carried_out(found: Applied, place: Ranks, meeting: Meeting, make: AnyOptimi
         raise UsageError("A step in fp16 sees an overflow of its scaled loss on the rank that has the gradient. Plan in bf16 or fp32.")
     ranks = replace(place, spread=spread)
     with work.progress.step("run the original step"):
-        original = _eager(work, found.plan.baseline.peak_bytes or 0, ranks, meeting)
+        original = own_step(work, found.plan.baseline.peak_bytes or 0, ranks, meeting)
     spread_parameters(work.model, ranks)
     runner = runner_of(work.model, found.prepared.case, found.emitted, ranks)
     runner.guarded = False
     constants = list(found.prepared.step.constants.values())
-    return _proven(work, runner, found.plan, original, constants, meeting, make)
+    return proven(work, runner, found.plan, original, constants, meeting, make)
 
 
 def _in_stages(task: Task, place: Ranks, meeting: Meeting) -> TrainingExecutable:
@@ -237,7 +224,7 @@ def _in_stages(task: Task, place: Ranks, meeting: Meeting) -> TrainingExecutable
     found, work = own.found, own.found.work
     ranks = replace(place, spread=found.spread)
     with work.progress.step("run the original step"):
-        original = _eager(work, own.plan.baseline.peak_bytes or 0, ranks, meeting)
+        original = own_step(work, own.plan.baseline.peak_bytes or 0, ranks, meeting)
     names = found.parameters(place.place("pp")[0])
     original = original.of(names)
     left_with(work.model, names)
@@ -245,133 +232,4 @@ def _in_stages(task: Task, place: Ranks, meeting: Meeting) -> TrainingExecutable
     runner = stage_runner(own, ranks)
     runner.guarded = False
     constants = [value for chunk in runner.chunks.values() for value in chunk.runner.step.constants.values()]
-    return _proven(work, runner, own.plan, original, constants, meeting, task.request.optimizer)
-
-
-def _proven(
-    work: Work, runner: StepRunner, plan: Plan, original: _OwnStep, constants: Sequence[torch.Tensor], meeting: Meeting,
-    make: AnyOptimizer = None,
-) -> TrainingExecutable:  # fmt: skip
-    """The planned model, run, compared and timed on all ranks. `make`: its optimizer, of what this rank has of the parameters."""
-    base = alive_bytes(device_of(work.model), work.model, work.args, dict(work.kwargs), work.loss, constants)
-    with work.progress.step("run the planned step"):
-        ran = verify.run(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves)
-    peak = None if ran.peak_bytes is None else base + ran.peak_bytes
-    check, refusal = None, original.refusal
-    if (wanted := original.wanted) is not None:
-        truth = original.truth
-        check = verify.compare(replace(ran, gradients=_local(ran.gradients)), wanted, work.goal.max_error, lambda: truth)
-    with work.progress.step("time the steps"):
-        seconds = _timed(work, runner)
-    if make is not None and peak is not None:
-        peak = max(peak, base + _with_updates(work, runner, make))
-    said = meeting.exchanged("measured", [peak, seconds, None if check is None else check.error])
-    return planned(work.model, runner, _measured(plan, said, check, refusal, meeting), as_optimizer(make, work.model))
-
-
-def _with_updates(work: Work, runner: StepRunner, make: AnyOptimizer) -> int:
-    """The most bytes of two whole steps beside what was there; parameters and buffers are put back, the optimizer is not kept."""
-    model = work.model
-    before = {n: (p.to_local() if isinstance(p, DTensor) else p).detach().clone() for n, p in model.named_parameters()}
-    with verify.restored(model, work.leaves), torch_compat.watched_memory(device_of(model)) as peak:
-        optimizer = as_optimizer(make, model)
-        assert optimizer is not None
-        for _ in range(2):
-            runner.loss(work.args, work.kwargs).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        del optimizer
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(before[name])
-    return peak()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OwnStep:
-    """The model's own step, its gradients averaged, of which this rank's part is left.
-
-    Attributes:
-        wanted: what it makes; None where it was not run: `refusal` says why, on which rank.
-        truth: the same in float64, of a model in 16 bits whose sums tensor-parallel ranks round otherwise.
-    """
-
-    wanted: verify.Result | None
-    truth: verify.Result | None = None
-    refusal: str = ""
-
-    def of(self, names: Container[str]) -> _OwnStep:
-        """Of some parameters alone."""
-
-        def cut(found: verify.Result | None) -> verify.Result | None:
-            return found and replace(found, gradients={name: g for name, g in found.gradients.items() if name in names})
-
-        return replace(self, wanted=cut(self.wanted), truth=cut(self.truth))
-
-
-def _eager(work: Work, whole: int, ranks: Ranks, meeting: Meeting) -> _OwnStep:
-    """The model's own step, or why it is not run, on all ranks."""
-    made_alike(work.model, ranks)
-    room = Room.of(device_of(work.model), whole, work.goal.memory)
-    refusals = meeting.exchanged("room for the original step", room.refusal(int(_UNPLANNED * whole), whole))
-    refusal = next((f"on rank {rank} it {said}" for rank, said in zip(meeting.ranks, refusals, strict=True) if said), "")
-    if refusal:
-        return _OwnStep(wanted=None, refusal=refusal)
-    wanted, truth = verify.run(work.eager_loss, work.model, work.leaves), None
-    if ranks.place("tp")[1] > 1 and any(p.dtype in verify.NARROW for p in work.model.parameters()):
-        truth = in_float64(work, room, wanted, whole)
-        if not all(meeting.exchanged("the original step in float64", truth is not None)):
-            truth = None
-    return _OwnStep(wanted=_mine(wanted, ranks), truth=truth and _mine(truth, ranks))
-
-
-def _mine(found: verify.Result, ranks: Ranks) -> verify.Result:
-    """What this rank has of the gradients, averaged."""
-    kept, group = dict[str, torch.Tensor | None](), ranks.group("dp")
-    for name, gradient in found.gradients.items():
-        if gradient is not None and not name.startswith("input "):
-            if group is not None:
-                dist.all_reduce(gradient, group=group)
-                gradient = gradient.div_(group.size())
-            mine = ranks.mine(name, gradient)
-            gradient = mine if mine is gradient else mine.clone()
-        kept[name] = gradient
-    return replace(found, gradients=kept)
-
-
-def _local(gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    return {name: g.to_local() if isinstance(g, DTensor) else g for name, g in gradients.items()}
-
-
-def _timed(work: Work, runner: StepRunner) -> float:
-    """Seconds of a step, all ranks at once: the fastest of a few."""
-    runs = (verify.seconds(lambda: runner.loss(work.args, work.kwargs), work.model, work.leaves) for _ in range(_TIMED))
-    return min(runs)
-
-
-def _measured(plan: Plan, said: list[list[float | None]], check: Check | None, refusal: str, meeting: Meeting) -> Plan:
-    """The plan with what all ranks measured.
-
-    Raises:
-        VerificationError: on some rank the step is not the model's own.
-    """
-    peaks, seconds = [int(each[0]) for each in said if each[0] is not None], [float(each[1] or 0.0) for each in said]
-    errors = [float(each[2]) for each in said if each[2] is not None]
-    checks: tuple[Check, ...] = ()
-    if check is not None:
-        worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-        checks = (replace(check, error=worst, name="loss and all gradients on every rank, as eager averaged over ranks"),)
-        if not checks[0].passed:
-            raise VerificationError(
-                f"The planned step differs from the model's own on rank {meeting.ranks[errors.index(worst)]}: relative error {worst:.3e} > "
-                f"{check.limit:.3e} ({check.note}). Please report it."
-            )
-    notes = [Because("the original step was not run: {name}; `effcompile verify` compares a small copy of it", (str(refusal),))] * bool(
-        refusal
-    )
-    notes.append(Because("measured peak of each rank: " + ", ".join(["{bytes}"] * len(peaks)), tuple(peaks)))
-    if over := [(r, p) for r, p in zip(meeting.ranks, peaks, strict=False) if excess(p, plan.goal.memory)]:
-        each = ", ".join(["rank {} at {bytes}"] * len(over))
-        notes.append(Because("above the budget: " + each, tuple(figure for pair in over for figure in pair)))
-    measured = Totals(seconds=max(seconds), peak_bytes=max(peaks, default=None), error=max(errors, default=None))
-    return plan.with_changes(checks=checks, measured=measured, notes=(*plan.notes, *notes))
+    return proven(work, runner, own.plan, original, constants, meeting, task.request.optimizer)

@@ -22,7 +22,7 @@ from effcompile.capture.training import Loss
 from effcompile.compiler.parallel.axes import axes_of, form_of, form_pass, passes_for, pipeline_of, ranks_of
 from effcompile.compiler.parallel.lower import optimize_on_ranks
 from effcompile.compiler.parallel.lower_stages import plan_parts
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.types import Args, Inputs, Kwargs
@@ -189,7 +189,7 @@ def _prove(rank: int, model: nn.Module, whole: Inputs, plan: Plan, wanted: _Trai
     apart = 0.0
     for step in range(STEPS):
         torch.manual_seed(step)
-        with torch_compat.watched_memory("cpu") as peak:
+        with torch_compat_memory.watched_memory("cpu") as peak:
             value = planned.runner.loss(args, kwargs)
             value.backward()
         found[2].append(base + peak())

@@ -28,7 +28,8 @@ from effcompile.schedules.emit import Emitted
 from effcompile.search.machine import AUTO, resolve
 from effcompile.search.training.cases import fastest
 from effcompile.search.training.figures import keep_figures, known_figures
-from effcompile.search.training.prepare import OperatorCosts, prepare
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import prepare
 from effcompile.search.training.solve import Schedule
 
 

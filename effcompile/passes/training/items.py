@@ -11,7 +11,7 @@ import operator
 from torch import fx
 
 from effcompile.ir.step import Step
-from effcompile.passes.training import separable
+from effcompile.passes.training import separation
 
 
 def labels_counted(step: Step) -> fx.Graph | None:
@@ -20,21 +20,21 @@ def labels_counted(step: Step) -> fx.Graph | None:
     None where the loss is not one cross entropy's mean, or what counts depends on more than inputs.
     """
     node = step.loss
-    while node.target in separable._SAME and node.target is not operator.getitem:
+    while node.target in separation._SAME and node.target is not operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     if node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
-    if node.target not in separable._NLL or node.args[3] != separable._MEAN or node.args[2] is not None:
+    if node.target not in separation._NLL or node.args[3] != separation._MEAN or node.args[2] is not None:
         return None
     labels, ignored = node.args[1], node.args[4]
     assert isinstance(labels, fx.Node) and isinstance(ignored, int)
-    wanted = {*separable._made_from(labels)}
-    if not {labels, *separable._placeholders(labels)} - wanted <= set(step.inputs):
+    wanted = {*separation.made_from(labels)}
+    if not {labels, *separation._placeholders(labels)} - wanted <= set(step.inputs):
         return None
     graph = fx.Graph()
     made = {given: graph.placeholder(given.name) for given in step.inputs}
     for other in step.graph.nodes:
         if other in wanted:
             made[other] = graph.node_copy(other, made.__getitem__)
-    graph.output((separable._counted(graph, made[labels], ignored, None),))
+    graph.output((separation._counted(graph, made[labels], ignored, None),))
     return graph

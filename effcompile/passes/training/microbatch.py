@@ -37,7 +37,8 @@ from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.step import DividedStep, Step
 from effcompile.passes.training.base import Case, Prices, RequestError, StepChoice, StepContext, StepOption, StepOutcome
 from effcompile.passes.training.consume import with_consumed_gradients
-from effcompile.passes.training.separable import AnotherGraph, divided, divided_into_single
+from effcompile.passes.training.separable import divided, divided_into_single
+from effcompile.passes.training.separation import AnotherGraph
 from effcompile.passes.training.step_edit import Refusal
 
 SITE = "batch"

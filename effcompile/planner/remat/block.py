@@ -33,13 +33,14 @@ import z3
 from effcompile.core import effort
 from effcompile.core.errors import UsageError
 from effcompile.planner.remat import kept
+from effcompile.planner.remat.check import check_block
 from effcompile.planner.remat.grid import Grid
 from effcompile.planner.remat.kept import KeptFront, hashed
 from effcompile.planner.remat.layout import Layout, layout
 from effcompile.planner.remat.problem import BlockOption, BlockProblem
 from effcompile.planner.remat.prove import prove
 from effcompile.planner.remat.search import Front, replayed, search
-from effcompile.planner.remat.simulate import check_block, option
+from effcompile.planner.remat.simulate import option
 
 _ROOMS = (60, 600, 4000)  # labels at a time, pass after pass: each pass prunes with what the one before found
 _SEARCH_SHARE = 0.8  # of the time; the rest is z3's

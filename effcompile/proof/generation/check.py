@@ -16,7 +16,7 @@ from effcompile.core.goal import Goal
 from effcompile.core.types import HFModel, Kwargs
 from effcompile.ir.plan import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
-from effcompile.runtime.generation.executable import Stepper
+from effcompile.runtime.generation.stepper import Stepper
 
 #: Tokens that are decoded one by one.
 _DECODED = 12

@@ -16,7 +16,7 @@ from effcompile.backends.torch import TorchLowered
 from effcompile.capture.caches import HFCache, new_cache
 from effcompile.capture.generation import encoder_inputs, encoder_output
 from effcompile.capture.mends import evaluating
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.findings import TokenRates
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
@@ -25,7 +25,7 @@ from effcompile.core.types import Forward, HFModel, Kwargs, Outputs
 from effcompile.ir.formats import FP32
 from effcompile.ir.plan import Plan, Totals
 from effcompile.ir.program import Program
-from effcompile.runtime.generation.executable import Stepper
+from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep
 from effcompile.sites.parts import embeddings, linears
 
@@ -140,7 +140,7 @@ def peak_bytes(stepper: Stepper, parts: Mapping[str, Lowered], model: HFModel, g
 
     if isinstance(parts["step"], TorchLowered):
         whole()
-        with torch_compat.watched_memory(model.device.type) as peak:
+        with torch_compat_memory.watched_memory(model.device.type) as peak:
             whole()
         return weights + peak()
     return _of_runtime(stepper, parts["step"], model, goal, extra) or weights

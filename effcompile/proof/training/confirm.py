@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.microbatch import MicrobatchRunner
 from effcompile.backends.torch.optimizer import PlannedOptimizer, planned_optimizer
-from effcompile.backends.torch.training import StepRunner, held
+from effcompile.backends.torch.step_inputs import held
+from effcompile.backends.torch.training import StepRunner
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import HostUse, Unmeasured
 from effcompile.core.reasons import Because, Reason

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from effcompile.backends.torch.optimizer import PlannedOptimizer, Worker
 from effcompile.backends.torch.training import StepRunner
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
 from effcompile.ir.plan import Check
@@ -62,7 +62,7 @@ def run(
     """
     clock = _Clock()
     libraries = verify.held_by_libraries(model)
-    with verify.restored(model, inputs), _parameters_restored(model), torch_compat.watched_memory(device_of(model)) as peak:
+    with verify.restored(model, inputs), _parameters_restored(model), torch_compat_memory.watched_memory(device_of(model)) as peak:
         if gradients is None:
             _bind(runner, optimizer, lambda consume: consume)
             _step(step, optimizer.step, optimizer, inputs)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from effcompile.core import torch_compat
+from effcompile.core import torch_compat_memory
 from effcompile.core.errors import VerificationError
 from effcompile.core.findings import Cosine, Together
 from effcompile.core.goal import EXACT_TOLERANCE
@@ -64,7 +64,7 @@ def run(step: Callable[[], torch.Tensor], model: nn.Module, inputs: LeafInputs =
     with restored(model, inputs):
         torch.manual_seed(_SEED)
         libraries = held_by_libraries(model)
-        with torch_compat.watched_memory(device_of(model)) as peak:
+        with torch_compat_memory.watched_memory(device_of(model)) as peak:
             start = perf_counter()
             loss = step()
             loss.backward()
@@ -89,7 +89,7 @@ def held_by_libraries(model: nn.Module) -> int:
     if device_of(model) != "cuda":
         return 0
     torch.cuda.empty_cache()  # what is reserved from here on is the step's
-    return torch_compat.held_by_libraries()
+    return torch_compat_memory.held_by_libraries()
 
 
 def reserved() -> int:

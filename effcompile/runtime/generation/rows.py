@@ -14,7 +14,7 @@ from effcompile.capture.caches import HFCache, fill, held, new_cache_of, seen_by
 from effcompile.core.errors import UsageError
 from effcompile.ir.cache import Growth
 from effcompile.ops.append import append, buffer
-from effcompile.runtime.generation.executable import Stepper
+from effcompile.runtime.generation.stepper import Stepper
 
 
 class SharedRows:

@@ -14,7 +14,7 @@ from effcompile.capture.generation import GenerationStep
 from effcompile.core.goal import Goal
 from effcompile.estimate.timeline import timeline
 from effcompile.search.generation.cases import filled
-from effcompile.search.search import Regime, Regimes
+from effcompile.search.regimes import Regime, Regimes
 
 
 def regimes_of(step: GenerationStep, goal: Goal, chunk: int) -> Regimes:

@@ -28,7 +28,8 @@ from effcompile.planner.remat import BlockOption, BlockProblem, option, simulate
 from effcompile.schedules.blocks import Block, Blocks
 from effcompile.search.parallel.layers import LayerRun, runs_of, shortened
 from effcompile.search.parallel.sides import of_parameter, sides
-from effcompile.search.training.prepare import OperatorCosts, cut_step
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import cut_step
 from effcompile.sites.attention.dropped import as_on_gpu
 
 #: Options of a layer at the most.

@@ -22,7 +22,8 @@ from effcompile.search.search import versions
 from effcompile.search.training import segments
 from effcompile.search.training.cases import Joint
 from effcompile.search.training.fit import fit
-from effcompile.search.training.prepare import OperatorCosts, Preparation, Prepared, simulate_unplanned
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import Preparation, Prepared, simulate_unplanned
 
 _POINTS = MOST_POINTS - 3  # forward, backward and the optimizer's step are divided apart
 

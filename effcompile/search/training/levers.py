@@ -23,7 +23,8 @@ from effcompile.passes.training.checkpoint import carried_out, periodic
 from effcompile.passes.training.levers import RECOMPUTE, Levers
 from effcompile.search.progress import QUIET, Progress
 from effcompile.search.training.cases import Joint, recorded
-from effcompile.search.training.prepare import OperatorCosts, Preparation, Prepared, with_levers
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import Preparation, Prepared, with_levers
 
 #: No lever of ours: whole blocks are remade at a fixed period, as other libraries do.
 PERIODIC = "periodic"

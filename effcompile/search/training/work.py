@@ -36,7 +36,8 @@ from effcompile.search.progress import QUIET, Progress
 from effcompile.search.request import AnyOptimizer, Task
 from effcompile.search.training.figures import keep_figures, known_figures
 from effcompile.search.training.moved import RefutedError
-from effcompile.search.training.prepare import OperatorCosts, Preparation, prepare
+from effcompile.search.training.operator_costs import OperatorCosts
+from effcompile.search.training.prepare import Preparation, prepare
 from effcompile.sites.attention.dropped import as_on_gpu
 from effcompile.sparse.costs import per_row_of
 

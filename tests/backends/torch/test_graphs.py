@@ -191,7 +191,7 @@ def test_a_recording_has_workspaces_of_its_own(played: Model, monkeypatch: pytes
         said.append("end")
 
     monkeypatch.setattr(torch.cuda, "graph", recording)
-    monkeypatch.setattr(graphs.torch_compat, "forget_workspaces", lambda: said.append("forget"))
+    monkeypatch.setattr(graphs.torch_compat_memory, "forget_workspaces", lambda: said.append("forget"))
     graphs.replayed(played, [torch.ones(2)])
     assert said == ["forget", "begin", "end", "forget"]
 

@@ -9,7 +9,7 @@ import torch
 from form_names import KNOWN, form
 from torch_formats import where_there
 
-from effcompile.backends.torch import TorchEager, measure
+from effcompile.backends.torch import TorchEager, measure, measure_linears
 from effcompile.machine.grid import grid
 from effcompile.machine.target import KERNELS, KernelCall
 from effcompile.ops import rows_native
@@ -89,7 +89,7 @@ def test_what_inductor_compiles_is_timed_for_each(timed: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["int8_token", "int8_groups", where_there("w4"), where_there("w8_channel")])
 def test_copies_have_weights_of_their_own_and_the_same_product(name: str) -> None:
-    first, *others = measure._linears(form(name).weights, (4, 64, 64), "eager", 3)
+    first, *others = measure_linears.linears(form(name).weights, (4, 64, 64), "eager", 3)
     wanted = first()
     for other in others:
         assert torch.equal(other(), wanted)

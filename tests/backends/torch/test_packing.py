@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from effcompile.backends.torch import TorchEager, measure, packing
+from effcompile.backends.torch import TorchEager, measure, measure_linears, packing
 from effcompile.backends.torch import edit as torch_edit
 from effcompile.capture import capture
 from effcompile.core import torch_compat
@@ -33,7 +33,7 @@ def test_the_graph_has_the_product_that_was_faster(faster: bool, monkeypatch: py
 
 @pytest.mark.parametrize("faster", [False, True])
 def test_it_is_timed_as_it_runs(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "packs", lambda m, k, n: faster)
+    monkeypatch.setattr(measure_linears, "packs", lambda m, k, n: faster)
     ran: list[str] = []
     product = torch.ops.mkldnn._linear_pointwise.default
     monkeypatch.setattr(torch.ops.mkldnn._linear_pointwise, "default", lambda *given: ran.append("packed") or product(*given))

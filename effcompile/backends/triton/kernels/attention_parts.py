@@ -105,3 +105,39 @@ def visit(index, row, t, columns, LIST: tl.constexpr, BLOCK: tl.constexpr):
     """Where the t-th tile of BLOCK starts in a row of a list whose tiles are LIST long; columns is the list's width."""
     parts: tl.constexpr = LIST // BLOCK
     return tl.load(index + row.to(tl.int64) * columns + t // parts) * LIST + (t % parts) * BLOCK
+
+
+@triton.jit
+def program_tile(pid, length, heads, BLOCK: tl.constexpr, DOWN: tl.constexpr):
+    """(start, h, b) of a program: tiles of one head side by side, so that they share what they read.
+
+    What a causal mask leaves the most work goes first: the last tile of queries (DOWN), or the first of keys.
+    """
+    tiles = tl.cdiv(length, BLOCK)
+    start = (tiles - 1 - pid % tiles) * BLOCK if DOWN else (pid % tiles) * BLOCK
+    return start, (pid // tiles) % heads, pid // (tiles * heads)
+
+
+@triton.jit
+def scores(q_tile, k_tile, bias, mask, q_ids, k_ids, valid, bias_strides, mask_strides, b, h, start_m, start_n,
+           scale, softcap, lo, hi, chunk, q_len, k_len, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+           MASKED: tl.constexpr, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """(base-2 logits, tanh, seen) of one tile, [M, N], or [N, M] if TRANSPOSED."""
+    if TRANSPOSED:
+        ii, jj = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
+        products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
+    else:
+        ii, jj = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+        products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    b64, h64, m64, n64 = b.to(tl.int64), h.to(tl.int64), start_m.to(tl.int64), start_n.to(tl.int64)
+    bias_pointers = None
+    if bias is not None:
+        bias_pointers = tile_pointers(bias, bias_strides, b64, h64, m64, n64, ii, jj)
+    seen = ii + jj >= 0
+    if MASKED:
+        mask_pointers = None
+        if mask is not None:
+            mask_pointers = tile_pointers(mask, mask_strides, b64, h64, m64, n64, ii, jj)
+        seen = visible_in_tile(start_m + ii, start_n + jj, mask_pointers, q_ids, k_ids, valid, q_len, k_len, lo, hi, chunk)
+    logits, capped = logits_of(products, bias_pointers, seen, scale, softcap, MASKED, PRECISION is not None)
+    return logits, capped, seen

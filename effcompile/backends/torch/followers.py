@@ -1,0 +1,37 @@
+"""A function that alone reads one of our linears in 8 bits is taken into it."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from effcompile.ir.program import Program, module_path
+from effcompile.ops.group_linear import group_linear
+from effcompile.ops.int8_linear import int8_linear
+from effcompile.sites.parts import argument
+
+#: What named the function that a linear took in, in its meta.
+FOLLOWED = "effcompile_followed"
+
+
+#: Linears that take in what follows them.
+_FOLLOWS = (int8_linear.default, group_linear.default)
+
+
+def fuse_followers(program: Program) -> None:
+    """A GELU or SiLU that alone reads one of our linears in 8 bits, into it: results are in registers there."""
+    for node in list(program.graph.nodes):
+        source, after = node.args[0] if node.args else None, _after(node)
+        if not after or not isinstance(source, fx.Node) or source.target not in _FOLLOWS or len(source.users) > 1:
+            continue
+        source.args = (*source.args, after)
+        source.meta[FOLLOWED] = module_path(node) or node.name
+        node.replace_all_uses_with(source)
+        program.graph.erase_node(node)
+
+
+def _after(node: fx.Node) -> str:
+    """What int8_linear calls the function of a node; "" for one that it has not."""
+    if node.target is torch.ops.aten.gelu.default:
+        return "gelu_tanh" if argument(node, "approximate") == "tanh" else "gelu"
+    return "silu" if node.target is torch.ops.aten.silu.default else ""

@@ -1,0 +1,37 @@
+"""The forward of a training step as torch.export gave it, kept for further captures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from effcompile.capture.config_reads import ConfigReads
+from effcompile.capture.training_outputs import OutputLayout
+
+
+@dataclass(slots=True, kw_only=True)
+class Exported:
+    """The forward as torch.export gave it, for further captures of the same model with the same inputs, edited otherwise.
+
+    front: unedited; None before the first capture, and where a later one has to trace anew. layout: what the forward returned.
+    configurations: what of the model's configurations was read while it was traced.
+    """
+
+    front: fx.GraphModule | None = None
+    layout: OutputLayout | None = None
+    configurations: ConfigReads = field(default_factory=ConfigReads)
+
+    def keep(self, front: fx.GraphModule, layout: OutputLayout | None) -> None:
+        """Graphs within the graph are changed in place on their way to autograd: such a forward is not kept."""
+        if not any(isinstance(part, fx.GraphModule) for part in front.modules() if part is not front):
+            self.front, self.layout = front, layout
+
+
+def copied(front: fx.GraphModule) -> fx.GraphModule:
+    """The same nodes in a graph of their own, with the same tensors, and what stands for parameters."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(front.graph, {}))
+    made = fx.GraphModule(front, graph)
+    made.meta = dict(front.meta)
+    return made

@@ -1,0 +1,159 @@
+"""Calls of a Hugging Face forward, answered by a lowered step."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import modeling_outputs
+
+from effcompile.capture.caches import HFCache, check_cache, new_cache_of, seen_by
+from effcompile.core.errors import GuardError
+from effcompile.core.types import Forward, Kwargs, Outputs
+from effcompile.runtime.generation.steps import LoweredStep
+
+#: Arguments of a forward that change nothing here, or that generate() gives always.
+_SILENT = frozenset({"use_cache", "return_dict", "cache_position", "encoder_outputs", "past_key_values", "logits_to_keep"})
+#: Dtypes of token ids.
+_WHOLE = (torch.int64, torch.int32)
+
+
+class Stepper:
+    """Calls of a Hugging Face forward, answered by a lowered step."""
+
+    def __init__(self, step: LoweredStep, forward: Forward, config: Any) -> None:
+        self.step, self.config = step, config
+        self._parameters = list(inspect.signature(forward).parameters)[1:]
+        taken = {step.boundary.tokens, step.boundary.mask, step.boundary.positions}
+        self._known = taken | _SILENT | ({"attention_mask", "input_ids", "input_features"} if config.is_encoder_decoder else set())
+
+    def __call__(self, *args: object, **kwargs: Any) -> Outputs:
+        given: dict[str, Any] = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
+        self._check(given)
+        tokens = given[self.step.boundary.tokens]
+        cache = given.get("past_key_values")
+        cache = new_cache_of(self.config) if cache is None else cache
+        check_cache(cache, self.step.layout)
+        encoded = given.get("encoder_outputs")
+        hidden = None if encoded is None else encoded[0]
+        rows, order = _rows(given.get("logits_to_keep"), tokens)
+        logits = self.step(self._inputs(given, tokens, cache, hidden, rows), cache, hidden)
+        logits = logits if self.step.boundary.rows or rows is None else logits[:, rows]
+        logits = logits if order is None else logits[:, order]
+        made = self._outputs(logits, cache if given.get("use_cache") is not False else None, hidden)
+        whole = given.get("return_dict")
+        return made if (self.config.return_dict if whole is None else whole) else made.to_tuple()
+
+    def flat(self, tokens: torch.Tensor, cache: HFCache, extra: Kwargs) -> list[torch.Tensor]:
+        """The graph's inputs of such a call."""
+        encoded = extra.get("encoder_outputs")
+        hidden = None if encoded is None else encoded[0]
+        last = torch.arange(tokens.shape[1] - 1, tokens.shape[1], device=tokens.device)
+        return self.step.flat(self._inputs({}, tokens, cache, hidden, last), cache, hidden)
+
+    def _check(self, given: Kwargs) -> None:
+        """Refuse what no step computes.
+
+        Raises:
+            GuardError: an argument that changes the result, and that the step was not captured with.
+        """
+        boundary = self.step.boundary
+        tokens = given.get(boundary.tokens)
+        if tokens is None:
+            raise GuardError(f"A planned step takes {boundary.tokens}; embeddings in their place are not planned for.", place="inputs")
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or not tokens.numel() or tokens.dtype not in _WHOLE:
+            raise GuardError(f"{boundary.tokens} must be token ids: a tensor [rows × tokens] of whole numbers, not empty.", place="inputs")
+        unknown = [name for name, value in given.items() if name not in self._known and value is not None and value is not False]
+        if unknown:
+            raise GuardError(
+                f"{unknown[0]} is not planned for: a step takes {', '.join(sorted(self._known - {''}))}. Leave it out, or run the model "
+                "itself.",
+                place=f"inputs[{unknown[0]!r}]",
+            )
+
+    def _inputs(
+        self, given: Kwargs, tokens: torch.Tensor, cache: HFCache, hidden: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """The step's inputs by name. `rows`: the new positions whose logits are wanted; None: all."""
+        boundary, past, new = self.step.boundary, seen_by(cache), tokens.shape[1]
+        mask = given.get(boundary.mask)
+        if mask is None:
+            mask = tokens.new_ones((tokens.shape[0], past + new))
+        if not isinstance(mask, torch.Tensor) or mask.shape != (tokens.shape[0], past + new):
+            found = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+            raise GuardError(
+                f"{boundary.mask} is {found}; the plan takes [{tokens.shape[0]} × {past + new}]: a 1 or 0 for each of the "
+                f"{past} past and {new} new tokens.",
+                place=f"inputs[{boundary.mask!r}]",
+            )
+        inputs = {"tokens": tokens.to(torch.int64).contiguous(), "mask": whole_numbers(mask, boundary.mask)}
+        if boundary.rows:
+            inputs["rows"] = torch.arange(new, device=tokens.device) if rows is None else rows
+        if boundary.positions:
+            inputs["positions"] = self._positions(given.get(boundary.positions), inputs["mask"], past, tokens)
+        if boundary.source_mask:
+            inputs["source_mask"] = _source_mask(given.get("attention_mask"), hidden)
+        return inputs
+
+    def _positions(self, given: torch.Tensor | None, mask: torch.Tensor, past: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Position ids as they were given, or as the model counts them."""
+        if given is not None:
+            if given.dim() != 2 or given.shape[0] not in (1, tokens.shape[0]) or given.shape[1] not in (1, tokens.shape[1]):
+                name = self.step.boundary.positions
+                raise GuardError(f"{name} is {list(given.shape)}; the plan takes {list(tokens.shape)}.", place=f"inputs[{name!r}]")
+            return whole_numbers(given.expand(tokens.shape), self.step.boundary.positions).contiguous()
+        if self.step.boundary.counted:
+            return (mask.cumsum(1) - 1).clamp(min=0)[:, past:].contiguous()
+        return torch.arange(past, past + tokens.shape[1], device=tokens.device).expand(tokens.shape).contiguous()
+
+    def _outputs(self, logits: torch.Tensor, cache: HFCache | None, hidden: torch.Tensor | None) -> Outputs:
+        if self.config.is_encoder_decoder:
+            return modeling_outputs.Seq2SeqLMOutput(logits=logits, past_key_values=cache, encoder_last_hidden_state=hidden)
+        return modeling_outputs.CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+def whole_numbers(given: torch.Tensor, name: str) -> torch.Tensor:
+    """Numbers as the graph takes them.
+
+    Raises:
+        GuardError: fractions, that would be cut off.
+    """
+    if given.is_floating_point() and bool((given != given.round()).any()):
+        raise GuardError(f"{name} has fractions; the plan takes whole numbers.", place=f"inputs[{name!r}]")
+    return given.to(torch.int64)
+
+
+def _rows(keep: int | torch.Tensor | None, tokens: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Which new positions' logits are wanted, each once and in order; None: all. And how these stand in the answer; None: as they are.
+
+    Raises:
+        GuardError: positions that no new token has.
+    """
+    if keep is None or (isinstance(keep, int) and keep == 0):
+        return None, None
+    new = torch.arange(tokens.shape[1], device=tokens.device)
+    if isinstance(keep, int):
+        return new[-keep:], None  # a negative number leaves so many out at the beginning, as it does in the models
+    try:
+        found = new[keep]
+        if found.dim() != 1:
+            raise IndexError
+    except IndexError as error:
+        said = f"logits_to_keep is no number and no list of positions within the {tokens.shape[1]} new tokens."
+        raise GuardError(said, place="inputs['logits_to_keep']") from error
+    rows, order = torch.unique(found, return_inverse=True)
+    return rows, order
+
+
+def _source_mask(given: torch.Tensor | None, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Which positions of the encoder are read: all, where no mask says otherwise.
+
+    Raises:
+        GuardError: nothing says how many there are.
+    """
+    if given is not None:
+        return whole_numbers(given, "attention_mask")
+    if hidden is None:
+        raise GuardError("A decoder needs encoder_outputs, which generate() gives it.", place="inputs")
+    return hidden.new_ones(hidden.shape[:2], dtype=torch.int64)

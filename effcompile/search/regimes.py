@@ -1,0 +1,68 @@
+"""Which formats of activations a backend may choose together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from effcompile.estimate.timeline import timeline
+from effcompile.ir.program import Program
+from effcompile.passes import Choice
+from effcompile.search.refine import Constraints
+
+#: The backend whose graphs write where they read what they go on from.
+IN_PLACE = "torch-eager"
+#: What the first solve holds to beyond the goal: nothing.
+FREE = Constraints()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime:
+    """One way in which a model is called: its graph at these sizes, and how often."""
+
+    name: str
+    program: Program
+    calls: float = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regimes:
+    """How a model is called, and what memory has to hold for it. An option is one choice for all of them.
+
+    weight_bytes: there throughout. kept_bytes: beside them at the highest instant. copied_bytes: of those what a runtime that copies what
+    it is given to go on from holds once more.
+    """
+
+    each: tuple[Regime, ...]
+    weight_bytes: int
+    kept_bytes: int
+    copied_bytes: int = 0
+
+    @classmethod
+    def of_call(cls, program: Program) -> Regimes:
+        """One call at the example inputs."""
+        memory = timeline(program)
+        kept = memory.activation_bytes + memory.input_bytes
+        return cls(each=(Regime(name="call", program=program),), weight_bytes=memory.weight_bytes, kept_bytes=kept)
+
+    def kept(self, backend: str) -> int:
+        """Bytes beside the weights at the highest instant on a backend."""
+        return self.kept_bytes + (0 if backend == IN_PLACE else self.copied_bytes)
+
+
+def merged(regimes: Sequence[Regime], made: Sequence[Sequence[Choice]]) -> Iterator[Choice]:
+    """Choices of all regimes as one: an option's seconds are those of all its calls. What one regime does not offer is offered by none."""
+    first, *others = ({choice.site: choice for choice in of_regime} for of_regime in made)
+    for site, choice in first.items():
+        twins = [choice, *(of_regime[site] for of_regime in others if site in of_regime)]
+        if len(twins) < len(regimes):
+            continue
+        options = []
+        for option in choice.options:
+            same = [other for twin in twins for other in twin.options if other.name == option.name]
+            if len(same) == len(regimes):
+                costs = [(regime.calls, other.cost) for regime, other in zip(regimes, same, strict=True)]
+                seconds, roof = sum(calls * cost.seconds for calls, cost in costs), sum(calls * cost.roof_seconds for calls, cost in costs)
+                options.append(replace(option, cost=replace(option.cost, seconds=seconds, roof_seconds=roof)))
+        if any(option.name == choice.baseline for option in options):
+            yield replace(choice, options=tuple(options))
