@@ -7,7 +7,6 @@ nature at the same places; what is printed of many is then the first one's texts
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import singledispatch
 
 from effcompile.core import findings as f
@@ -15,31 +14,7 @@ from effcompile.core import mask as m
 from effcompile.core import reasons as r
 from effcompile.core.units import format_bytes, format_error, format_seconds
 from effcompile.report.masks import condition_words, mask_words
-from effcompile.report.names import collapse, printed
-
-#: Names of sites that one phrase lists.
-_PLACES = 3
-
-Show = Callable[[float], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A number in a phrase, and how it is printed."""
-
-    value: float
-    show: Show
-
-
-@dataclass(frozen=True, slots=True)
-class SiteName:
-    """The name of a site in a phrase."""
-
-    name: str
-
-
-Part = str | Figure | SiteName
-Phrase = tuple[Part, ...]
+from effcompile.report.phrases import Figure, Part, Phrase, SiteName, joined, nature, spread
 
 
 def words(reason: r.Reason | None) -> str:
@@ -49,13 +24,13 @@ def words(reason: r.Reason | None) -> str:
 
 def likeness(reason: r.Reason) -> Hashable:
     """What two reasons have in common that differ in figures and names of sites only."""
-    return type(reason), tuple(_nature(part) for part in phrase(reason))
+    return type(reason), tuple(nature(part) for part in phrase(reason))
 
 
 def together(reasons: Sequence[r.Reason]) -> str:
     """One phrase for reasons that are alike: `takes 1.2–3.4 ms more a step`."""
     phrases = [phrase(reason) for reason in reasons]
-    return "".join(_spread(parts) for parts in zip(*phrases, strict=True))
+    return "".join(spread(parts) for parts in zip(*phrases, strict=True))
 
 
 def alike(found: Iterable[r.Reason]) -> list[list[r.Reason]]:
@@ -64,31 +39,6 @@ def alike(found: Iterable[r.Reason]) -> list[list[r.Reason]]:
     for reason in found:
         groups.setdefault(likeness(reason), []).append(reason)
     return list(groups.values())
-
-
-def _nature(part: Part) -> Hashable:
-    return part if isinstance(part, str) else part.show if isinstance(part, Figure) else SiteName
-
-
-def _spread(parts: Sequence[Part]) -> str:
-    first = parts[0]
-    if isinstance(first, str):
-        return first
-    if isinstance(first, SiteName):
-        places = printed(collapse(part.name for part in parts if isinstance(part, SiteName)))
-        return ", ".join(places[:_PLACES]) + (f" and {len(places) - _PLACES} more" if len(places) > _PLACES else "")
-    values = [part.value for part in parts if isinstance(part, Figure)]
-    return _span(first.show(min(values)), first.show(max(values)))
-
-
-def _span(low: str, high: str) -> str:
-    """`1.2–3.4 ms`, `800 µs–3.4 ms`, `12–34%`."""
-    if low == high:
-        return low
-    number, _, unit = low.rpartition(" ")
-    if number and high.endswith(f" {unit}"):
-        return f"{number}–{high}"
-    return f"{low.removesuffix('%')}–{high}" if high.endswith("%") else f"{low}–{high}"
 
 
 # ------------------------------------------------------------------ figures
@@ -227,7 +177,7 @@ def _gains(reason: r.Gains) -> Phrase:
         said.append((_size(reason.bytes), " smaller"))
     if reason.error:
         said.append(("adds error ", _error(reason.error)))
-    return _joined(said)
+    return joined(said)
 
 
 @phrase.register
@@ -304,7 +254,7 @@ def _recall(reason: r.Recall) -> Phrase:
 
 @phrase.register
 def _together(reason: f.Together) -> Phrase:
-    return _joined([phrase(fact) for fact in reason.facts], "; ")
+    return joined([phrase(fact) for fact in reason.facts], "; ")
 
 
 @phrase.register
@@ -343,7 +293,7 @@ def _padding(reason: f.Padding) -> Phrase:
 
 @phrase.register
 def _equals(reason: f.Equals) -> Phrase:
-    on = (" on: ", *_joined([phrase(each) for each in reason.inputs])) if reason.inputs else ()
+    on = (" on: ", *joined([phrase(each) for each in reason.inputs])) if reason.inputs else ()
     return ("captured graph equals the model", *on)
 
 
@@ -371,11 +321,3 @@ def _token_rates(reason: f.TokenRates) -> Phrase:
 
 def _rate(rate: float, before: float) -> Phrase:
     return (Figure(rate, _tenths), " tokens/s (the model itself ", Figure(before, _tenths), ")")
-
-
-def _joined(said: Sequence[Phrase], between: str = ", ") -> Phrase:
-    found: list[Part] = []
-    for number, each in enumerate(said):
-        found += [between] * bool(number)
-        found += each
-    return tuple(found)
