@@ -62,15 +62,15 @@ def ceilings() -> None:
 
 def candidates() -> None:
     """What the tuner will time before the first call of a head size: compiled beside, found in the cache then."""
-    from effcompile.backends.triton import attention as launchers
+    from effcompile.backends.triton import attention_calls, attention_tiles
     from effcompile.backends.triton.configs import KERNELS
 
     for d in (128, 64):
         for kernel in KERNELS:
-            for option in launchers.options(kernel, torch.device(DEVICE), DTYPE, d, d):
+            for option in attention_tiles.options(kernel, torch.device(DEVICE), DTYPE, d, d):
                 if mine():
                     with attempt(f"{kernel} {option}"):
-                        launchers.trial(kernel, option, torch.device(DEVICE), DTYPE, d)()
+                        attention_calls.trial(kernel, option, torch.device(DEVICE), DTYPE, d)()
 
 
 FORMS = ("causal", "window", "documents", "softcap", "full", "bias")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from effcompile.backends.triton import attention, block_sparse, compress, group_quant, loss_head, rows, states8
+from effcompile.backends.triton import attention_calls, block_sparse, compress, group_quant, loss_head, rows, states8
 from effcompile.backends.triton.configs import LaunchConfig, using
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.loss_head import MEAN
@@ -33,10 +33,10 @@ def attention_launches(
     given = Terms(scale=d**-0.5, **there, **({"hi": 0} if terms is None else terms))
     with using(**{kernel: LaunchConfig(**config)}):
         if kernel == "forward":
-            attention.forward(q, k, v, given)
+            attention_calls.forward(q, k, v, given)
         else:
             out, lse = torch.empty_like(q), torch.empty((b, h, s), device="meta")
-            attention.backward(attention._Call.of(q, k, v, given, ()), grad, out, lse)
+            attention_calls.backward(attention_calls.Call.of(q, k, v, given, ()), grad, out, lse)
 
 
 def loss_head_launches(*, softcap: bool = False) -> None:

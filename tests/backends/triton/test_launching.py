@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from effcompile.backends.triton import attention, tune
+from effcompile.backends.triton import attention, attention_calls, configs, tune
 from effcompile.core.building import building
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="kernels are launched by the interpreter here")
@@ -159,8 +159,8 @@ def tensors_in(form: Any) -> Iterator[Tensor]:
 
 def test_a_tile_that_was_measured_meanwhile_is_taken(launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was called before it was planned has the table's first tile until then, and no longer."""
-    chosen = [attention.LaunchConfig(block_m=m, block_n=32, warps=4, stages=1) for m in (64, 32)]
-    monkeypatch.setattr(attention, "_chosen", lambda *_: chosen[tune.Tuner.measured > 0])
+    chosen = [configs.LaunchConfig(block_m=m, block_n=32, warps=4, stages=1) for m in (64, 32)]
+    monkeypatch.setattr(attention_calls, "_chosen", lambda *_: chosen[tune.Tuner.measured > 0])
     monkeypatch.setattr(tune.Tuner, "measured", 0)
     step()
     with building():
@@ -171,9 +171,9 @@ def test_a_tile_that_was_measured_meanwhile_is_taken(launches: list[dict[str, An
 
 
 def test_what_is_tried_once_is_not_kept(launches: list[dict[str, Any]]) -> None:
-    narrow = attention.LaunchConfig(block_m=16, block_n=16, warps=4, stages=1)
+    narrow = configs.LaunchConfig(block_m=16, block_n=16, warps=4, stages=1)
     step()
-    with attention.using(forward=narrow):
+    with configs.using(forward=narrow):
         step()
     step()
     assert [launch["BLOCK_M"] for launch in launches if launch["kernel"] == "attention_forward"] == [32, 16, 32]

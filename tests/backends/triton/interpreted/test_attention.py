@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from effcompile.backends.triton import attention
+from effcompile.backends.triton import attention, attention_calls
 from effcompile.ops.attention_terms import Terms, sink_rows
 from effcompile.ops.visibility import Visibility
 
@@ -84,8 +84,8 @@ def check(terms: dict[str, Any], dtype: torch.dtype, tiles: bool, dv: int = D, d
         lists = form.tiles(64, 32, q_len=SQ, k_len=SK).tensors()
         given = Terms(scale=d**-0.5, **{n: getattr(given, n) for n in terms}, block_q=64, block_k=32)
     assert attention.declines(q, k, v, given, backward=True) is None
-    out, lse = attention.forward(q, k, v, given, lists)
-    found = attention.backward(attention._Call.of(q, k, v, given, lists), grad, out, lse)
+    out, lse = attention_calls.forward(q, k, v, given, lists)
+    found = attention_calls.backward(attention_calls.Call.of(q, k, v, given, lists), grad, out, lse)
 
     wide = {n: t.double() for n, t in (("q", q), ("k", k), ("v", v), ("bias", given.bias), ("sink", given.sink)) if t is not None}
     if "bias" in wide:
@@ -137,6 +137,6 @@ def test_offsets_beyond_2_to_the_31_elements() -> None:
     q = storage.copy_(make((2, 1, SQ, D), torch.float16))
     k = v = make((2, 1, SK, D), torch.float16, 2)
     terms = Terms(scale=D**-0.5)
-    out, lse = attention.forward(q, k, v, terms)
-    near, near_lse = attention.forward(q.contiguous(), k, v, terms)
+    out, lse = attention_calls.forward(q, k, v, terms)
+    near, near_lse = attention_calls.forward(q.contiguous(), k, v, terms)
     assert torch.equal(out, near) and torch.equal(lse, near_lse)

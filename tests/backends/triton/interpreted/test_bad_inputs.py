@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from effcompile.backends.triton import attention, block_sparse, group_quant, loss_head, register, rows, states8
+from effcompile.backends.triton import attention, attention_calls, block_sparse, group_quant, loss_head, register, rows, states8
 from effcompile.backends.triton.layout import WIDEST, by_rows, matrix
 from effcompile.core.errors import UsageError
 from effcompile.ops import rows as row_ops
@@ -54,11 +54,11 @@ def test_a_loss_head_of_odd_strides() -> None:
 def test_attention_of_odd_strides() -> None:
     q, k, v = odd(1, 2, 20, 16), odd(1, 20, 1, 16, seed=1).transpose(1, 2), odd(1, 1, 20, 16, seed=2)
     terms = Terms(scale=0.25, hi=0)
-    out, lse = attention.forward(q, k, v, terms)
+    out, lse = attention_calls.forward(q, k, v, terms)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.25)
     torch.testing.assert_close(out, wanted)
     grad = odd(1, 2, 20, 16, seed=3)
-    found = attention.backward(attention._Call.of(q, k, v, terms, ()), grad, out, lse)
+    found = attention_calls.backward(attention_calls.Call.of(q, k, v, terms, ()), grad, out, lse)
     for got, want in zip(found[:3], _gradients(q, k, v, grad), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
