@@ -9,9 +9,11 @@ from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes
 from effcompile.estimate.optimizer import state_bytes
 from effcompile.ir.plan import Plan
+from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target
 from effcompile.ops.optimizers import StatesForm
 from effcompile.passes.training.states import SITE
+from effcompile.report.runs import RunMachine
 from effcompile.runs.entering import Entered
 from effcompile.runs.fields.base import Graph
 
@@ -79,3 +81,9 @@ def limits(entered: Entered, memory: int | str | None, target: str | Target) -> 
             f"Stage {entered.number + 1} keeps {format_bytes(beside + states)} beside its step, of {format_bytes(limit)}: nothing is left."
         )
     return Budgets(memory=(left, *[left - states] * (len(graphs) - 1)), beside=beside, states=states)
+
+
+def machine_of(target: str | Target) -> RunMachine:
+    """What a target takes by the hour, where it states that."""
+    found = None if target == "auto" else target if isinstance(target, Target) else load_target(target)
+    return RunMachine() if found is None else RunMachine(watts=found.watts, price=found.hourly_price)

@@ -7,44 +7,33 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from effcompile.api import optimize
-from effcompile.capture.training import Loss
 from effcompile.compiler import TrainingExecutable
 from effcompile.core.errors import FormatError, UsageError
 from effcompile.core.types import Example, Value
 from effcompile.ir.plan import Plan
-from effcompile.loader.loaded import as_inputs
-from effcompile.machine.machines import load_target
-from effcompile.machine.target import Target
-from effcompile.passes.training.microbatch import examples_in
 from effcompile.planner.learning_rate import LearningRate
 from effcompile.report.runs import RunMachine, StageRow, print_run, run_data
 from effcompile.report.runs_html import run_html
 from effcompile.runs import saving
 from effcompile.runs.carry import States, group_names, names_of, states_of
 from effcompile.runs.entering import Entered, enter
+from effcompile.runs.examples import examples_of, units_of
 from effcompile.runs.fields.average import Average
 from effcompile.runs.fields.base import Graph
 from effcompile.runs.fields.data import Data
+from effcompile.runs.graphs import Common, drawn, planned_graphs
 from effcompile.runs.plateau import Plateau
-from effcompile.runs.pricing import Priced, limits
+from effcompile.runs.pricing import Priced, machine_of
 from effcompile.runs.stage import PLATEAU, Stage
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-class Common(TypedDict, total=False):
-    """What all stages are planned with, beside the memory."""
-
-    target: str | Target
-    loss: Loss | None
 
 
 @dataclass(kw_only=True)
@@ -107,13 +96,9 @@ class Active:
         return loss.detach()
 
     def _drawn(self) -> tuple[Graph, TrainingExecutable]:
-        """The graph of this step: drawn by its number, so that a run that is resumed draws the same."""
-        graphs = self.entered.graphs
-        if len(graphs) == 1:
-            return graphs[0], self.model
-        generator = torch.Generator().manual_seed(7919 * self.number + self.run.done[self.number])
-        place = int(torch.multinomial(torch.tensor([graph.share for graph in graphs]), 1, generator=generator))
-        return graphs[place], (self.model, *self.others)[place]
+        """The graph of this step, planned."""
+        place = drawn(self.entered.graphs, self.number, self.run.done[self.number])
+        return self.entered.graphs[place], (self.model, *self.others)[place]
 
 
 @dataclass(kw_only=True)
@@ -238,19 +223,10 @@ class Run:
 
     def _made(self, entered: Entered) -> tuple[Priced, list[TrainingExecutable]]:
         """The planned models of the stage's graphs, and what they cost."""
-        number, stage = entered.number, entered.stage
-        batch = None if stage.batch is None else self.batches[number]
-        made: list[TrainingExecutable] = []
-        graphs, budgets = entered.graphs, limits(entered, self.memory, self.common["target"])
-        for graph, memory in zip(graphs, budgets.memory, strict=True):
-            optimizer = None if made else entered.optimizer
-            with entered.around(graph):
-                planned = optimize(
-                    self.model, inputs=self.examples[number], mode="training", optimizer=optimizer, batch=batch,
-                    passes=entered.passes, max_error=stage.max_error, memory=memory, **self.common,
-                )  # fmt: skip
-            made.append(planned)
-        return replace(self.priced[number], plans=tuple(one.plan for one in made), graphs=graphs), made
+        number = entered.number
+        batch = None if entered.stage.batch is None else self.batches[number]
+        made = planned_graphs(self.model, entered, self.examples[number], batch, self.memory, self.common)
+        return replace(self.priced[number], plans=tuple(one.plan for one in made), graphs=entered.graphs), made
 
     def _factor(self, number: int) -> float:
         """What the law of the optimizer makes of its learning rates at the stage's batch."""
@@ -295,9 +271,7 @@ class Run:
     @property
     def machine(self) -> RunMachine:
         """What the target takes by the hour, where it states that."""
-        target = self.common["target"]
-        found = None if target == "auto" else target if isinstance(target, Target) else load_target(target)
-        return RunMachine() if found is None else RunMachine(watts=found.watts, price=found.hourly_price)
+        return machine_of(self.common["target"])
 
     def html(self) -> str:
         """The report as one page."""
@@ -349,15 +323,3 @@ class Run:
         for plateau, losses in zip(self._plateaus, held["plateaus"], strict=True):
             plateau.losses = list(losses)
         self._loaded = held
-
-
-def examples_of(example: Example) -> int:
-    """Examples in a stage's inputs."""
-    return examples_in(*as_inputs(example))
-
-
-def units_of(example: Example) -> int:
-    """Tokens, or patches, of one example: entries of its first integer tensor; 0 where there is none."""
-    args, kwargs = as_inputs(example)
-    found = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.dim() > 1 and not v.is_floating_point()), None)
-    return 0 if found is None else int(found[0].numel())

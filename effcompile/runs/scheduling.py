@@ -20,12 +20,13 @@ from effcompile.machine.target import Target
 from effcompile.planner.learning_rate import LearningRate, law
 from effcompile.runs.carry import group_names, names_of, of_changed
 from effcompile.runs.entering import enter
+from effcompile.runs.examples import examples_of
 from effcompile.runs.fields import FIELDS, LAYERED
 from effcompile.runs.fields.base import Graph
 from effcompile.runs.flops import step_flops
 from effcompile.runs.layers import find_layers
 from effcompile.runs.pricing import Priced, limits
-from effcompile.runs.run import Run, examples_of
+from effcompile.runs.run import Run
 from effcompile.runs.stage import Stage
 from effcompile.runs.suggest import check, suggested
 

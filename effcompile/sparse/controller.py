@@ -12,20 +12,20 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from effcompile.core.errors import UsageError
-from effcompile.ir.sparsity import Efficiency, LayerFigures, SparsityFigures, StepFlops
+from effcompile.ir.sparsity import Efficiency, SparsityFigures, StepFlops
 from effcompile.sparse import costs, hold, moments, saliency, select, start, tickets
+from effcompile.sparse.figures import figures_of
+from effcompile.sparse.growth import growth_keys
 from effcompile.sparse.held import Held
 from effcompile.sparse.movement import Movement, cosine_ratio, move
 from effcompile.sparse.recipe import Execution, Growth, Recipe, learning_rate_factor
+from effcompile.sparse.saved import check_state, put_back, remembered
 
 __all__ = ["DynamicSparsity"]
-
-_MUST_AGREE = ("sparsity", "block", "growth", "updates", "steps", "prune_ratio", "distribution", "balanced")
 
 
 class DynamicSparsity:
@@ -136,8 +136,8 @@ class DynamicSparsity:
             raise UsageError("This pattern is static: updates=0. Make the controller with updates=80 to move it.")
         ratio = cosine_ratio(recipe.prune_ratio, min(self._done, recipe.updates), recipe.updates)
         moves = move(
-            {held.name: held.scores() for held in self._held}, self.masks(), self._keys(), ratio, generator=self._generator,
-            regrow=recipe.growth == "gradient", pooled=recipe.distribution == "global", balanced=recipe.balanced,
+            {held.name: held.scores() for held in self._held}, self.masks(), growth_keys(self._held, recipe, self._generator), ratio,
+            generator=self._generator, regrow=recipe.growth == "gradient", pooled=recipe.distribution == "global", balanced=recipe.balanced,
             room={held.name: held.room for held in self._held},
         )  # fmt: skip
         self._apply(moves)
@@ -158,13 +158,7 @@ class DynamicSparsity:
         Raises:
             UsageError: a scheduler holds the rates already, and would put the old ones back.
         """
-        if any("initial_lr" in group for group in self.optimizer.param_groups):
-            raise UsageError(
-                "A scheduler was made on this optimizer and would undo this. Call scale_learning_rates() before making it, "
-                "or put learning_rate_factor into the scheduler's lambda."
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] * self.learning_rate_factor
+        moments.scale_learning_rates(self.optimizer, self.learning_rate_factor)
 
     def release(self) -> None:
         """End it: the layers are plain nn.Linear again, zeros filled in, in the model and in the optimizer's state."""
@@ -201,7 +195,7 @@ class DynamicSparsity:
 
     def remember(self) -> None:
         """Keep weights, buffers and the optimizer's state of this step, for `rewind` (Frankle et al. 2020, 1912.05671)."""
-        self._remembered = copy.deepcopy({"model": self.model.state_dict(), "state": self.optimizer.state_dict()["state"]})
+        self._remembered = remembered(self.model, self.optimizer)
 
     @torch.no_grad()
     def rewind(self) -> None:
@@ -213,12 +207,7 @@ class DynamicSparsity:
         if self._remembered is None:
             raise UsageError("Nothing to rewind to: call remember() at the step to come back to.")
         masks = self.masks()
-        kept = copy.deepcopy(self._remembered)
-        try:
-            self.model.load_state_dict(kept["model"])
-        except RuntimeError as error:
-            raise UsageError("Layers changed their form since remember(): a shrunk or compacted model has no way back.") from error
-        self.optimizer.load_state_dict({"state": kept["state"], "param_groups": self.optimizer.state_dict()["param_groups"]})
+        put_back(self._remembered, self.model, self.optimizer)
         nothing = {name: torch.zeros_like(mask) for name, mask in masks.items()}
         self._apply({name: Movement(kept=mask, grown=nothing[name]) for name, mask in masks.items()})
 
@@ -273,7 +262,7 @@ class DynamicSparsity:
         Raises:
             UsageError: of another recipe or another model.
         """
-        self._check_state(state)
+        check_state(state, self.recipe, self.masks())
         for held in self._held:
             held.set_mask(state["masks"][held.name])
         self._explored = {name: mask.clone() for name, mask in state["explored"].items()}
@@ -282,20 +271,6 @@ class DynamicSparsity:
         self._bird = tickets.EarlyBird(**copy.deepcopy(state["early_bird"]))
         self._remembered = copy.deepcopy(state["remembered"])
         self._collect(self._due == self._step + 1)
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        mine = asdict(self.recipe)
-        for entry in _MUST_AGREE:
-            if mine[entry] != state["recipe"][entry]:
-                saved = state["recipe"][entry]
-                raise UsageError(
-                    f"The checkpoint was trained with {entry}={saved!r}, this controller has {mine[entry]!r}. Make it with {saved!r}."
-                )
-        shapes = {name: tuple(mask.shape) for name, mask in state["masks"].items()}
-        here = {held.name: tuple(held.mask.shape) for held in self._held}
-        if shapes != here:
-            differ = sorted(name for name in shapes.keys() | here.keys() if shapes.get(name) != here.get(name))
-            raise UsageError(f"The checkpoint's masks are of another model: {', '.join(differ[:4])} differ in name or shape.")
 
     # ------------------------------------------------------------ figures
 
@@ -312,25 +287,14 @@ class DynamicSparsity:
     def figures(self) -> SparsityFigures:
         """Where the run stands. FLOPs and efficiency as `measure` found them; before it, FLOPs of linear layers per row."""
         flops, efficiency = self._measured or (costs.per_row(self.model, self._inside, self._held), None)
-        held = {id(held.parameter) for held in self._held}
-        return SparsityFigures(
-            model=type(self.model).__name__, sparsity=self.recipe.sparsity, block=self.recipe.block, growth=self.recipe.growth,
-            distribution=self.recipe.distribution, step=self._step, updates_done=self._done, updates=self.recipe.updates,
-            next_update=self._due, layers=tuple(self._layer_figures(held) for held in self._held),
-            other_parameters=sum(p.numel() for p in self.model.parameters() if id(p) not in held),
-            width=_commonest([one.shape[1] for one in self._held]), depth=len({_block_of(one.name) for one in self._held}),
-            flops=flops, efficiency=efficiency,
+        return figures_of(
+            self.model, self.recipe, self._held, self._explored, flops, efficiency,
+            step=self._step, updates_done=self._done, next_update=self._due,
         )  # fmt: skip
 
     def report(self, console: object = None) -> None:
         """Print the figures: layers, density, explored weights, FLOPs, eps beside break-even, and the dense model of equal FLOPs."""
         self.figures().print(console)
-
-    def _layer_figures(self, held: Held) -> LayerFigures:
-        return LayerFigures(
-            name=held.name, out_features=held.shape[0], in_features=held.shape[1], blocks=held.mask.numel(), active=int(held.mask.sum()),
-            explored=int(self._explored[held.name].sum()), empty_rows=int((~held.mask.any(dim=1)).sum()), execution=held.execution,
-        )  # fmt: skip
 
     # ------------------------------------------------------------ parts
 
@@ -346,18 +310,6 @@ class DynamicSparsity:
         scores = {held.name: held.scores() for held in self._held}
         return saliency.masks(scores, sparsity, self.recipe.distribution, self.recipe.balanced)
 
-    def _keys(self) -> dict[str, Tensor]:
-        if self.recipe.growth == "random":
-            return {held.name: torch.rand(held.mask.shape, generator=self._generator) for held in self._held}
-        missing = [held.name for held in self._held if held.dense_gradient is None]
-        if missing:
-            raise UsageError(
-                f"growth='gradient' found no dense gradient of {missing[0]!r}: there was no backward before this update. Call step() after "
-                "every optimizer.step(), and update() only through it. Under torch.compile make the controller with execution='masked'."
-            )
-        gradients = {held.name: held.dense_gradient for held in self._held}
-        return {name: saliency.blocks(_mean_over_ranks(g).abs(), self.recipe.block).cpu() for name, g in gradients.items() if g is not None}
-
     def _apply(self, moves: Mapping[str, Movement]) -> None:
         for held in self._held:
             change = held.move(moves[held.name])
@@ -365,23 +317,3 @@ class DynamicSparsity:
             if held.parameter.grad is not None:
                 change(held.parameter.grad, 0.0)
             self._explored[held.name] |= held.mask
-
-
-def _mean_over_ranks(gradient: Tensor) -> Tensor:
-    """That of all examples: data-parallel ranks have some each."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return gradient
-    total = gradient.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
-
-
-def _commonest(values: Sequence[int]) -> int:
-    return max(values, key=values.count) if values else 0
-
-
-def _block_of(name: str) -> str:
-    """The path to the first numbered part: blocks.3 of blocks.3.mlp.up."""
-    parts = name.split(".")
-    numbered = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
-    return ".".join(parts[: numbered + 1])

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from effcompile.core.errors import UsageError
 
-__all__ = ["Change", "check", "edit", "replace"]
+__all__ = ["Change", "check", "edit", "replace", "scale_learning_rates"]
 
 #: Changes a tensor of a weight's shape in place; what is new in it gets the value.
 Change = Callable[[Tensor, float], None]
@@ -70,3 +70,18 @@ def _one_of(value: object, tensors: list[Tensor]) -> bool:
 
 def _group(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any]:
     return next(group for group in optimizer.param_groups if any(held is parameter for held in group["params"]))
+
+
+def scale_learning_rates(optimizer: Optimizer, factor: float) -> None:
+    """Multiply the rate of every param group.
+
+    Raises:
+        UsageError: a scheduler holds the rates already, and would put the old ones back.
+    """
+    if any("initial_lr" in group for group in optimizer.param_groups):
+        raise UsageError(
+            "A scheduler was made on this optimizer and would undo this. Call scale_learning_rates() before making it, "
+            "or put learning_rate_factor into the scheduler's lambda."
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * factor
