@@ -22,7 +22,7 @@ from _architectures import ARCHITECTURES, build
 from _children import answer, answers, arguments_of, names_in
 
 if TYPE_CHECKING:
-    from effcompile.ir.plan import Check
+    from effcompile.ir.figures import Check
 
 LIMIT = 1e-5
 

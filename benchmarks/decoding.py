@@ -26,8 +26,9 @@ from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
+from effcompile.ir.figures import Certificate, Totals
 from effcompile.ir.formats import LINEAR_FORMATS, TABLE_INT8_ROWS, Form, WeightFormat
-from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.plan import Decision, Plan
 from effcompile.passes.norm_gate_rotary import FUSED, Rows
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom

@@ -12,7 +12,8 @@ from effcompile.backends import load_backend
 from effcompile.capture.generation import GenerationStep, capture_step
 from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.goal import Goal
-from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.ir.figures import Certificate, Totals
+from effcompile.ir.plan import Plan
 from effcompile.runtime.generation.executable import GenerationExecutable
 from effcompile.runtime.generation.steps import CacheRoom
 

@@ -21,7 +21,8 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import EffcompileError, InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Unsupported
-from effcompile.ir.plan import Certificate, Decision, Declined, Plan, Totals
+from effcompile.ir.figures import Certificate, Totals
+from effcompile.ir.plan import Decision, Declined, Plan
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny.py"
 

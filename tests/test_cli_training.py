@@ -18,7 +18,8 @@ from effcompile.core.errors import InfeasibleError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Unsupported
 from effcompile.core.units import parse_bytes
-from effcompile.ir.plan import Certificate, Decision, Declined, Plan, Totals
+from effcompile.ir.figures import Certificate, Totals
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.ir.step_figures import MemoryTimeline
 
 MIB = 2**20

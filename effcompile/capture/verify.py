@@ -18,7 +18,7 @@ from effcompile.core.reasons import Because
 from effcompile.core.stages import first_line
 from effcompile.core.types import Args, Forward, Inputs, Kwargs, Outputs
 from effcompile.ir.export import allowed, mend_views, resized, sizes_of
-from effcompile.ir.plan import Check
+from effcompile.ir.figures import Check
 from effcompile.ir.program import Program, TensorSpec
 
 #: Relative L2 that re-ordered fp32 arithmetic may cost.

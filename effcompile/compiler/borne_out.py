@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from effcompile.compiler.settle import Outcome
 from effcompile.core.reasons import Because, Reason
-from effcompile.ir.plan import Candidate, Plan
+from effcompile.ir.figures import Candidate
+from effcompile.ir.plan import Plan
 from effcompile.machine.load import busy
 from effcompile.search.machine import Machine
 

@@ -24,7 +24,8 @@ from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Inputs, Kwargs
 from effcompile.estimate import sensitivity
 from effcompile.estimate.rehearse import Rehearsal
-from effcompile.ir.plan import Candidate, Plan
+from effcompile.ir.figures import Candidate
+from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.passes import Pass, load_passes, optional_in
 from effcompile.proof.verify import references, stress_references, stressed, worst

@@ -12,7 +12,7 @@ from effcompile.capture.mends import as_reference
 from effcompile.compiler.settle import Outcome
 from effcompile.core import torch_compat_memory
 from effcompile.core.timing import faster_half_median, interleaved
-from effcompile.ir.plan import Totals
+from effcompile.ir.figures import Totals
 from effcompile.ir.program import Program
 
 #: Seconds that comparing may take, and the least and most rounds it is done in.

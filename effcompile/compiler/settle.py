@@ -19,8 +19,9 @@ from effcompile.core.findings import Corrected, Failed
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason
 from effcompile.estimate.rehearse import Rehearsal
+from effcompile.ir.figures import Candidate, Check
 from effcompile.ir.formats import Form
-from effcompile.ir.plan import Candidate, Check, Plan
+from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
 from effcompile.machine.room import Room, device_of

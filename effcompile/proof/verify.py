@@ -22,7 +22,7 @@ from effcompile.core.reasons import Because
 from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Inputs, Kwargs, Outputs
 from effcompile.estimate.inputs import stress_inputs
-from effcompile.ir.plan import Check
+from effcompile.ir.figures import Check
 from effcompile.ir.program import Program
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.proof.spool import put_aside

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_error, format_seconds
-from effcompile.ir.plan import Plan, Totals
+from effcompile.ir.figures import Totals
+from effcompile.ir.plan import Plan
 from effcompile.report import figures as f
 from effcompile.report.names import collapse, printed
 from effcompile.report.page import DIM, GOOD, STRONG, WARN, Cell, Column, Page, Row

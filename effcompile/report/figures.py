@@ -9,7 +9,8 @@ from enum import Enum
 
 from effcompile.core.goal import Goal
 from effcompile.core.units import format_bytes, format_error, format_seconds
-from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.ir.figures import Certificate, Totals
+from effcompile.ir.plan import Plan
 from effcompile.ir.step_figures import Fit
 
 NONE = "–"

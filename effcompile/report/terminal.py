@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from effcompile.core.units import format_count, format_error, format_seconds
+from effcompile.ir.figures import Candidate, Check
 from effcompile.ir.guards import counted
-from effcompile.ir.plan import Candidate, Check, Decision, Plan
+from effcompile.ir.plan import Decision, Plan
 from effcompile.report import figures as f
 from effcompile.report.devices import print_devices
 from effcompile.report.groups import DecisionGroup, RefusalGroup, groups, refusals

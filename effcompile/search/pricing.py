@@ -16,8 +16,9 @@ from effcompile.core.types import Inputs
 from effcompile.estimate import kept, sensitivity
 from effcompile.estimate.inputs import stress_inputs
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.figures import Candidate
 from effcompile.ir.formats import FP32, Form, WeightFormat
-from effcompile.ir.plan import Candidate, Plan
+from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.machines import load_target
 from effcompile.machine.target import Target

@@ -20,8 +20,9 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.figures import Certificate, Totals
 from effcompile.ir.formats import FP32, WeightFormat
-from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
 from effcompile.passes import Choice, Context, Declined, Option, Pass, propose_all

@@ -12,7 +12,8 @@ from effcompile.compiler.borne_out import confirmed
 from effcompile.compiler.settle import Outcome
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
-from effcompile.ir.plan import Certificate, Plan, Totals
+from effcompile.ir.figures import Certificate, Totals
+from effcompile.ir.plan import Plan
 from effcompile.report.figures import borne_out
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from effcompile.compiler.borne_out import stale_timings
-from effcompile.ir.plan import Candidate
+from effcompile.ir.figures import Candidate
 from effcompile.machine.calibration import BackendPoints, Calibration
 from effcompile.machine.hardware import this_hardware
 from effcompile.machine.machines import load_target

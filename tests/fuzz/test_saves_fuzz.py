@@ -25,7 +25,8 @@ from effcompile.core.errors import UsageError
 from effcompile.core.folders import read_steadily
 from effcompile.core.goal import Goal
 from effcompile.ir import saved
-from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.figures import Certificate, Totals
+from effcompile.ir.plan import Decision, Plan
 
 MINE = "the user's own"
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
+from effcompile.ir.figures import Certificate, Totals
 from effcompile.ir.formats import LINEAR_FORMATS, Form
-from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.plan import Decision, Plan
 from effcompile.ir.program import Program
 from effcompile.machine.target import KernelCall, Target
 from effcompile.passes.base import Choice, Context, Declined

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from effcompile.ir.plan import Check
+from effcompile.ir.figures import Check
 from effcompile.ops.optimizers import StatesForm
 from effcompile.passes.training.optimizer_ways import StatesOption
 from effcompile.proof.training import updates

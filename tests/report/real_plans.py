@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import effcompile
 from effcompile.core.errors import InfeasibleError
-from effcompile.ir.plan import Check, Plan, Totals
+from effcompile.ir.figures import Check, Totals
+from effcompile.ir.plan import Plan
 from effcompile.machine.machines import load_target
 
 KIB = 1024

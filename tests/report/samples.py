@@ -11,7 +11,8 @@ from effcompile.core.errors import InfeasibleError
 from effcompile.core.findings import Padding
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, NotFaster, Unsupported
-from effcompile.ir.plan import Candidate, Certificate, Check, Decision, Declined, Plan, Totals
+from effcompile.ir.figures import Candidate, Certificate, Check, Totals
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.machine.target import Target
 
 LAYERS = 12

@@ -16,7 +16,8 @@ from effcompile.core.errors import UnknownNameError, UsageError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.ir.exchange import held_bytes, less, more, settled
-from effcompile.ir.plan import Decision, Declined, Plan, Totals
+from effcompile.ir.figures import Totals
+from effcompile.ir.plan import Decision, Declined, Plan
 
 #: Seconds and bytes of each option of three sites, the taken one first.
 SITES = {

@@ -24,7 +24,8 @@ from effcompile.core.mask import Edge, MaskForm, Sees
 from effcompile.core.reason_kinds import KINDS
 from effcompile.core.reasons import Because
 from effcompile.core.units import parse_bytes
-from effcompile.ir.plan import Candidate, Decision, Declined, Plan, Totals
+from effcompile.ir.figures import Candidate, Totals
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.report import diff, explain, find_site, flag, html_report, print_infeasible, print_plan, targets_table
 from effcompile.report.reasons import words
 

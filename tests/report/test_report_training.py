@@ -16,7 +16,8 @@ from test_report_html import Checker
 from test_report_text import render
 
 from effcompile.core.goal import Goal
-from effcompile.ir.plan import Plan, Totals
+from effcompile.ir.figures import Totals
+from effcompile.ir.plan import Plan
 from effcompile.ir.step_figures import MemoryTimeline
 from effcompile.report import diff, explain, find_site, frontier_html, html_report, print_frontier, print_infeasible, print_plan
 from effcompile.report.chart import Line, bar, bytes_like, dots_of, frontier_chart, memory_chart, resample

@@ -11,7 +11,8 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Unsupported
-from effcompile.ir.plan import Certificate, Check, Decision, Declined, Plan, Totals
+from effcompile.ir.figures import Certificate, Check, Totals
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.ir.step_figures import MemoryTimeline
 
 MIB = 2**20

@@ -22,8 +22,9 @@ from effcompile.core.types import Args, HFModel, Kwargs
 from effcompile.core.units import format_bytes
 from effcompile.estimate import kept
 from effcompile.estimate.sensitivity import Sensitivity
+from effcompile.ir.figures import Candidate
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Candidate, Plan
+from effcompile.ir.plan import Plan
 from effcompile.passes import Choice, Pass, load_passes, optional_in
 from effcompile.proof.generation import measured
 from effcompile.proof.generation.check import Told, checks, told_by

@@ -23,7 +23,8 @@ from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError, InfeasibleError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
-from effcompile.ir.plan import Decision, Plan, Setting, Totals
+from effcompile.ir.figures import Totals
+from effcompile.ir.plan import Decision, Plan, Setting
 from effcompile.ir.step import Step
 from effcompile.passes import load_training_passes
 from effcompile.passes.training import states

@@ -16,8 +16,9 @@ from effcompile.compiler.parallel.meeting import Meeting
 from effcompile.core import torch_compat_memory
 from effcompile.core.errors import VerificationError
 from effcompile.core.reasons import Because
+from effcompile.ir.figures import Check, Totals
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Check, Plan, Totals
+from effcompile.ir.plan import Plan
 from effcompile.machine.room import Room, device_of
 from effcompile.proof.training import verify
 from effcompile.proof.training.alive import alive_bytes

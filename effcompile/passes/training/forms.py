@@ -11,8 +11,9 @@ from torch import fx
 from effcompile.core.cost import Cost
 from effcompile.core.errors import FormatError
 from effcompile.core.reasons import Reason, Unsupported
+from effcompile.ir.figures import check_reasons
 from effcompile.ir.footprint import Footprint
-from effcompile.ir.plan import Decision, Declined, check_reasons
+from effcompile.ir.plan import Decision, Declined
 from effcompile.ir.roles import Leaving
 from effcompile.ir.sane import objection
 from effcompile.ir.step import Step

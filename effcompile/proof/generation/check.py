@@ -14,7 +14,7 @@ from effcompile.capture.verify import relative_error
 from effcompile.core.findings import Nats
 from effcompile.core.goal import Goal
 from effcompile.core.types import HFModel, Kwargs
-from effcompile.ir.plan import Check
+from effcompile.ir.figures import Check
 from effcompile.proof.rounding import doubled, exact_limit, in_float64, most_rounding
 from effcompile.runtime.generation.stepper import Stepper
 

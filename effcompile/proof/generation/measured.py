@@ -22,8 +22,9 @@ from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because
 from effcompile.core.timing import faster_half_median, interleaved
 from effcompile.core.types import Forward, HFModel, Kwargs, Outputs
+from effcompile.ir.figures import Totals
 from effcompile.ir.formats import FP32
-from effcompile.ir.plan import Plan, Totals
+from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.runtime.generation.stepper import Stepper
 from effcompile.runtime.generation.steps import CacheRoom, LoweredStep

@@ -20,8 +20,9 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.findings import HostUse, Unmeasured
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.units import format_seconds
+from effcompile.ir.figures import Check, Totals
 from effcompile.ir.footprint import excess
-from effcompile.ir.plan import Check, Plan, Totals
+from effcompile.ir.plan import Plan
 from effcompile.machine.room import NoRoomError, Room, device_of
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.optimizer_ways import StatesOption

@@ -16,7 +16,7 @@ from effcompile.backends.torch.training import StepRunner
 from effcompile.core import torch_compat_memory
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
-from effcompile.ir.plan import Check
+from effcompile.ir.figures import Check
 from effcompile.machine.memory import give_back
 from effcompile.machine.room import device_of
 from effcompile.ops.consume import Sink

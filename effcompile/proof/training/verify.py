@@ -17,7 +17,7 @@ from effcompile.core.errors import VerificationError
 from effcompile.core.findings import Cosine, Together
 from effcompile.core.goal import EXACT_TOLERANCE
 from effcompile.core.reasons import Because, Reason
-from effcompile.ir.plan import Check
+from effcompile.ir.figures import Check
 from effcompile.machine.room import device_of
 from effcompile.proof.spool import Spool
 from effcompile.search.training.work import LeafInputs

@@ -14,7 +14,8 @@ from effcompile.core.errors import UsageError
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.distributed import Distributed
-from effcompile.ir.plan import Certificate, Decision, Declined, Plan, Totals
+from effcompile.ir.figures import Certificate, Totals
+from effcompile.ir.plan import Decision, Declined, Plan
 from effcompile.ir.strategy import Strategy, StrategyFields
 from effcompile.machine.cluster import Cluster, Links
 from effcompile.machine.machines import known_targets, load_target

@@ -11,8 +11,9 @@ from torch import fx
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
 from effcompile.core.reasons import Because, Faster, Reason
+from effcompile.ir.figures import Certificate, Totals
 from effcompile.ir.footprint import GIVEN, GRADIENTS
-from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.plan import Decision, Plan
 from effcompile.ir.step import Step
 from effcompile.ir.step_figures import MOST_POINTS, MemoryTimeline
 from effcompile.passes.training.base import Chosen, StepOutcome

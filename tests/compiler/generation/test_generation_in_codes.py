@@ -21,8 +21,9 @@ from effcompile.compiler.generation.lower import lower_step
 from effcompile.core.cost import Cost
 from effcompile.core.goal import Goal
 from effcompile.estimate import fake_quant
+from effcompile.ir.figures import Certificate, Totals
 from effcompile.ir.formats import LINEAR_FORMATS, Form
-from effcompile.ir.plan import Certificate, Decision, Plan, Totals
+from effcompile.ir.plan import Decision, Plan
 from effcompile.ops import row_program
 from effcompile.passes.norm_gate_rotary import Rows
 from effcompile.runtime.generation.executable import GenerationExecutable
