@@ -36,7 +36,7 @@ def attention_launches(
             attention_calls.forward(q, k, v, given)
         else:
             out, lse = torch.empty_like(q), torch.empty((b, h, s), device="meta")
-            attention_calls.backward(attention_calls.Call.of(q, k, v, given, ()), grad, out, lse)
+            attention_calls.backward(attention_calls.AttentionCall.of(q, k, v, given, ()), grad, out, lse)
 
 
 def loss_head_launches(*, softcap: bool = False) -> None:

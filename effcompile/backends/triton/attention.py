@@ -1,7 +1,7 @@
 """Attention on the tiled kernels: `effcompile::attention` and its backward, once `register` has made them a device's kernels.
 
 What the kernels do not take goes to the default kernel, with a reason (`declines`): never a wrong result. What calls of one form have in
-common is made at the first of them (`Form`): a model's step waits for the host where a launch takes it longer than the GPU.
+common is made at the first of them (`AttentionForm`): a model's step waits for the host where a launch takes it longer than the GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from effcompile.backends.triton import tune
-from effcompile.backends.triton.attention_calls import Form, backward, run_forward
+from effcompile.backends.triton.attention_calls import AttentionForm, backward, run_forward
 from effcompile.backends.triton.attention_tiles import declines
 from effcompile.backends.triton.configs import forced
 from effcompile.core.building import under_way
@@ -29,10 +29,10 @@ _NEEDED = tuple(one.name for one in fields(NeededGradients))
 
 
 #: Forms by what they hang on.
-_forms: dict[object, Form] = {}
+_forms: dict[object, AttentionForm] = {}
 
 
-def _form(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool) -> Form:
+def _form(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool) -> AttentionForm:
     """Of a call with the operators' arguments; it is checked where there was none of its form."""
     if forced():  # what is tried once is not how calls are launched
         return _checked(q, k, v, rest, numbers, backward=backward)
@@ -55,10 +55,10 @@ def _told(given: Any) -> object:
     return (given.shape, given.stride(), given.dtype, given.device) if isinstance(given, Tensor) else tuple(map(_told, given))
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool) -> Form:
+def _checked(q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object], numbers: Mapping[str, object], *, backward: bool) -> AttentionForm:
     terms = Terms.of(*rest, **numbers)
     check(q, k, v, terms)
-    return Form.of(q, k, v, terms, reason=declines(q, k, v, terms, backward=backward))
+    return AttentionForm.of(q, k, v, terms, reason=declines(q, k, v, terms, backward=backward))
 
 
 def register(device: str) -> None:

@@ -46,7 +46,7 @@ class _Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class AttentionForm:
     """What calls with the same shapes, strides, dtypes, device and numbers have in common.
 
     reason: why the kernels decline them, or None. numbers: the terms without their tensors. full: (B, H, Sq, Sk). heads: of k. widths: of
@@ -69,7 +69,7 @@ class Form:
     _launches: dict[str, _Launch] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, reason: str | None = None) -> Form:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, reason: str | None = None) -> AttentionForm:
         (b, h, sq, d), (_, heads, sk, _), dv = q.shape, k.shape, v.shape[3]
         widths = {
             "D": d, "DV": dv, "BLOCK_D": max(NARROWEST, next_power_of_2(d)), "BLOCK_DV": max(NARROWEST, next_power_of_2(dv)),
@@ -108,20 +108,20 @@ class Form:
         fixed |= {"list_strides": (0, 0), "LIST_M": m, "LIST_N": n}
         return _Launch(config, programs, fixed, (t.lo, t.hi, t.chunk, sq, sk, m, n, self.device, self.hides, by_keys))
 
-    def call(self, q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object]) -> Call:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, rest: Sequence[object]) -> AttentionCall:
         """One of this form, with the operators' other tensors."""
         if not self.straight:
             q, k, v = by_rows(q), by_rows(k), by_rows(v)
         operands: Any = {} if self.plain else dict(zip(OPERANDS, rest, strict=False))
         tiles: Any = rest[len(OPERANDS)] if self.lists else ()
-        return Call(self, q, k, v, operands, tiles)
+        return AttentionCall(self, q, k, v, operands, tiles)
 
 
 @dataclass(slots=True)
-class Call:
+class AttentionCall:
     """A checked call, prepared: q, k, v with last stride 1, tensors of its terms by name, and its lists: 8, 4 or none."""
 
-    form: Form
+    form: AttentionForm
     q: Tensor
     k: Tensor
     v: Tensor
@@ -129,8 +129,8 @@ class Call:
     tiles: Sequence[Tensor]
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor]) -> Call:
-        form = Form.of(q, k, v, replace(terms, tiles=tuple(tiles[:4])))
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor]) -> AttentionCall:
+        form = AttentionForm.of(q, k, v, replace(terms, tiles=tuple(tiles[:4])))
         return form.call(q, k, v, (*(getattr(terms, name) for name in OPERANDS), tiles))
 
     def arguments(self, launch: _Launch, *, transposed: bool = False) -> Arguments:
@@ -201,7 +201,7 @@ def trial(
         with using(**{**others, kernel: config}):
             if kernel == "forward":
                 return forward(q, k, v, terms)
-            call = Call.of(q, k, v, terms, ())
+            call = AttentionCall.of(q, k, v, terms, ())
             given = {"grad": grad, "grad_strides": grad.stride()[:3], "bottom": rows, "delta": rows}
             with _on(q):
                 return _dq(call, given, wanted=False) if kernel == "dq" else _dkdv(call, given)
@@ -211,10 +211,10 @@ def trial(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, tiles: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
     """(out [B, H, Sq, Dv], lse [B, H, Sq] in fp32) of checked arguments that are not declined. `tiles`: 8 lists, 4, or none."""
-    return run_forward(Call.of(q, k, v, terms, tiles))
+    return run_forward(AttentionCall.of(q, k, v, terms, tiles))
 
 
-def run_forward(call: Call) -> tuple[Tensor, Tensor]:
+def run_forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """As `forward`, of a call that is prepared."""
     form = call.form
     b, h, sq, sk = form.full
@@ -231,7 +231,7 @@ def run_forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    call: Call, grad_out: Tensor, out: Tensor, lse: Tensor, wanted: NeededGradients = ALL_WANTED
+    call: AttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor, wanted: NeededGradients = ALL_WANTED
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dbias, dsink) as `effcompile::attention_backward`; the last two of size (0) where not wanted or not there."""
     grad_out, lse, sink = by_rows(grad_out), lse.contiguous(), call.operands.get("sink")
@@ -249,7 +249,7 @@ def backward(
     return dq, dk, dv, dbias, dsink
 
 
-def _rows(call: Call, out: Tensor, grad: Tensor, lse: Tensor) -> Arguments:
+def _rows(call: AttentionCall, out: Tensor, grad: Tensor, lse: Tensor) -> Arguments:
     """What both kernels of the backward take besides the forward's arguments: each row's terms are made once, by a kernel of their own."""
     form = call.form
     _, h, sq, _ = form.full
@@ -261,7 +261,7 @@ def _rows(call: Call, out: Tensor, grad: Tensor, lse: Tensor) -> Arguments:
     return {"grad": grad, "grad_strides": strides, "bottom": bottom, "delta": delta}
 
 
-def _dq(call: Call, rows: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]:
+def _dq(call: AttentionCall, rows: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]:
     form, bias = call.form, call.operands.get("bias")
     dq, launch = torch.empty(call.q.shape, dtype=form.dtype, device=form.device), form.launch("dq")
     if bias is None or not wanted:
@@ -276,7 +276,7 @@ def _dq(call: Call, rows: Arguments, *, wanted: bool) -> tuple[Tensor, Tensor]:
     return dq, made.sum_to_size(bias.shape).to(bias.dtype)
 
 
-def _dkdv(call: Call, rows: Arguments) -> tuple[Tensor, Tensor]:
+def _dkdv(call: AttentionCall, rows: Arguments) -> tuple[Tensor, Tensor]:
     form = call.form
     dk, dv = (torch.empty(t.shape, dtype=form.dtype, device=form.device) for t in (call.k, call.v))
     launch = form.launch("dkdv")
@@ -285,7 +285,7 @@ def _dkdv(call: Call, rows: Arguments) -> tuple[Tensor, Tensor]:
     return dk, dv
 
 
-def _add_uniform(call: Call, grad: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+def _add_uniform(call: AttentionCall, grad: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Rows that see nothing weigh every key 1 / Sk. Their slopes (grad · v − delta) / Sk reach q and k where the scores were only added to.
 
     Summed over queries or keys first, each product is of head-size matrices: no [Sq, Sk].

@@ -85,7 +85,7 @@ def check(terms: dict[str, Any], dtype: torch.dtype, tiles: bool, dv: int = D, d
         given = Terms(scale=d**-0.5, **{n: getattr(given, n) for n in terms}, block_q=64, block_k=32)
     assert attention.declines(q, k, v, given, backward=True) is None
     out, lse = attention_calls.forward(q, k, v, given, lists)
-    found = attention_calls.backward(attention_calls.Call.of(q, k, v, given, lists), grad, out, lse)
+    found = attention_calls.backward(attention_calls.AttentionCall.of(q, k, v, given, lists), grad, out, lse)
 
     wide = {n: t.double() for n, t in (("q", q), ("k", k), ("v", v), ("bias", given.bias), ("sink", given.sink)) if t is not None}
     if "bias" in wide:

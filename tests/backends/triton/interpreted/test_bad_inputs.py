@@ -58,7 +58,7 @@ def test_attention_of_odd_strides() -> None:
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.25)
     torch.testing.assert_close(out, wanted)
     grad = odd(1, 2, 20, 16, seed=3)
-    found = attention_calls.backward(attention_calls.Call.of(q, k, v, terms, ()), grad, out, lse)
+    found = attention_calls.backward(attention_calls.AttentionCall.of(q, k, v, terms, ()), grad, out, lse)
     for got, want in zip(found[:3], _gradients(q, k, v, grad), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
