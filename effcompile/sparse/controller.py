@@ -286,9 +286,9 @@ class DynamicSparsity:
 
     def figures(self) -> SparsityFigures:
         """Where the run stands. FLOPs and efficiency as `measure` found them; before it, FLOPs of linear layers per row."""
-        flops, efficiency = self._measured or (costs.per_row(self.model, self._inside, self._held), None)
+        measured = self._measured or (costs.per_row(self.model, self._inside, self._held), None)
         return figures_of(
-            self.model, self.recipe, self._held, self._explored, flops, efficiency,
+            self.model, self.recipe, self._held, self._explored, measured,
             step=self._step, updates_done=self._done, next_update=self._due,
         )  # fmt: skip
 

@@ -12,8 +12,8 @@ from effcompile.sparse.recipe import Recipe
 
 
 def figures_of(
-    model: nn.Module, recipe: Recipe, layers: Sequence[Held], explored: Mapping[str, Tensor], flops: StepFlops,
-    efficiency: Efficiency | None, *, step: int, updates_done: int, next_update: int | None,
+    model: nn.Module, recipe: Recipe, layers: Sequence[Held], explored: Mapping[str, Tensor],
+    measured: tuple[StepFlops, Efficiency | None], *, step: int, updates_done: int, next_update: int | None,
 ) -> SparsityFigures:  # fmt: skip
     """Of a model and its sparse layers. `explored`: the blocks of each that were ever active, bool (O / b, I / b)."""
     held = {id(held.parameter) for held in layers}
@@ -23,7 +23,7 @@ def figures_of(
         next_update=next_update, layers=tuple(_layer_figures(held, explored[held.name]) for held in layers),
         other_parameters=sum(p.numel() for p in model.parameters() if id(p) not in held),
         width=_commonest([one.shape[1] for one in layers]), depth=len({_block_of(one.name) for one in layers}),
-        flops=flops, efficiency=efficiency,
+        flops=measured[0], efficiency=measured[1],
     )  # fmt: skip
 
 
