@@ -1,6 +1,6 @@
-"""What packages are installed, and what they register.
+"""What packages are installed: their versions, and what they register.
 
-It is read once for as long as no package comes or goes, for to read it takes tens of milliseconds.
+That is read once for as long as no package comes or goes, for to read it takes tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -29,3 +29,14 @@ def _changed(place: str) -> int:
 def _read(group: str, places: tuple[tuple[str, int], ...]) -> tuple[EntryPoint, ...]:
     """Read anew where `places` differ, which metadata looks at itself."""
     return tuple(metadata.entry_points(group=group))
+
+
+def versions() -> dict[str, str]:
+    """Package → version, of what a plan's figures depend on."""
+    found = {}
+    for package in ("effcompile", "torch", "onnxruntime", "openvino", "z3-solver", "transformers"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -17,6 +17,7 @@ from effcompile.core.causes import Limits, MachineTooSmall
 from effcompile.core.cost import Cost, Provenance, total
 from effcompile.core.errors import InfeasibleError
 from effcompile.core.goal import Goal
+from effcompile.core.installed import versions
 from effcompile.core.reasons import Because, Reason, Unsupported
 from effcompile.estimate.nodes import estimate
 from effcompile.estimate.sensitivity import Sensitivity
@@ -319,16 +320,3 @@ def _certificate(solution: planner.Solution, constraints: Constraints) -> Certif
         rounds=constraints.round,
         error_scale=constraints.error_scale,
     )
-
-
-def versions() -> dict[str, str]:
-    """Package → version, of what a plan's figures depend on."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for package in ("effcompile", "torch", "onnxruntime", "openvino", "z3-solver", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

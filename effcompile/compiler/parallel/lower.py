@@ -28,6 +28,7 @@ from effcompile.compiler.parallel.meeting import Meeting
 from effcompile.compiler.parallel.prove import own_step, proven
 from effcompile.compiler.training.compile import Applied, applied_plan, plan_training
 from effcompile.core.errors import UsageError
+from effcompile.core.installed import versions
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.plan import Plan
 from effcompile.ir.step import Spread
@@ -36,7 +37,6 @@ from effcompile.proof.training.in_parts import runner_of
 from effcompile.runtime.training import TrainingExecutable
 from effcompile.search.progress import entry
 from effcompile.search.request import AnyOptimizer, Asked, Task
-from effcompile.search.search import versions
 
 
 @entry("optimize")

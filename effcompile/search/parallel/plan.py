@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.errors import UsageError
+from effcompile.core.installed import versions
 from effcompile.core.reasons import Because, Reason
 from effcompile.core.types import Args, Kwargs
 from effcompile.ir.distributed import Distributed
@@ -32,7 +33,6 @@ from effcompile.search.many_devices import ManyDevices
 from effcompile.search.parallel.describe import describe
 from effcompile.search.progress import QUIET, Progress, entry
 from effcompile.search.request import Request
-from effcompile.search.search import versions
 
 _SITE = "devices"
 

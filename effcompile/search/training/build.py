@@ -10,6 +10,7 @@ from torch import fx
 
 from effcompile.core.cost import Cost, Provenance
 from effcompile.core.goal import Goal
+from effcompile.core.installed import versions
 from effcompile.core.reasons import Because, Faster, Reason
 from effcompile.ir.figures import Certificate, Totals
 from effcompile.ir.footprint import GIVEN, GRADIENTS
@@ -19,7 +20,6 @@ from effcompile.ir.step_figures import MOST_POINTS, MemoryTimeline
 from effcompile.passes.training.base import Chosen, StepOutcome
 from effcompile.passes.training.forms import told
 from effcompile.passes.training.taken_blocks import TakenBlocks, notes_of_fronts
-from effcompile.search.search import versions
 from effcompile.search.training import segments
 from effcompile.search.training.cases import Joint
 from effcompile.search.training.fit import fit
