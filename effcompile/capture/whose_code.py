@@ -10,6 +10,7 @@ import torch
 
 from effcompile.capture.holders import file_of
 
+#: Where the files lie of torch, of ours, of Python itself; and what the path of an installed package has in it.
 TORCH = f"{Path(torch.__file__).parent}/"
 OURS = f"{Path(__file__).parent.parent}/"
 STANDARD = tuple(f"{path}/" for key, path in sysconfig.get_paths().items() if key in ("stdlib", "platstdlib"))
