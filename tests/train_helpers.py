@@ -27,8 +27,8 @@ from effcompile.passes.training.base import Case, StepContext, StepPass
 from effcompile.passes.training.forms import forms
 from effcompile.planner.remat import Group
 from effcompile.schedules.blocks import Blocks
-from effcompile.schedules.cut import cut_into_blocks
 from effcompile.schedules.emit import emit
+from effcompile.schedules.into_blocks import cut_into_blocks
 from effcompile.search.training.operator_costs import OperatorCosts
 
 VOCABULARY = 96

@@ -1,4 +1,4 @@
-"""A training step cut into blocks: what each makes, reads and could recompute, in the planner's plain numbers.
+"""The blocks of a training step: what each makes, reads and could recompute, in the planner's plain numbers.
 
 The graph is split into what does not depend on the gradient that arrives at the loss (the forward, and what the backward
 may compute without it) and the rest (the backward). Blocks follow the user's modules (cuts.py). Storages, not nodes, are

@@ -25,8 +25,8 @@ from effcompile.ir.step import Step
 from effcompile.ops.workspace import workspace_bytes
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.schedules.blocks import Blocks
-from effcompile.schedules.cut import cut_into_blocks
 from effcompile.schedules.emit import Emitted, emit
+from effcompile.schedules.into_blocks import cut_into_blocks
 from effcompile.schedules.simulate import simulate
 
 VOCABULARY, WIDTH = 67, 32  # 67 rows divide by no number of ranks

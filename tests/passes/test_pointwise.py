@@ -25,8 +25,8 @@ from effcompile.passes.training.base import Case, StepOutcome
 from effcompile.passes.training.forms import forms, reapplied, told
 from effcompile.passes.training.pointwise import Pointwise, fuse
 from effcompile.schedules.blocks import Blocks, split
-from effcompile.schedules.cut import cut_into_blocks
 from effcompile.schedules.emit import emit
+from effcompile.schedules.into_blocks import cut_into_blocks
 from effcompile.schedules.simulate import simulate
 from effcompile.search.training.operator_costs import OperatorCosts
 

@@ -9,8 +9,8 @@ from train_helpers import cut_step, differing, eager, everything, run_schedule
 
 from effcompile.capture import capture_training
 from effcompile.schedules.blocks import WHOLE
-from effcompile.schedules.cut import in_one_block
 from effcompile.schedules.emit import emit
+from effcompile.schedules.into_blocks import in_one_block
 from effcompile.schedules.simulate import simulate
 
 aten = torch.ops.aten

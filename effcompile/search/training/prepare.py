@@ -17,8 +17,8 @@ from effcompile.passes.training.checkpoint import Checkpoint, keeping_all
 from effcompile.passes.training.levers import Levers
 from effcompile.planner.remat import BlockFront, BlockOption, BlockStage, Group, keep_fronts
 from effcompile.schedules.blocks import Blocks
-from effcompile.schedules.cut import cut_into_blocks, in_one_block
 from effcompile.schedules.emit import Emitted, emit
+from effcompile.schedules.into_blocks import cut_into_blocks, in_one_block
 from effcompile.schedules.simulate import Trace, simulate
 from effcompile.search.training.operator_costs import OperatorCosts, costly, seconds_of
 

@@ -1,4 +1,4 @@
-"""A training step is cut into blocks, of the values that cross from one to the next."""
+"""A training step cut into blocks (cuts.py says where): what each makes and reads, in the planner's plain numbers."""
 
 from __future__ import annotations
 
