@@ -18,7 +18,7 @@ from effcompile.backends.torch.ranks import Ranks, ordered_mesh, spread_paramete
 from effcompile.backends.torch.training import StepRunner
 from effcompile.capture.training import capture_training
 from effcompile.core import torch_compat_memory
-from effcompile.core.errors import UsageError
+from effcompile.core.errors import InputsError, UsageError
 from effcompile.passes.training.base import Case
 from effcompile.passes.training.shard import BY_BLOCK, spread_over
 from effcompile.passes.training.split import Split
@@ -129,6 +129,8 @@ def in_16_bits(rank: int, exact: dict[str, torch.Tensor]) -> tuple[dict[str, flo
     inputs = dict(batch_of("tied", 2))
     planned = effcompile.optimize(model_of("tied").bfloat16(), inputs=inputs, mode="training", mesh=mesh, passes=["checkpoint"])
     planned.runner.loss((), inputs).backward()
+    with pytest.raises(InputsError, match="Ranks 0 and 1 stand in one place along 'dp' and were called with different inputs"):
+        planned(**{**inputs, "input_ids": inputs["input_ids"] if rank else inputs["input_ids"] ^ 1})
     gradients = {name: p.grad for name, p in planned.named_parameters()}
     assert any(p.placements != (Replicate(),) for p in planned.parameters())
     equal = all(equal_everywhere(g.to_local(), 2) for g in gradients.values() if g.placements == (Replicate(),))

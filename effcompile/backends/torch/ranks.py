@@ -7,8 +7,9 @@ of its own), in this order: a parameter is divided along tp first, and what a ra
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from effcompile.core.errors import GuardError
+from effcompile.core.errors import GuardError, InputsError
 from effcompile.ir.step import Spread
 from effcompile.ops import collectives
 from effcompile.ops.collectives import rows_of_shard
@@ -166,6 +167,38 @@ class Ranks:
             place=f"model.{name}",
             of_model=True,
         )
+
+
+#: What to do about ranks of one place along "dp" that have different inputs.
+SAMPLER = (
+    "Ranks along 'tp' and 'pp' compute parts of one result: give them the same examples (a sampler over mesh['dp'].size() replicas, not "
+    "over all ranks)."
+)
+
+
+def refuse_other_inputs(ranks: Ranks, leaves: Iterable[object]) -> None:
+    """Require that ranks which compute parts of one result were called with equal tensors; all of them call this.
+
+    Raises:
+        InputsError: they were not; on all of these ranks.
+    """
+    groups = [group for axis in ("tp", "pp") if (group := ranks.group(axis)) is not None]
+    if not groups:
+        return
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            digest.update(memoryview(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+    said = int.from_bytes(digest.digest()[:7], "big")
+    for group in groups:
+        mine = torch.tensor([said], device=ranks.mesh.device_type)
+        found = [torch.empty_like(mine) for _ in range(group.size())]
+        with collectives.answered(group):
+            dist.all_gather(found, mine, group=group)
+        if (other := next((at for at, each in enumerate(found) if not torch.equal(each, found[0])), None)) is not None:
+            first, second = (dist.get_global_rank(group, at) for at in (0, other))
+            raise InputsError(f"Ranks {first} and {second} stand in one place along 'dp' and were called with different inputs. {SAMPLER}")
 
 
 def refuse_distributed(name: str, parameter: Tensor) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.boxed import boxed
 from effcompile.backends.torch.items import ITEMS, Items, with_items_as_tensor
 from effcompile.backends.torch.loss_scale import LossScale, times, unscaled_factor
-from effcompile.backends.torch.ranks import Ranks, refuse_distributed
+from effcompile.backends.torch.ranks import Ranks, refuse_distributed, refuse_other_inputs
 from effcompile.backends.torch.refusing import refusing
 from effcompile.backends.torch.step_inputs import autocast_of, fitting, held, laid_out, refuse_others
 from effcompile.core import torch_compat
@@ -53,6 +54,7 @@ class StepRunner:
         self.updated: Mapping[str, torch.Tensor] = {}  # the parameters that it updates by them
         assert step.state is not None
         self.state = step.state.bound_to(model)
+        self.calls = 0  # of the user's
         self.guarded = True  # but while the step is verified, which runs the model's own forward
         self._codes = {name: encode(held(model, name), form) for name, form in step.coded.items()}
         self._devices = sorted({node.meta["val"].device.type for node in self._forward_inputs})
@@ -115,7 +117,15 @@ class StepRunner:
         return self._results(args, kwargs)[0]
 
     def _results(self, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, ...]:
-        """(loss, *shown), the loss as a share of `num_items_in_batch` where that is given and the step was captured without."""
+        """(loss, *shown), the loss as a share of `num_items_in_batch` where that is given and the step was captured without.
+
+        Raises:
+            InputsError: ranks that compute parts of one result were called with different inputs.
+        """
+        if self.guarded and self.ranks is not None:
+            self.calls += 1
+            if self.calls & (self.calls - 1) == 0:  # the first of all, and ever fewer: a sampler that is wrong is wrong at once
+                refuse_other_inputs(self.ranks, pytree.tree_leaves((args, dict(kwargs))))
         kwargs = with_items_as_tensor(kwargs) if ITEMS in kwargs else kwargs
         if self.items is None or ITEMS not in kwargs:
             return self._run(args, kwargs)

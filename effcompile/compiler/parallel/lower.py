@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from effcompile.backends.torch.ranks import AXES, Ranks, ordered_mesh, spread_parameters
+from effcompile.backends.torch.ranks import AXES, SAMPLER, Ranks, ordered_mesh, spread_parameters
 from effcompile.compiler.parallel.axes import axes_of, beside_any, passes_for
 from effcompile.compiler.parallel.lower_stages import forward_of, left_with, own_stages, stage_runner
 from effcompile.compiler.parallel.meeting import Meeting
@@ -158,10 +158,7 @@ def _same_examples(task: Task, place: Ranks, meeting: Meeting) -> None:
     for rank, (row, digest) in zip(meeting.ranks, said, strict=True):
         other, known = first.setdefault(row, (rank, digest))
         if known != digest:
-            raise UsageError(
-                f"Ranks {other} and {rank} stand in one place along 'dp' and have different inputs. Ranks along 'tp' and 'pp' compute "
-                "parts of one result: give them the same examples (a sampler over mesh['dp'].size() replicas, not over all ranks)."
-            )
+            raise UsageError(f"Ranks {other} and {rank} stand in one place along 'dp' and have different inputs. {SAMPLER}")
 
 
 def _made(task: Task, place: Ranks) -> Plan:
