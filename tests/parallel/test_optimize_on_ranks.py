@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import effcompile
+from effcompile.backends.torch.ranks import Ranks, made_alike
 from effcompile.compiler.parallel.axes import ranks_of
 from effcompile.compiler.parallel.verify import verify_plan
 from effcompile.core.errors import EffcompileError, InfeasibleError, UsageError
 from effcompile.ir.plan import Plan
+from effcompile.ir.step import Spread
 from effcompile.passes.training.shard import BY_BLOCK
 from effcompile.proof.parallel.processes import on_ranks
 
@@ -289,6 +292,18 @@ def dies(rank: int, plan: Plan) -> str:
 def test_a_rank_that_dies_in_a_step_is_named(plan: Plan) -> None:
     with pytest.raises(EffcompileError, match="Rank 1 ended with status 7"):
         on_ranks(dies, 2, plan, silence=5.0)
+
+
+def is_late(rank: int) -> str:
+    mesh = mesh_of()
+    if rank == 1:
+        time.sleep(2.0)
+        return ""
+    return refused(lambda: made_alike(tiny(), Ranks(mesh=mesh, spread=Spread())))
+
+
+def test_a_rank_that_is_late_for_the_first_collective_is_named() -> None:
+    assert on_ranks(is_late, 2, silence=0.5)[0].startswith("RankError: Rank 1 fell out of the step")
 
 
 # ------------------------------------------------------------------ a step for one process, and what users put around it

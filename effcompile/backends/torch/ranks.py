@@ -147,7 +147,8 @@ class Ranks:
                 for name, value in list(table.items()):
                     if isinstance(value, DTensor):
                         if id(value) not in gathered:
-                            gathered[id(value)] = value.full_tensor(grad_placements=[Partial("avg")] * self.holders.ndim)
+                            with collectives.answered(self.holders.get_group(0)):
+                                gathered[id(value)] = value.full_tensor(grad_placements=[Partial("avg")] * self.holders.ndim)
                         swapped.append((table, name, value))
                         table[name] = gathered[id(value)]
             yield
@@ -254,7 +255,9 @@ def made_alike(model: nn.Module, ranks: Ranks) -> None:
                 continue
             contiguous = tensor.detach().contiguous()
             for at in range(ranks.mesh.ndim):
-                dist.broadcast(contiguous, group=ranks.mesh.get_group(at), group_src=0)
+                group = ranks.mesh.get_group(at)
+                with collectives.answered(group):
+                    dist.broadcast(contiguous, group=group, group_src=0)
             if contiguous.data_ptr() != tensor.data_ptr():
                 tensor.copy_(contiguous)
 

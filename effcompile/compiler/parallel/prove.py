@@ -20,6 +20,7 @@ from effcompile.ir.figures import Check, Totals
 from effcompile.ir.footprint import excess
 from effcompile.ir.plan import Plan
 from effcompile.machine.room import Room, device_of
+from effcompile.ops.collectives import answered
 from effcompile.proof.training import verify
 from effcompile.proof.training.alive import alive_bytes
 from effcompile.proof.training.exact import in_float64
@@ -116,7 +117,8 @@ def _mine(found: verify.Result, ranks: Ranks) -> verify.Result:
     for name, gradient in found.gradients.items():
         if gradient is not None and not name.startswith("input "):
             if group is not None:
-                dist.all_reduce(gradient, group=group)
+                with answered(group):
+                    dist.all_reduce(gradient, group=group)
                 gradient = gradient.div_(group.size())
             mine = ranks.mine(name, gradient)
             gradient = mine if mine is gradient else mine.clone()
