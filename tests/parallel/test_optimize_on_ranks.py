@@ -178,6 +178,9 @@ def test_ranks_train_clip_save_and_go_on(plan: Plan, tmp_path: Path) -> None:
     assert found[0]["evaluated"] == pytest.approx(float(model.eval()(batch())), rel=1e-5)
     for losses in on_ranks(resumed, 2, plan, tmp_path / "step"):
         assert losses == pytest.approx(wanted[2:], rel=1e-5)
+    alone = tiny()  # fewer ranks take the checkpoint, too
+    dcp.load({"model": alone.state_dict()}, checkpoint_id=tmp_path / "step")
+    assert float(alone(batch()).detach()) == pytest.approx(wanted[2], rel=1e-5)
 
 
 def plan_there(rank: int) -> Plan:
