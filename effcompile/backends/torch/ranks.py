@@ -190,7 +190,7 @@ def refuse_other_inputs(ranks: Ranks, leaves: Iterable[object]) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            digest.update(memoryview(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+            digest.update(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     said = int.from_bytes(digest.digest()[:7], "big")
     for group in groups:
         mine = torch.tensor([said], device=ranks.mesh.device_type)
