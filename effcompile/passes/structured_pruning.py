@@ -12,7 +12,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from effcompile.core import torch_compat
 from effcompile.core.cost import Cost, total
 from effcompile.core.errors import LoweringError, UnknownNameError, UsageError
 from effcompile.core.reasons import Because, NotMeasured, Reason, Unsupported
@@ -24,26 +23,13 @@ from effcompile.passes.merge import MERGED, SEPARATE, merge_cost
 from effcompile.passes.pricing import EVERYWHERE, no_error_allowed, no_kernel, price_linear
 from effcompile.passes.prunable_groups import Structure, cut, structures
 from effcompile.passes.quantize import stored_bytes
+from effcompile.passes.structure_cuts import Cut, by_mask, has_empty_columns, share_gone, without_unread, worth
 from effcompile.passes.weight_saliency import SALIENCIES, SaliencyScores, check_shares, load_masks
-from effcompile.sites.parts import LinearSite, MergeSite, linears, merges, weight_of
+from effcompile.sites.parts import LinearSite, MergeSite, merges, weight_of
 
 BASELINE = "all"
 #: Neurons are kept in multiples of this, for vector units, and as w4 and w8 have groups along them; of few neurons in an eighth of them.
 _STEP = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """One way to shrink a structure: `kept` of its units; `given`: the others change no result, as nothing reads them."""
-
-    share: float  # of the units, that goes
-    kept: int
-    given: bool
-    keep: Callable[[], Tensor]
-
-    @property
-    def option(self) -> str:
-        return Form(pruned=self.share).name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +130,7 @@ class Shrink(Pass):
 
     def _cuts(self, program: Program) -> list[tuple[Structure, list[Cut]]]:
         """Every structure with ways to shrink it, those that change no result first."""
-        if not (self.neurons or self.heads or self.masks) and not _has_empty_columns(program):
+        if not (self.neurons or self.heads or self.masks) and not has_empty_columns(program):
             return []
         known = structures(program)
         asked = {structure.site for structure in self._asked(known)}
@@ -153,9 +139,9 @@ class Shrink(Pass):
             raise UnknownNameError("structure", unknown[0], [structure.site for structure in known])
         result = []
         for structure in known:
-            found = [] if structure.refused else _given(program, structure)
+            found = [] if structure.refused else without_unread(program, structure)
             if structure.site in masks:
-                found.append(_masked(structure, masks[structure.site]))
+                found.append(by_mask(structure, masks[structure.site]))
             elif structure.site in asked and not self.masks:
                 found += self._pruned(program, structure)
             unique = {each.option: each for each in reversed(found) if each.kept < structure.count}
@@ -188,7 +174,7 @@ class Shrink(Pass):
                 mask[worth(structure, scores).topk(kept).indices] = True
                 return mask
 
-            yield Cut(share=_share(structure, kept), kept=kept, given=False, keep=keep)
+            yield Cut(share=share_gone(structure, kept), kept=kept, given=False, keep=keep)
 
     # ------------------------------------------------------------------ what it costs
 
@@ -228,19 +214,6 @@ _NOTHING = {
 }
 
 
-def worth(structure: Structure, scores: SaliencyScores) -> Tensor:
-    """What each unit is worth, (U): the saliency of its rows and its columns, summed.
-
-    Of Wanda's only the columns': they weigh what the unit puts out, whereas its rows may be large and the unit still never fire.
-    """
-    found = torch.zeros(structure.count)
-    for site, units in structure.makes if scores.how != "wanda" else ():
-        found.index_add_(0, units, scores.of(site).float().sum(1))
-    for site, units in structure.reads:
-        found.index_add_(0, units, scores.of(site).float().sum(0))
-    return found
-
-
 def _cost(context: Context, structure: Structure, kept: int, held: WeightFormat, groups: Sequence[MergeSite]) -> Cost | None:
     """What shrinking adds to the linears' own costs, negative; None where there is no such kernel, or the rest cannot be grouped."""
     before, after = structure.members, structure.shrunk(kept)
@@ -276,46 +249,9 @@ def _inside(structure: Structure, groups: Sequence[MergeSite]) -> list[MergeSite
     return touching if all(names >= {member.site for member in group.members} for group in touching) else []
 
 
-# ---------------------------------------------------------------- which units stay
-
-
-def _share(structure: Structure, kept: int) -> float:
-    return 1 - kept / structure.count
-
-
 def _measured(structure: Structure, each: Cut) -> str:
     """What an option is called among the sensitivities of a linear, which may be read by one structure and make another."""
     return f"{structure.site} {each.option}"
-
-
-def _has_empty_columns(program: Program) -> bool:
-    return any(bool((weight_of(program, site) == 0).all(0).any()) for site in linears(program) if not _fake(program, site))
-
-
-def _fake(program: Program, site: LinearSite) -> bool:
-    return torch_compat.is_fake(weight_of(program, site))
-
-
-def _given(program: Program, structure: Structure) -> list[Cut]:
-    """Without the units that nobody reads: all their columns are 0."""
-    if any(_fake(program, site) for site, _ in structure.reads):
-        return []
-    read = torch.zeros(structure.count, dtype=torch.bool)
-    for site, units in structure.reads:
-        read[units[(weight_of(program, site) != 0).any(0)]] = True
-    if not read.any():
-        read[0] = True
-    return [Cut(share=_share(structure, int(read.sum())), kept=int(read.sum()), given=True, keep=lambda: read)]
-
-
-def _masked(structure: Structure, mask: Tensor) -> Cut:
-    if mask.shape != (structure.count,) or not mask.any():
-        raise UsageError(
-            f"A mask of {tuple(mask.shape)} that keeps {int(mask.count_nonzero())} is given where {structure.site} has {structure.count} "
-            f"{structure.kind}: it must be ({structure.count},) and keep one at least. A mask for another model?"
-        )
-    kept = int(mask.count_nonzero())
-    return Cut(share=_share(structure, kept), kept=kept, given=False, keep=lambda: mask != 0)
 
 
 def _without(program: Program, site: LinearSite, units: Tensor, each: Cut) -> Callable[[], Tensor]:

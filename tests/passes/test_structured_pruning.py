@@ -27,7 +27,8 @@ from effcompile.passes import load_passes, propose_all
 from effcompile.passes.base import Choice, Declined
 from effcompile.passes.channel_dependencies import _components
 from effcompile.passes.prunable_groups import Structure, structures
-from effcompile.passes.structured_pruning import Shrink, worth
+from effcompile.passes.structure_cuts import worth
+from effcompile.passes.structured_pruning import Shrink
 from effcompile.passes.weight_saliency import SaliencyScores, output_gradients
 from effcompile.report.reasons import words
 from effcompile.sites.parts import linears
