@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from effcompile.report.frontier import print_frontier, print_side_by_side
     from effcompile.report.html import frontier_html, html_report
     from effcompile.report.infeasible import flag, print_infeasible
+    from effcompile.report.limits import print_what_if, what_if
     from effcompile.report.passes import print_passes
     from effcompile.report.progress import ProgressSteps, Shown
     from effcompile.report.questions import TOP, curve, print_curve, print_ranked, ranked
     from effcompile.report.sparsity import print_sparsity
     from effcompile.report.targets import targets_table
     from effcompile.report.terminal import print_plan
-    from effcompile.report.what_if import print_what_if, what_if
 
 _HOME = {
     "diff": "differences",
@@ -38,9 +38,9 @@ _HOME = {
     "curve": "questions",
     "print_curve": "questions",
     "print_ranked": "questions",
-    "print_what_if": "questions",
+    "print_what_if": "limits",
     "ranked": "questions",
-    "what_if": "questions",
+    "what_if": "limits",
     "print_sparsity": "sparsity",
     "targets_table": "targets",
     "print_plan": "terminal",
