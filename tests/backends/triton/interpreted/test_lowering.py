@@ -13,7 +13,7 @@ from captured_once import programs_once
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import effcompile
-from effcompile.backends.triton import attention, group_quant, linears, loss_head, rows
+from effcompile.backends.triton import attention_calls, group_quant, linears, loss_head, rows
 from effcompile.backends.triton.backend import Triton
 from effcompile.compiler import measure
 from effcompile.machine.target import KernelCall
@@ -50,7 +50,7 @@ def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched, by name."""
     names: list[str] = []
-    watched = {attention: ("attention_forward", "attention_dq", "attention_dkdv"), loss_head: ("loss_head_rows",),
+    watched = {attention_calls: ("attention_forward", "attention_dq", "attention_dkdv"), loss_head: ("loss_head_rows",),
                group_quant: ("quantized_product",), rows: ("rms_norm_kernel", "swiglu_kernel", "rotary_kernel")}  # fmt: skip
     for module, found in watched.items():
         for name in found:
