@@ -1,26 +1,36 @@
 """Is the chosen batch the best? `batch=` against a sweep of all its sizes, each planned by itself, for a machine that is not here.
 
-    python benchmarks/batch.py                all models
-    python benchmarks/batch.py gpt2 llama     some
+    python benchmarks/batch.py                          all models
+    python benchmarks/batch.py gpt2 llama               some
+    python benchmarks/batch.py gpt2 llama --measured    on this machine: steps of all sizes that fit, run in turn
 
 Each model gets half of what its step takes with 8 examples and everything kept. Printed: the size chosen, the best of the sweep, the
-examples a second of both (predicted), and how many sizes were planned of how many.
+examples a second of both (predicted, or measured), and how many sizes were planned of how many, or the chosen step's peak.
 """
 
 from __future__ import annotations
 
+import copy
+import statistics
 import sys
 import time
 from typing import Any
 
+from _common import header, markdown, use_threads
+
+if __name__ == "__main__":
+    use_threads(1)
+
 import torch
-from _common import header, markdown
 from _step_models import build
 
 import effcompile
+from effcompile.core.timing import interleaved
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
 TARGET = "h100-sxm"
+MEASURED = [1, 2, 4, 8, 16]
+_ROUNDS = 15
 MODELS = ("gpt2", "llama", "bert", "t5", "vit")
 
 
@@ -62,8 +72,39 @@ def row(name: str) -> list[str]:
     ]  # fmt: skip
 
 
+def measured(name: str) -> list[str]:
+    """The size that a plan for this machine chose, beside what steps of every size take here."""
+    model, inputs = build(name)
+    asked: dict[str, Any] = {"mode": "training", "optimizer": torch.optim.AdamW, "passes": ["states.in_backward=false"]}
+    whole = effcompile.plan(model, at(inputs, 8), **asked).baseline.peak_bytes
+    assert whole
+    asked["memory"] = whole // 2
+    chosen = effcompile.optimize(copy.deepcopy(model), at(inputs, 2), batch=MEASURED, **asked).plan
+    assert chosen.batch is not None and chosen.measured is not None and chosen.measured.peak_bytes is not None
+    steps: dict[str, Any] = {}
+    for size in MEASURED:
+        given = at(inputs, size)
+        try:
+            planned = effcompile.optimize(copy.deepcopy(model), given, **asked)
+        except effcompile.InfeasibleError:
+            break
+        steps[str(size)] = lambda planned=planned, given=given: planned(**given).loss.backward()
+    seconds = {size: statistics.median(found) for size, found in interleaved(steps, _ROUNDS).items()}
+    rates = {int(size): int(size) / took for size, took in seconds.items()}
+    best = max(rates, key=rates.__getitem__)
+    peak = f"{chosen.measured.peak_bytes / 2**20:.2f} of {asked['memory'] / 2**20:.2f} MiB"
+    return [
+        name, str(chosen.batch), str(best), f"{rates[chosen.batch]:.1f}", f"{rates[best]:.1f}",
+        f"{rates[chosen.batch] / rates[best]:.3f}", " ".join(f"{size}: {rate:.1f}" for size, rate in rates.items()), peak,
+    ]  # fmt: skip
+
+
 def main() -> int:
-    names = sys.argv[1:] or MODELS
+    names = [name for name in sys.argv[1:] if not name.startswith("--")] or list(MODELS)
+    if "--measured" in sys.argv:
+        heads = ["model", "chosen", "best", "examples/s", "best's", "share", "every size", "peak measured"]
+        print("\n".join([*header("The batch that is chosen, measured", 1), *markdown(heads, [measured(name) for name in names])]))
+        return 0
     heads = ["model", "memory", "chosen", "best", "examples/s", "best's", "share", "planned", "chosen in", "swept in"]
     print("\n".join([*header("The batch that is chosen", 1), *markdown(heads, [row(name) for name in names])]))
     return 0
