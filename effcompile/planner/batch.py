@@ -85,6 +85,11 @@ class BatchSearch(Generic[T]):
         found = [trial for trial in self.tried.values() if trial.seconds is not None]
         return max(found, key=lambda trial: (trial.rate, -trial.batch), default=None)
 
+    def beside(self, batch: int) -> list[BatchTrial[T]]:
+        """The next smaller and the next larger size, where they fit."""
+        at = self.sizes.index(batch)
+        return [self._at(i) for i in (at - 1, at + 1) if 0 <= i < len(self.sizes) and self._fits(i)]
+
     def _upwards(self, at: int) -> tuple[int, int]:
         """The last place that fits and the first that does not, as far as is known; the latter is the former + 1 where there is no need."""
         if not self._fits(at):

@@ -7,7 +7,8 @@ from typing import Unpack
 
 from torch import nn
 
-from effcompile.compiler.training.attempt import ROUNDS, Attempt
+from effcompile.compiler.training.attempt import ROUNDS, Attempt, Ran
+from effcompile.compiler.training.sizes import best_measured
 from effcompile.core.errors import FormatError, InfeasibleError, UsageError
 from effcompile.core.reasons import Because
 from effcompile.core.types import Args, Kwargs
@@ -100,21 +101,25 @@ def optimize_training(model: nn.Module, args: Args, kwargs: Kwargs, **asked: Unp
     if not work.figures.here:
         raise UsageError(f"The target {work.figures.target.name!r} is not this machine: a step can be planned for it, not run. Use plan.")
     if task.request.batch is None:
-        return _refined(work, work.capture(task.request.keep_outputs))
-    chosen = sized(task, work)
-    result = _refined(chosen.planned.work, chosen.planned.case)
-    result.plan = chosen.told_in(result.plan)
+        return _complete(*_refined(work, work.capture(task.request.keep_outputs)))
+    found = best_measured(sized(task, work), lambda planned: _refined(planned.work, planned.case))
+    result = _complete(*found.built)
+    result.plan = found.chosen.told_in(result.plan, found.rates)
     return result
 
 
-def _refined(work: Work, case: Case) -> TrainingExecutable:
+def _refined(work: Work, case: Case) -> tuple[Attempt, Ran]:
     """The best plan that holds when it is run: what running shows to be wrong is a constraint of the next solve."""
     attempt = Attempt(work=work, case=case)
     ran = refine(attempt.solve, attempt.run, rounds=ROUNDS, start=attempt.start())
     assert ran is not None, "the last round raises what it refutes"
+    return attempt, ran
+
+
+def _complete(attempt: Attempt, ran: Ran) -> TrainingExecutable:
     result = ran.executable
     result.plan = _with_levers(attempt.branches, ran.joint, result.plan)  # once, of the plan that is returned
-    return _taken_up(taking_items(result, attempt.work, case.step))
+    return _taken_up(taking_items(result, attempt.work, attempt.case.step))
 
 
 def _taken_up(result: TrainingExecutable) -> TrainingExecutable:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch.utils import _pytree as pytree
@@ -41,21 +42,31 @@ class Planned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sized:
-    """The size that was chosen, and what a plan says of it."""
+    """The size that is foreseen to be best, and the search that found it.
 
-    planned: Planned
-    decision: Decision
-    declined: tuple[Declined, ...]
-    notes: tuple[Reason, ...]
+    Attributes:
+        best: with its plan. search: over the sizes that were asked for. failed: size → why nothing fits. there: examples of the inputs.
+    """
 
-    def told_in(self, plan: Plan) -> Plan:
-        """The plan with the batch among its decisions."""
-        return replace(
-            plan,
-            decisions=(self.decision, *plan.decisions),
-            declined=(*self.declined, *plan.declined),
-            notes=(*plan.notes, *self.notes),
-        )
+    task: Task
+    best: BatchTrial[Planned]
+    search: BatchSearch[Planned]
+    failed: Mapping[int, InfeasibleError]
+    there: int
+
+    @property
+    def planned(self) -> Planned:
+        assert self.best.made is not None
+        return self.best.made
+
+    def told_in(self, plan: Plan, measured: Mapping[int, float] = MappingProxyType({})) -> Plan:
+        """The plan with the batch among its decisions. `measured`: size → examples a second, where steps of several sizes were run."""
+        tried = sorted(self.search.tried.values(), key=lambda trial: trial.batch)
+        given = next((trial for trial in tried if trial.batch == self.there), None)
+        decision = _decision(self.best, given, self.there, len(tried), len(self.search.sizes), measured)
+        declined = tuple(_declined(self.best, [trial for trial in tried if trial is not self.best], self.failed, measured))
+        notes = tuple(_notes(self.task, self.best, self.planned.work))
+        return replace(plan, decisions=(decision, *plan.decisions), declined=(*declined, *plan.declined), notes=(*plan.notes, *notes))
 
 
 def resized(args: Args, kwargs: Kwargs, size: int) -> tuple[Args, Kwargs]:
@@ -104,14 +115,7 @@ def sized(task: Task, work: Work) -> Sized:
     best = search.best(there)
     if best is None or best.made is None:
         raise failed[min(failed)]
-    tried = sorted(search.tried.values(), key=lambda trial: trial.batch)
-    given = next((trial for trial in tried if trial.batch == there), None)
-    return Sized(
-        planned=best.made,
-        decision=_decision(best, given, there, len(tried), len(wanted)),
-        declined=tuple(_declined(best, [trial for trial in tried if trial is not best], failed)),
-        notes=tuple(_notes(task, best, work)),
-    )
+    return Sized(task=task, best=best, search=search, failed=failed, there=there)
 
 
 def as_saved(task: Task, plan: Plan) -> Task:
@@ -156,22 +160,34 @@ def _budget(work: Work) -> int:
 # ------------------------------------------------------------------ what the plan says
 
 
-def _decision(best: BatchTrial[Planned], given: BatchTrial[Planned] | None, there: int, tried: int, wanted: int) -> Decision:
+def _decision(
+    best: BatchTrial[Planned], given: BatchTrial[Planned] | None, there: int, tried: int, wanted: int, measured: Mapping[int, float]
+) -> Decision:
     """The size, beside that of the example inputs where it was tried and fits."""
     assert best.made is not None and best.seconds is not None
     before = given if given is not None and given.made is not None else best
+    why: Reason = Because("{} examples a second, the most of {} sizes; {} were planned", (_short(best.rate), wanted, tried))
+    if len(measured) > 1:
+        text = "{} examples a second measured, the most of {} sizes that were run in turn; {} of {} were planned"
+        why = Because(text, (_short(measured[best.batch]), len(measured), tried, wanted))
     return Decision(
         site=SITE, kind=KIND, option=_name(best.batch), baseline=_name(there), by=BY,
-        cost=_cost(best), baseline_cost=_cost(before), settings={"examples": best.batch},
-        why=Because("{} examples a second, the most of {} sizes; {} were planned", (_short(best.rate), wanted, tried)),
+        cost=_cost(best), baseline_cost=_cost(before), settings={"examples": best.batch}, why=why,
     )  # fmt: skip
 
 
-def _declined(best: BatchTrial[Planned], others: list[BatchTrial[Planned]], failed: dict[int, InfeasibleError]) -> Iterator[Declined]:
+def _declined(
+    best: BatchTrial[Planned], others: list[BatchTrial[Planned]], failed: Mapping[int, InfeasibleError], measured: Mapping[int, float]
+) -> Iterator[Declined]:
     for trial in others:
         reason: Reason = Because("{} examples a second: {share} fewer", (_short(trial.rate), 1 - trial.rate / best.rate))
         if trial.seconds is None:
             reason = OverBudget(needed=int(failed[trial.batch].needed))
+        elif trial.batch in measured:
+            rate, most = measured[trial.batch], measured[best.batch]
+            reason = Because("{} examples a second measured: {share} fewer", (_short(rate), 1 - rate / most))
+        elif trial.rate > best.rate:
+            reason = Because("{} examples a second foreseen, but sizes near it took longer than foreseen", (_short(trial.rate),))
         yield Declined(site=SITE, kind=KIND, option=_name(trial.batch), by=BY, reason=reason)
 
 
