@@ -30,7 +30,7 @@ _LONG = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class FastestSize:
     """The size that is best when it is run. `rates`: size → examples a second, of those that were run in turn; none where none was."""
 
     chosen: Sized
@@ -38,7 +38,7 @@ class Measured:
     rates: Mapping[int, float]
 
 
-def best_measured(chosen: Sized, build: Callable[[Planned], Built]) -> Measured:
+def best_measured(chosen: Sized, build: Callable[[Planned], Built]) -> FastestSize:
     """The chosen size built, and sizes next to it run beside it, uphill as long as one is faster; the fastest is built.
 
     What a size takes is foreseen from operators timed one by one, which is off where caches or other work disturb some of them. All
@@ -52,7 +52,7 @@ def best_measured(chosen: Sized, build: Callable[[Planned], Built]) -> Measured:
     built = build(chosen.planned)
     plan = built[1].executable.plan
     if plan.measured is None or (plan.measured.seconds or 0.0) > _LONG:
-        return Measured(chosen=chosen, built=built, rates={})
+        return FastestSize(chosen=chosen, built=built, rates={})
     band, best, rates = _band(plan), chosen.best, dict[int, float]()
     runs = {best.batch: (built[0].work, built[1].joint)}
     while near := _worth_running(chosen, best, band, runs):
@@ -64,8 +64,8 @@ def best_measured(chosen: Sized, build: Callable[[Planned], Built]) -> Measured:
         best = chosen.search.tried[fastest]
     if best is not chosen.best and best.made is not None:
         with suppress(InfeasibleError):
-            return Measured(chosen=replace(chosen, best=best), built=build(best.made), rates=rates)
-    return Measured(chosen=chosen, built=built, rates=rates if best is chosen.best else {})
+            return FastestSize(chosen=replace(chosen, best=best), built=build(best.made), rates=rates)
+    return FastestSize(chosen=chosen, built=built, rates=rates if best is chosen.best else {})
 
 
 def _band(plan: Plan) -> float:
