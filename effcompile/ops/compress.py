@@ -18,7 +18,18 @@ from torch import Tensor
 
 from effcompile.ops.slabs import elements, in_strides
 
-__all__ = ["BITS", "GROUP", "OPERATORS", "compress", "decompress", "packed_bytes", "parts", "workspace_bytes"]
+__all__ = [
+    "BITS",
+    "GROUP",
+    "OPERATORS",
+    "compress",
+    "decompress",
+    "pack_by_torch",
+    "packed_bytes",
+    "parts",
+    "unpack_by_torch",
+    "workspace_bytes",
+]
 
 GROUP = 256
 BITS = (8, 4, 2)
@@ -29,7 +40,8 @@ def packed_bytes(count: int, bits: int = 8) -> int:
     return 8 * -(-count // GROUP) + -(-count * bits // 8)
 
 
-def _packed(x: Tensor, stride: list[int], bits: int) -> Tensor:
+def pack_by_torch(x: Tensor, stride: list[int], bits: int = 8) -> Tensor:
+    """See `compress`, in so many bits."""
     x = in_strides(x, stride)
     packed = torch.empty(packed_bytes(x.numel(), bits), dtype=torch.uint8, device=x.device)
     steps_G2, codes = parts(packed, x.numel())  # noqa: N806
@@ -45,7 +57,8 @@ def _packed(x: Tensor, stride: list[int], bits: int) -> Tensor:
     return packed
 
 
-def _unpacked(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, bits: int) -> Tensor:
+def unpack_by_torch(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype, bits: int = 8) -> Tensor:
+    """See `decompress`, of so many bits."""
     x = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     steps_G2, codes = parts(packed, x.numel())  # noqa: N806
     flat, per = x.as_strided((x.numel(),), (1,)), 8 // bits
@@ -74,12 +87,12 @@ def _registered(bits: int) -> tuple[Any, Any]:
     @torch.library.custom_op(f"effcompile::compress{bits}", mutates_args=())
     def pack(x: Tensor, stride: list[int]) -> Tensor:
         """A tensor of floats, packed: uint8 (packed_bytes(numel),). With other strides than those given, it is first copied to them."""
-        return _packed(x, stride, bits)
+        return pack_by_torch(x, stride, bits)
 
     @torch.library.custom_op(f"effcompile::decompress{bits}", mutates_args=())
     def unpack(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
         """A dense tensor of this size, stride and dtype from what `pack` made of it."""
-        return _unpacked(packed, size, stride, dtype, bits)
+        return unpack_by_torch(packed, size, stride, dtype, bits)
 
     pack.register_fake(lambda x, stride: x.new_empty(packed_bytes(x.numel(), bits), dtype=torch.uint8))
     unpack.register_fake(lambda packed, size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=packed.device))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from effcompile.backends.triton import places
 from effcompile.backends.triton.configs import architecture, found_with, interpreting
 from effcompile.core.reasons import Because, Reason, Unsupported
 
@@ -34,9 +35,18 @@ _OPERATORS = {
 _MADE = "NVIDIA GPUs of compute capability 8 to 10 and 12, and AMD gfx942 and gfx950"
 
 
-@cache
 def unavailable() -> Unsupported | None:
-    """None, or why the kernels cannot run in this process, with what would mend it. Imports no triton."""
+    """None, or why the kernels cannot run in this process on the current GPU, with what would mend it. Imports no triton."""
+    return _unavailable(_current())
+
+
+def _current() -> int | None:
+    """The current GPU's index: verdicts are on one GPU, and there may be others."""
+    return torch.cuda.current_device() if not interpreting() and torch.cuda.is_available() else None
+
+
+@cache
+def _unavailable(gpu: int | None) -> Unsupported | None:
     if importlib.util.find_spec("triton") is None:
         return Unsupported("triton is not installed: pip install 'effcompile[triton]'")
     found = _version()
@@ -44,12 +54,12 @@ def unavailable() -> Unsupported | None:
         return Unsupported.of("triton {} is older than {}.{}: pip install --upgrade triton", found, _OLDEST[0], _OLDEST[1])
     if interpreting():
         return None
-    if not torch.cuda.is_available():
+    if gpu is None:
         return Unsupported("there is no GPU here that PyTorch can use")
     return (
         None
-        if architecture() is not None
-        else Unsupported.of("no tiles were made for {}: there are some for {}", torch.cuda.get_device_name(), _MADE)
+        if architecture(torch.device("cuda", gpu)) is not None
+        else Unsupported.of("no tiles were made for {}: there are some for {}", torch.cuda.get_device_name(gpu), _MADE)
     )
 
 
@@ -69,22 +79,28 @@ def device() -> str:
 def register(device: str = "cuda") -> Reason | None:
     """Make the kernels those of our operators for a type of device, in this process. Returns why not, where they cannot run.
 
-    A family whose results are not PyTorch's on this device stays PyTorch's: see `refuted`.
+    A family whose results are not PyTorch's on the current device stays PyTorch's there: see `refuted`.
     """
     reason = unavailable()
     if reason is None:
         if interpreting():  # the stock one computes bf16 on bit patterns
             importlib.import_module("effcompile.backends.triton.interpreter").patch_interpreter()
         wrong = refuted(device)
+        if (gpu := _current()) is not None:  # it may be registered for another
+            places.leave(wrong, torch.device("cuda", gpu))
         for name in _OPERATORS:
             if name not in wrong:
                 importlib.import_module(f"effcompile.backends.triton.{name}").register(device)
     return reason
 
 
-@cache
 def refuted(device: str) -> Mapping[str, str]:
-    """Families of kernels that are not right on this device → how that was seen. The interpreter's are compared by `effcompile doctor`."""
+    """Families of kernels that are not right on the current device → how that was seen. The interpreter's: see `effcompile doctor`."""
+    return _refuted(device, _current())
+
+
+@cache
+def _refuted(device: str, gpu: int | None) -> Mapping[str, str]:
     if interpreting():
         return {}
     found = importlib.import_module("effcompile.backends.triton.proof").proven(tuple(_OPERATORS), device)
@@ -119,6 +135,7 @@ def origin() -> str:
     """Where their tiles come from."""
     if interpreting():
         return "in its interpreter"
-    arch = architecture()
+    gpu = _current()
+    arch = architecture(None if gpu is None else torch.device("cuda", gpu))
     assert arch is not None, "register() has looked"
     return f"tiles of {arch}, compiled with triton {found_with(arch)}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from effcompile.backends.triton.configs import KERNELS, LaunchConfig, architecture, candidates, here, shared_memory
 from effcompile.backends.triton.layout import WIDEST
+from effcompile.backends.triton.places import runs
 from effcompile.ops.attention_terms import Terms
 from effcompile.ops.mask import TILES
 from effcompile.ops.tiles import TileList
@@ -33,6 +34,8 @@ def options(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: i
 
 def declines(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *, backward: bool = False) -> str | None:
     """None, or why these arguments are not for the tiled kernels. It hangs on shapes, strides, dtypes, devices and numbers alone."""
+    if not runs("attention", q.device):
+        return "the kernels are not for this GPU"
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"{q.dtype} has no tensor-core kernel"
     if not all(q.shape) or not k.shape[3] or not v.shape[3]:

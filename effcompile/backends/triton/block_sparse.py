@@ -13,6 +13,7 @@ from torch import Tensor
 from effcompile.backends.triton.configs import interpreting, shared_memory
 from effcompile.backends.triton.kernels.block_sparse import block_sparse_product, block_sparse_sampled
 from effcompile.backends.triton.layout import cdiv, matrix
+from effcompile.backends.triton.places import runs
 from effcompile.ops.block_sparse import FINDERS
 
 __all__ = ["BlockSparseKernels", "kernels", "register"]
@@ -32,6 +33,8 @@ def register(device: str) -> None:
 
 def kernels(x: Tensor, block: int) -> BlockSparseKernels | str:
     """The kernels for activations like x, or why there are none."""
+    if not runs("block_sparse", x.device):
+        return "the Triton kernels are not for this GPU"
     if block not in _BLOCKS:
         return f"the Triton kernels are for blocks of {', '.join(map(str, _BLOCKS))}; these are of {block}"
     if x.dtype not in _DTYPES or not x.numel():

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from effcompile.backends.triton.kernels.compress import compress_kernel, decompress_kernel
 from effcompile.backends.triton.layout import cdiv
+from effcompile.backends.triton.places import runs
 from effcompile.ops import compress as op
 from effcompile.ops.compress import GROUP, parts
 from effcompile.ops.slabs import in_strides
@@ -25,6 +26,8 @@ def register(device: str) -> None:
 
 def compress(x: Tensor, stride: list[int]) -> Tensor:
     """See `effcompile::compress8`."""
+    if not runs("compress", x.device):
+        return op.pack_by_torch(x, stride)
     x = in_strides(x, stride)
     packed = torch.empty(op.packed_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     if x.numel():
@@ -35,6 +38,8 @@ def compress(x: Tensor, stride: list[int]) -> Tensor:
 
 def decompress(packed: Tensor, size: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
     """See `effcompile::decompress8`."""
+    if not runs("compress", packed.device):
+        return op.unpack_by_torch(packed, size, stride, dtype)
     x = torch.empty_strided(size, stride, dtype=dtype, device=packed.device)
     if x.numel():
         with torch.cuda.device_of(x):

@@ -11,6 +11,7 @@ from torch import Tensor
 from effcompile.backends.triton.configs import interpreting
 from effcompile.backends.triton.kernels.group_quant import dequantize_kernel, quantize_kernel, quantized_product
 from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2
+from effcompile.backends.triton.places import runs
 from effcompile.ops import group_quant as op
 
 __all__ = ["dequantize", "linear", "quantize", "register"]
@@ -103,9 +104,13 @@ def _tile(rows: int, group: int, codes: bool) -> tuple[tuple[int, int, int], dic
     return (block_m, block_n, block_k), {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
 
 
-@cache
 def _lacks(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a GPU cannot take such codes: e4m3fn is there from compute capability 8.9 on; AMD's gfx942 has another e4m3."""
+    """Whether such codes are torch's on a GPU: e4m3fn is there from compute capability 8.9 on; AMD's gfx942 has another e4m3."""
+    return not runs("group_quant", device) or _has_no(dtype, device)
+
+
+@cache
+def _has_no(dtype: torch.dtype, device: torch.device) -> bool:
     if dtype != torch.float8_e4m3fn or device.type != "cuda":
         return False
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device) < (8, 9)

@@ -17,6 +17,7 @@ from torch import Tensor
 from effcompile.backends.triton.configs import interpreting
 from effcompile.backends.triton.kernels.loss_head import loss_head_gradients_kernel, loss_head_rows, loss_head_slopes
 from effcompile.backends.triton.layout import by_rows, cdiv, next_power_of_2
+from effcompile.backends.triton.places import runs
 from effcompile.ops import loss_head as op
 from effcompile.ops.loss_head import MEAN, chunk_rows, row_slices
 
@@ -38,7 +39,7 @@ def register(device: str) -> None:
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *plain: Any) -> tuple[Tensor, Tensor]:
     """(loss, lse (N, 1)), see `effcompile.ops.loss_head.loss_head_forward`."""
     head = op.Head(x, weight, bias, target, *plain).checked()
-    if x.dtype == torch.float64 or not x.numel():
+    if not _takes(x):
         return op.forward_by_chunks(head)
     head = replace(head, x=by_rows(x), weight=by_rows(weight))
     rows, words = x.shape[0], weight.shape[0]
@@ -62,7 +63,7 @@ def backward(
     """(dx, dW, dbias), see `effcompile.ops.loss_head.loss_head_backward`."""
     *form, needs = plain
     head = op.Head(x, weight, bias, target, *form).checked()
-    if x.dtype == torch.float64 or not x.numel():
+    if not _takes(x):
         return op.backward_by_chunks(head, grad, lse, needs)
     factor = _factor(head, grad)
     dx, dw, db = _sums(x, weight, bias, needs)  # dW in the weight's own strides
@@ -80,7 +81,7 @@ def gradients(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *p
     *form, needs = plain
     target = target.contiguous()
     head = op.Head(x, weight, bias, target, *form).checked()
-    if x.dtype == torch.float64 or not x.numel():
+    if not _takes(x):
         return op.gradients_by_chunks(head, needs)
     factor, losses = _factor(head, x.new_ones((), dtype=torch.float32)), x.new_empty(len(x), dtype=torch.float32)
     dx, dw, db = _sums(x, weight, bias, needs)
@@ -96,6 +97,10 @@ def gradients(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *p
             )  # fmt: skip
         _add(z, x[span], weight, dx, dw, db, span)
     return _outcome(head, losses), *_results(x, bias, dx, dw, db)
+
+
+def _takes(x: Tensor) -> bool:
+    return x.dtype != torch.float64 and x.numel() > 0 and runs("loss_head", x.device)
 
 
 def _outcome(head: op.Head, losses: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 In processes of their own: a kernel that reads where it must not ends its process and its CUDA context, not the user's. Verdicts are kept
 in the cache's file `proof-<digest>.json`; a file that is damaged is made again.
 
-    python -m effcompile.backends.triton.proof cuda attention:bfloat16:0 rows:float32:0   # a JSON line each
+    python -m effcompile.backends.triton.proof cuda:0 attention:bfloat16:0 rows:float32:0   # a JSON line each
 """
 
 from __future__ import annotations
@@ -100,11 +100,16 @@ def _in_processes(units: Sequence[Unit], device: str) -> list[KernelVerdict]:
 def _run(shares: Sequence[Sequence[Unit]], device: str) -> list[list[KernelVerdict]]:
     started = []
     for share in shares:
-        command = [sys.executable, "-m", __name__, device, *(f"{family}:{dtype}:{part}" for family, dtype, part in share)]
+        command = [sys.executable, "-m", __name__, _place(device), *(f"{family}:{dtype}:{part}" for family, dtype, part in share)]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", "EFFCOMPILE_TUNE": "off"}
         started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
     until = time.monotonic() + _SECONDS
     return [_verdicts(process, until) for process in started]
+
+
+def _place(device: str) -> str:
+    """A type of device with the index of the current GPU: another process's would be the first."""
+    return f"{device}:{torch.cuda.current_device()}" if device == "cuda" else device
 
 
 def _verdicts(process: subprocess.Popen[str], until: float) -> list[KernelVerdict]:
@@ -167,8 +172,11 @@ def _compared(family: str, name: str, part: int, device: str) -> KernelVerdict:
     return KernelVerdict(family=family, dtype=name, part=part, case=worst, error=error, limit=limit)
 
 
-def main(device: str, *units: str) -> None:
-    """Print a verdict for each FAMILY:DTYPE:PART."""
+def main(place: str, *units: str) -> None:
+    """Print a verdict for each FAMILY:DTYPE:PART, on a place like "cuda:1"."""
+    device = torch.device(place).type
+    if device == "cuda":
+        torch.cuda.set_device(torch.device(place))
     if interpreting():
         import_module("effcompile.backends.triton.interpreter").patch_interpreter()
     for unit in units:

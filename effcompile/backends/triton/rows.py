@@ -13,6 +13,7 @@ from effcompile.backends.triton.kernels.rows import (
     swiglu_kernel,
 )
 from effcompile.backends.triton.layout import cdiv, next_power_of_2
+from effcompile.backends.triton.places import runs
 from effcompile.ops import rows as op
 
 __all__ = ["norm", "norm_alone", "norm_backward", "register", "rotary", "swiglu", "swiglu_backward"]
@@ -136,4 +137,4 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, backwards: bool) -> Tensor:
 
 
 def _takes(x: Tensor) -> bool:
-    return x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.numel() > 0
+    return x.dtype in (torch.float32, torch.float16, torch.bfloat16) and x.numel() > 0 and runs("rows", x.device)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from effcompile.backends.triton.kernels.states8 import adam8_kernel, lion8_kernel
 from effcompile.backends.triton.layout import cdiv
+from effcompile.backends.triton.places import runs
 from effcompile.ops import states8 as op
 from effcompile.ops.states8 import BLOCK, FUSED
 
@@ -34,7 +35,7 @@ def adam(
     """See `effcompile::adam8`."""
     states = (first, first_scale, second, second_scale)
     op.check(p, grad, (first, second), (first_scale, second_scale), (signed, unsigned))
-    if p.dtype not in _DTYPES:
+    if not _takes(p):
         op.adam8_by_torch(p, grad, *states, signed, unsigned, lr, beta1, beta2, decay, eps, step, decoupled)
     elif p.numel():
         corrections = 1 - beta1**step, math.sqrt(1 - beta2**step)
@@ -50,7 +51,7 @@ def lion(
 ) -> None:
     """See `effcompile::lion8`."""
     op.check(p, grad, (first,), (first_scale,), (signed,))
-    if p.dtype not in _DTYPES:
+    if not _takes(p):
         op.lion8_by_torch(p, grad, first, first_scale, signed, lr, beta1, beta2, decay)
     elif p.numel():
         with torch.cuda.device_of(p):
@@ -58,6 +59,10 @@ def lion(
                 p, grad.contiguous(), first, first_scale, signed, p.numel() // BLOCK, float(lr), 1 - beta1, 1 - beta2, float(decay),
                 BLOCK, _ROWS, **_LAUNCH,
             )  # fmt: skip
+
+
+def _takes(p: Tensor) -> bool:
+    return p.dtype in _DTYPES and runs("states8", p.device)
 
 
 def _grid(p: Tensor) -> tuple[int]:

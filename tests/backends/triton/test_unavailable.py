@@ -27,9 +27,9 @@ def test_declined_with_the_reason(case: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(triton, "_version", lambda: found)
     monkeypatch.setattr(triton, "interpreting", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    triton.unavailable.cache_clear()
+    triton._unavailable.cache_clear()
     reason = triton.register()
-    triton.unavailable.cache_clear()
+    triton._unavailable.cache_clear()
     assert reason is not None and said in str(reason)
 
 
