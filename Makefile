@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT ?= out/bert
 
-.PHONY: demo test fuzz lint docs clean
+.PHONY: demo test fuzz gpu-dry lint docs clean
 
 demo: .venv/demo
 	$(BIN)/effcompile optimize examples/bert.py --max-error 0.031 -o $(OUT)
@@ -30,6 +30,14 @@ test: .venv/dev
 CASES ?= 5000
 fuzz: .venv/dev
 	EFFCOMPILE_FUZZ_CASES=$(CASES) OMP_NUM_THREADS=1 $(BIN)/pytest tests/fuzz -n 2
+
+# What can be shown of the GPU's path without one, with the two tritons that its kernels are made for; some ten minutes.
+OTHER_TRITON ?= 3.6.0
+gpu-dry: .venv/dev
+	$(BIN)/pip install -qq --no-deps --upgrade --target .venv/triton-$(OTHER_TRITON) triton==$(OTHER_TRITON)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
+	PYTHONPATH=.venv/triton-$(OTHER_TRITON) OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/backends/triton
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu.py --dry
 
 docs: .venv/docs
 	$(BIN)/mkdocs build -q

@@ -41,13 +41,14 @@ class Report:
     """What a compiled kernel needs.
 
     shared: bytes of shared memory. registers: per thread. spills: bytes stored per thread. tensor_ops: tensor-core instructions in the
-    assembly. error: why there is none of it, in one line; None when it compiled.
+    assembly. additions: of fp32, there. error: why there is none of it, in one line; None when it compiled.
     """
 
     shared: int = 0
     registers: int = 0
     spills: int = 0
     tensor_ops: int = 0
+    additions: int = 0
     error: str | None = None
 
     def fits(self, arch: str) -> bool:

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from effcompile.backends.triton.aot import CompileJob, Report
 
 _TENSOR_OPS = re.compile(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|v_s?mfma")
+_ADDITIONS = re.compile(r"\badd(?:\.rn)?(?:\.ftz)?\.f32\b")
 _POINTERS = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5", torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
@@ -114,7 +115,8 @@ def _nvidia(made: Any, capability: int) -> Report:
     ptx = made.asm["ptx"]
     said = _assembled(ptx, capability)
     numbers: dict[str, Any] = {name: int(found.group(1)) for name, pattern in _PTXAS.items() if (found := re.search(pattern, said))}
-    return Report(shared=made.metadata.shared, tensor_ops=len(_TENSOR_OPS.findall(ptx)), **numbers)
+    counts: dict[str, Any] = {"tensor_ops": len(_TENSOR_OPS.findall(ptx)), "additions": len(_ADDITIONS.findall(ptx))}
+    return Report(shared=made.metadata.shared, **counts, **numbers)
 
 
 _PTXAS = {"registers": r"Used (\d+) registers", "spills": r"(\d+) bytes spill stores"}

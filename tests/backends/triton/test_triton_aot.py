@@ -29,7 +29,8 @@ PRODUCTS: dict[str, list[tuple[str, dict[str, object]]]] = {
     "block_sparse_product": [("block_sparse", {"block": 64}), ("block_sparse", {"block": 32})],
     "block_sparse_sampled": [("block_sparse", {"block": 64})],
     "quantized_product": [("group_quant", {"weight": "int4"}), ("group_quant", {"weight": "int8x8", "rows": 1024}),
-                          ("group_quant", {"weight": "int4", "rows": 16}), ("group_quant", {"weight": "fp8x8", "rows": 16})],
+                          ("group_quant", {"weight": "int4", "rows": 16}), ("group_quant", {"weight": "fp8x8", "rows": 16}),
+                          ("group_quant", {"weight": "fp8x8", "rows": 1024})],
 }  # fmt: skip
 ATTENTION = {"dtype": "bf16", "d": 64, "kernel": "dq", "config": {"block_m": 64, "block_n": 64, "warps": 4, "stages": 2}}
 PLAIN: dict[str, list[tuple[str, dict[str, object]]]] = {
@@ -82,6 +83,12 @@ def test_products_use_tensor_cores_and_do_not_spill(kernel: str, reports: dict[s
     for report in reports[kernel]:
         assert report.fits("sm_90") and report.tensor_ops > 0 and 0 < report.registers <= 255, report
         assert report.spills <= 16 or kernel in FORWARD, report
+
+
+def test_products_of_float8_are_summed_in_fp32(reports: dict[str, list[Report]]) -> None:
+    """Step by step: one more addition for each of a thread's 64 sums, which the same tile of int8 does not have."""
+    _, whole, _, _, float8 = reports["quantized_product"]
+    assert float8.additions - whole.additions >= 128 * 128 // (8 * 32)
 
 
 @pytest.mark.parametrize("kernel", PLAIN)
