@@ -19,6 +19,7 @@ from effcompile.core.types import Args
 from effcompile.machine.cluster import Cluster
 from effcompile.machine.target import Target
 from effcompile.ops import collectives, grouped
+from effcompile.ops.attention import attention, attention_backward
 from effcompile.ops.frozen_codes import passed_bytes
 from effcompile.ops.parts import add_select_, add_slice_
 
@@ -26,6 +27,18 @@ from effcompile.ops.parts import add_select_, add_slice_
 _COPIES = 16
 
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32", torch.int8: "int8"}
+
+_ATEN = torch.ops.aten
+#: Operators of attention → their family in `Target.shares`.
+_FAMILIES = {
+    **dict.fromkeys(
+        (_ATEN.scaled_dot_product_attention, _ATEN._scaled_dot_product_flash_attention, _ATEN._scaled_dot_product_efficient_attention,
+         _ATEN._scaled_dot_product_cudnn_attention, _ATEN._scaled_dot_product_flash_attention_for_cpu), "sdpa"),
+    **dict.fromkeys(
+        (_ATEN._scaled_dot_product_flash_attention_backward, _ATEN._scaled_dot_product_efficient_attention_backward,
+         _ATEN._scaled_dot_product_cudnn_attention_backward, _ATEN._scaled_dot_product_flash_attention_for_cpu_backward), "sdpa_backward"),
+    attention._opoverload.overloadpacket: "attention", attention_backward._opoverload.overloadpacket: "attention_backward",
+}  # fmt: skip
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 #: Our loss heads: which arguments are x (N, D) and W (V, D), and where `needs` says which gradients are made (ops/loss_head.py).
@@ -37,8 +50,9 @@ def roofline_seconds(node: fx.Node, target: Target) -> float:
     if collectives.is_collective(node.target):
         return _collective_seconds(node, target)
     peak = target.peak_flops.get(_dtype(node)) or target.peak_flops.get("fp32", 0.0)
-    compute = flops(node) / peak if peak else 0.0
-    return max(compute, moved_bytes(node) / target.memory_bandwidth) / target.efficiency + target.launch_seconds
+    compute = _seen(node) * flops(node) / peak if peak else 0.0
+    share = target.share(_FAMILIES.get(getattr(node.target, "overloadpacket", None), ""))
+    return max(compute / share, moved_bytes(node) / target.memory_bandwidth / target.efficiency) + target.launch_seconds
 
 
 def _collective_seconds(node: fx.Node, target: Target) -> float:
@@ -52,6 +66,16 @@ def _collective_seconds(node: fx.Node, target: Target) -> float:
     nodes, each = (1, ranks) if ranks <= per_node else (-(-ranks // per_node), per_node)
     there = Cluster(nodes=nodes, per_node=each, links=target.cluster)
     return crossing / there.bandwidth(each, ranks) + (ranks - 1) * there.latency(each, ranks) + target.launch_seconds
+
+
+def _seen(node: fx.Node) -> float:
+    """The share of its counted FLOPs that stock attention computes: torch counts all pairs, and a causal mask shows half of them."""
+    if _FAMILIES.get(getattr(node.target, "overloadpacket", None), "") not in ("sdpa", "sdpa_backward"):
+        return 1.0
+    operator: Any = node.target
+    names = [argument.name for argument in operator._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return 0.5 if given.get("is_causal") is True else 1.0
 
 
 def flops(node: fx.Node) -> float:

@@ -1,7 +1,7 @@
 """The machines we know: target files shipped in `effcompile/targets/*.toml`, or a user's own file of that form.
 
 A file gives, in SI units: description, device, cores, memory_bytes, memory_bandwidth, link_bandwidth, [peak_flops]
-by dtype (dense), and optionally efficiency, launch_seconds, host_bandwidth, host_memory_bytes, watts, hourly_price, devices (names
+by dtype (dense), and optionally efficiency, shares, launch_seconds, host_bandwidth, host_memory_bytes, watts, hourly_price, devices (names
 that torch has for it: a GPU of such a name that is here is this machine), [gains] by form
 ("2:4", for sparse tensor cores), [cluster] (what joins several of them: the fields of `Links`), and [sources], which
 says where each figure was read.
@@ -43,6 +43,7 @@ class _TargetFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     link_bandwidth: _Positive
     peak_flops: Annotated[dict[str, _Positive], msgspec.Meta(min_length=1)]
     efficiency: _Share = 0.75
+    shares: dict[str, _Share] = {}
     launch_seconds: Annotated[float, msgspec.Meta(ge=0, le=1)] = 5e-6
     gains: dict[str, Annotated[float, msgspec.Meta(ge=1, le=1000)]] = {}
     host_bandwidth: _Positive = HOST_BANDWIDTH

@@ -233,6 +233,8 @@ class Target:
         peak_flops: dense peak by dtype ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "int4").
         memory_bandwidth: device memory, read. `link_bandwidth`: device to host, one direction.
         efficiency: share of the peak that good kernels reach; scales the roofline.
+        shares: family of kernels → the share that those reach, where it is another: "attention" and "attention_backward" (ours), "sdpa" and
+            "sdpa_backward" (the stock ones), "int8" (linears).
         launch_seconds: fixed cost of one kernel.
         gains: form ("2:4") → what it gains over dense arithmetic of its dtype, as published; for kernels that arithmetic binds.
         host_bandwidth: memory bandwidth of the host that the device hangs on. `host_memory_bytes`: its size; None: unknown.
@@ -254,6 +256,7 @@ class Target:
     link_bandwidth: float
     peak_flops: Mapping[str, float]
     efficiency: float = 0.75
+    shares: Mapping[str, float] = field(default_factory=dict)
     launch_seconds: float = 5e-6
     gains: Mapping[str, float] = field(default_factory=dict)
     host_bandwidth: float = HOST_BANDWIDTH
@@ -293,8 +296,12 @@ class Target:
         peak, gain = self.peak_flops.get(spec.dtype), self.gains.get(spec.gain) if spec.gain else 1.0
         if peak is None or gain is None or (spec.on_cpu_only and self.device != "cpu"):
             return None
-        seconds = max(call.flops / (peak * gain * self.efficiency), call.bytes / (self.memory_bandwidth * self.efficiency))
+        seconds = max(call.flops / (peak * gain * self.share(_family(call))), call.bytes / (self.memory_bandwidth * self.efficiency))
         return seconds + self.launch_seconds, Provenance.PUBLISHED if spec.gain else Provenance.MODELLED
+
+    def share(self, family: str) -> float:
+        """Of the peak, that kernels of a family reach; of any that has no figure of its own, `efficiency`."""
+        return self.shares.get(family, self.efficiency)
 
     def roof(self, call: KernelCall) -> float:
         """Seconds of a product's arithmetic at the peak of its dtype: nothing runs it faster. 0 for what is none, or of an unknown peak."""
@@ -306,6 +313,13 @@ class Target:
         """One line for the report's head."""
         from_when = f"calibrated {self.calibrated}" if self.calibrated else "not calibrated: modelled from its data sheet"
         return f"{self.description} ({from_when})"
+
+
+def _family(call: KernelCall) -> str:
+    """As `Target.shares` names it; "" for all others."""
+    if call.kernel.startswith("attention/"):
+        return "attention" if call.kernel.startswith("attention/til") else "sdpa"
+    return call.spec.dtype if call.kernel.startswith("linear/") else ""
 
 
 def merge_points(points: Iterable[tuple[Dims, float]]) -> tuple[tuple[Dims, float], ...]:
