@@ -15,16 +15,15 @@ from effcompile.backends.triton.kernels.attention_parts import LOG2E, tanh
 def _logits(x, weight, bias, start_m, start_n, rows, words, width, x_stride, w_stride, inner, outer,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """(natural logits [BLOCK_M, BLOCK_N] in fp32, tanh), -inf beyond the vocabulary."""
-    m, n, at = tl.arange(0, BLOCK_M), start_n + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    m, j, at = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    n = start_n + j
     x += start_m.to(tl.int64) * x_stride
     weight += start_n.to(tl.int64) * w_stride
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, width, BLOCK_K):
         within = k + at < width
         x_tile = tl.load(x + m[:, None] * x_stride + (k + at)[None, :], mask=(start_m + m < rows)[:, None] & within[None, :], other=0.0)
-        w_tile = tl.load(
-            weight + (n - start_n)[:, None] * w_stride + (k + at)[None, :], mask=(n < words)[:, None] & within[None, :], other=0.0
-        )
+        w_tile = tl.load(weight + j[:, None] * w_stride + (k + at)[None, :], mask=(n < words)[:, None] & within[None, :], other=0.0)
         acc = tl.dot(x_tile, tl.trans(w_tile), acc, input_precision=PRECISION)
     if bias is not None:
         acc += tl.load(bias + n, mask=n < words, other=0.0).to(tl.float32)[None, :]
