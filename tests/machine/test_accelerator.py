@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from effcompile.backends.triton.configs import candidates
 from effcompile.estimate.operators import Measured
 from effcompile.machine import calibration as store
 from effcompile.machine import memory
@@ -94,6 +95,20 @@ def test_a_named_target_that_is_the_gpu_present_is_here(h100: list[Accelerator])
     assert not resolve("h200", [], GPU).here
     assert not resolve("h100-sxm", [], torch.device("cpu")).here
     assert is_here(dataclasses.replace(named, name="mine"), GPU)
+
+
+def test_a_slice_of_a_gpu_is_not_the_gpu(h100: list[Accelerator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """MIG: it has a part of the processors and of the memory, and what was the fastest on the whole is measured anew."""
+    named = f"{H100.name} MIG 1g.10gb"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: named)
+    small = Accelerator(**{**{f: getattr(H100, f) for f in H100.__struct_fields__}, "name": named, "memory_bytes": 9_728 << 20})
+    monkeypatch.setattr(module, "this_accelerator", lambda: small)
+    monkeypatch.setattr(memory, "free_bytes", lambda device="cpu": 9 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 0)
+    assert not resolve("h100-sxm", [], GPU).here
+    assert resolve(AUTO, [], GPU).target.memory_bytes == 9 << 30
+    tiles = [candidates("dkdv", "sm_90", torch.bfloat16, 128, 128, here=f"{name}, triton 3.6.0") for name in (H100.name, named)]
+    assert len(tiles[0]) == 1 < len(tiles[1])
 
 
 def test_gpus_have_the_names_that_torch_knows_them_by() -> None:

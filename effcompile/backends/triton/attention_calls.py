@@ -166,14 +166,13 @@ def _chosen(kernel: str, device: torch.device, dtype: torch.dtype, d: int, dv: i
     """The fastest of them, as measured on this GPU; the likeliest elsewhere."""
     offered = options(kernel, device, dtype, d, dv)
     assert offered, "declines() was not asked"
-    found = tune.tuner(device) if device.type == "cuda" and len(offered) > 1 else None
-    if found is None:
+    if device.type != "cuda" or len(offered) == 1:
         return offered[0]
-    name = f"{kernel} {dtype_name(dtype)} {head_class(d, dv)}"
+    size = head_class(d, dv)
+    name = f"{kernel} {dtype_name(dtype)} {size}"
+    measure = under_way() and not torch.cuda.is_current_stream_capturing()  # nothing can be timed within a recording
     with torch.cuda.device(device):
-        return found.choose(
-            name, offered, lambda config: trial(kernel, config, device, dtype, head_class(d, dv)), measure=under_way()
-        )  # fmt: skip
+        return tune.tuner(device).choose(name, offered, lambda config: trial(kernel, config, device, dtype, size), measure=measure)
 
 
 def trial(

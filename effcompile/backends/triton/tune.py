@@ -82,10 +82,8 @@ class Tuner:
 _tuners: dict[int, Tuner] = {}
 
 
-def tuner(device: torch.device) -> Tuner | None:
-    """The GPU's; None while a CUDA graph is being captured, where nothing can be timed."""
-    if torch.cuda.is_current_stream_capturing():
-        return None
+def tuner(device: torch.device) -> Tuner:
+    """The GPU's."""
     index = torch.cuda.current_device() if device.index is None else device.index
     if index not in _tuners:
         name = re.sub(r"\W+", "-", torch.cuda.get_device_name(index)).strip("-").lower()

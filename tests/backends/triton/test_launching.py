@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from contextlib import nullcontext
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,27 @@ def test_a_tile_that_was_measured_meanwhile_is_taken(launches: list[dict[str, An
         step()
     step()
     assert [launch["BLOCK_M"] for launch in launches if launch["kernel"] == "attention_forward"] == [64, 32, 32]
+
+
+@pytest.mark.parametrize(("planning", "recording", "measured"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_tiles_are_measured_while_planning_and_never_in_a_recording(
+    planning: bool, recording: bool, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded call takes what is known, as any call does."""
+    offered = [configs.LaunchConfig(block_m=m, block_n=32, warps=4, stages=1) for m in (64, 32)]
+    asked: list[bool] = []
+
+    def choose(name: str, options: Any, trial: Any, *, measure: bool) -> Any:
+        asked.append(measure)
+        return options[1]
+
+    monkeypatch.setattr(attention_calls, "options", lambda *_: offered)
+    monkeypatch.setattr(tune, "tuner", lambda device: SimpleNamespace(choose=choose))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with building() if planning else nullcontext():
+        assert attention_calls._chosen("forward", torch.device("cuda", 0), torch.bfloat16, 64, 64) == offered[1]
+    assert asked == [measured]
 
 
 def test_what_is_tried_once_is_not_kept(launches: list[dict[str, Any]]) -> None:

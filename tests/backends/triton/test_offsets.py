@@ -17,7 +17,7 @@ import triton.language as tl
 from offsets import Analysis, ir_of
 from triton.runtime.jit import JITFunction
 
-from effcompile.backends.triton import attention, block_sparse, compress, group_quant, loss_head, rows, states8
+from effcompile.backends.triton import attention_calls, block_sparse, compress, group_quant, loss_head, rows, states8
 from effcompile.backends.triton.configs import TABLE, LaunchConfig, interpreting, using
 from effcompile.backends.triton.layout import WIDEST
 from effcompile.ops.attention_terms import Terms
@@ -51,8 +51,8 @@ def attend(tensors: Callable[..., Tensor], *, lists: bool) -> None:
     tiles = [made(b, h, s // 64, *more, dtype=I32) for more in ((), (s // 64,)) * 4] if lists else []
     tile = LaunchConfig(block_m=64, block_n=64, warps=4, stages=2)
     with using(forward=tile, dq=tile, dkdv=tile):
-        out, lse = attention.forward(q, k, v, terms, tiles)
-        attention.backward(attention._Call.of(q, k, v, terms, tiles), grad, out, lse)
+        out, lse = attention_calls.forward(q, k, v, terms, tiles)
+        attention_calls.backward(attention_calls.AttentionCall.of(q, k, v, terms, tiles), grad, out, lse)
 
 
 def head() -> None:
