@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import fx
 
 from effcompile.core.types import Args
+from effcompile.ops import dropped as _registers  # noqa: F401 - the operator
 
-aten = torch.ops.aten
+aten, dropped = torch.ops.aten, torch.ops.effcompile.dropped
 
 
 def separate_draws(front: fx.Graph) -> None:
@@ -47,6 +49,23 @@ def draw_in_memory_order(graph: fx.Graph) -> None:
             result = _call(graph, node, aten.permute.default, (node, back), drawn.permute(back))
         node.replace_all_uses_with(result, delete_user_cb=lambda user, kept=result: user is not kept)
         node.args, node.meta["val"] = (laid_out, *node.args[1:]), drawn
+
+
+def without_masks(graph: fx.Graph) -> None:
+    """Dropout whose mask no gradient reads, as eager carries it out: in place, where the traced operator has a mask and a cast of it."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        source, chance, training = node.args
+        kept = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+        if not kept or len(kept) != len(node.users) or source.meta["val"].device.type != "cpu":
+            continue
+        if training is not True or not 0 < chance < 1:
+            continue
+        with graph.inserting_before(node):
+            result = _call(graph, node, dropped.default, (source, chance), node.meta["val"][0])
+        for user in kept:
+            user.replace_all_uses_with(result)
+            graph.erase_node(user)
+        graph.erase_node(node)
 
 
 def _call(graph: fx.Graph, like: fx.Node, target: Callable[..., object], args: Args, value: torch.Tensor) -> fx.Node:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from effcompile.capture.cleanup import refuse_layouts
-from effcompile.capture.draws import draw_in_memory_order, separate_draws
+from effcompile.capture.draws import draw_in_memory_order, separate_draws, without_masks
 from effcompile.capture.layouts import lay_out_plainly
 from effcompile.core import torch_compat_aot
 from effcompile.core.errors import CaptureError
@@ -160,6 +160,7 @@ def join(lifted: Lifted, model: nn.Module) -> JointGraph:
     draw_in_memory_order(module.graph)
     lay_out_plainly(module.graph)
     _tidy(module.graph)
+    without_masks(module.graph)
     gone = {node for node, entry in entering.items() if entry.role is not Entering.INPUT and not node.users}
     for node in gone:
         module.graph.erase_node(node)

@@ -76,6 +76,8 @@ class Undrawn(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not is_random(func):
             return result
+        if func is torch.ops.effcompile.dropped.default:
+            return torch.div(given["x"], 1 - given["p"])
         if func is aten.native_dropout.default:
             return torch.div(given["input"], 1 - given["p"]), torch.ones_like(result[1])
         for leaf in pytree.tree_leaves(result):
