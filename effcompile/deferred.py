@@ -8,6 +8,7 @@ import functools
 import os
 import warnings
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 from weakref import WeakKeyDictionary
@@ -73,6 +74,7 @@ class Deferred(_PassesForItsModel, SetOnModel):
         # past nn.Module.__setattr__: `model` must not become a child, whose names would be those of the state_dict.
         # Its own children and parameters are ours: whoever walks the tree (Trainer's weight decay) finds them.
         self.__dict__.update(model=model, request=request, executables={}, bound=WeakKeyDictionary(), warned=set(), retired=0, given_up="")
+        self.__dict__["left_out"] = None
         self.__dict__.update(_parameters=model._parameters, _buffers=model._buffers, _modules=model._modules)
         self.training = request.training and model.training
         if request.training:
@@ -145,7 +147,7 @@ class Deferred(_PassesForItsModel, SetOnModel):
             return self._run_original(self.given_up, args, kwargs)
         warnings.warn(f"effcompile plans the step of {type(self.model).__name__} again: {error}", stacklevel=7)
         with PLANNING:
-            self.executables[key] = carry_out(self.request.anew, self.model, args, kwargs)
+            self.executables[key] = self._planned(self.request.anew, args, kwargs)
         self.__dict__["latest"] = self.executables[key]
         return self.latest(*args, **kwargs)
 
@@ -169,10 +171,19 @@ class Deferred(_PassesForItsModel, SetOnModel):
     def _plan_step(self, shapes: str, args: Args, kwargs: Kwargs) -> Planned:
         """The step, planned; a saved plan is for the first shapes only."""
         if not self.executables:
-            return carry_out(self.request, self.model, args, kwargs)
+            return self._planned(self.request, args, kwargs)
         said = f"effcompile plans the step of {type(self.model).__name__} again, under the same goal, for the shapes {shapes}"
         warnings.warn(said, stacklevel=7)
-        return carry_out(self.request.anew, self.model, args, kwargs)
+        return self._planned(self.request.anew, args, kwargs)
+
+    def _planned(self, request: Request, args: Args, kwargs: Kwargs) -> Planned:
+        """With all that the model returns, where it returns what it did not at first (`output_hidden_states=True`)."""
+        made = carry_out(request, self.model, args, kwargs)
+        if self.left_out is None:
+            self.__dict__["left_out"] = left_out(made)
+        if left_out(made) <= self.left_out:
+            return made
+        return carry_out(replace(request.anew, keep_outputs=True), self.model, args, kwargs)
 
     def _run_original(self, reason: str, args: Args, kwargs: Kwargs) -> Outputs:
         self._say_original(reason, stacklevel=5)
@@ -284,6 +295,12 @@ class Deferred(_PassesForItsModel, SetOnModel):
         self.executables.clear()
         self.model._apply(fn, recurse)
         return self
+
+
+def left_out(planned: Planned) -> frozenset[str]:
+    """The fields of what the model returns that its step does not; none in inference, which returns all."""
+    steps = planned.runner.steps if isinstance(planned, TrainingExecutable) else ()
+    return frozenset(name.split(".")[0] for step in steps for name in step.dropped)
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:

@@ -11,7 +11,7 @@ from effcompile.capture.mends import evaluating
 from effcompile.compiler import Request, TrainingExecutable
 from effcompile.core.errors import AutocastError, GuardError
 from effcompile.core.types import Args, Forward, Kwargs, Outputs
-from effcompile.deferred import Deferred
+from effcompile.deferred import Deferred, left_out
 from effcompile.modes import Planned
 
 
@@ -33,6 +33,7 @@ class _Replanned:
 
     def __init__(self, executable: Planned, model: nn.Module, request: Request) -> None:
         self._executable, self._deferred = executable, Deferred(model, request.anew)
+        self._deferred.__dict__["left_out"] = left_out(executable)
 
     def offering(self, error: GuardError) -> GuardError:
         """The error that the executable raises by itself."""

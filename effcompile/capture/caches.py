@@ -182,9 +182,15 @@ def check_cache(cache: HFCache, layout: CacheLayout) -> None:
     """Make sure that a cache can hold a step's leaves.
 
     Raises:
-        GuardError: it is of another kind: static, quantised, or of another model.
+        GuardError: it is of another kind: static, quantised, offloaded, or of another model.
     """
     parts = dict(caches_of(cache))
+    if any(getattr(part, "offloading", False) for part in parts.values()):
+        raise GuardError(
+            f"past_key_values is a {type(cache).__name__} that moves its layers to the host between calls (offloading); the plan's cache "
+            "stays where the model is, and was counted there. Leave out past_key_values and cache_implementation, or plan less context.",
+            place="inputs['past_key_values']",
+        )
     for leaf in layout:
         part, at, _ = _place(leaf.name)
         layers = parts[part].layers if part in parts else None

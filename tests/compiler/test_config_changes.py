@@ -115,3 +115,19 @@ def test_what_a_refusal_offers_is_there_to_be_asked_for() -> None:
     assert Request(goal=training, optimizer=sgd).offers == ("eager",)
     assert Request(goal=training, loss=lambda outputs, inputs: outputs).offers == ("replan",)
     assert Request(goal=generation).offers == Request(goal=training, on_change="eager").offers == ()
+
+
+def test_hidden_states_that_a_later_step_asks_for_are_returned() -> None:
+    """Fields for show are left out of a plan that nobody asked for them; one who asks at the call gets them, not None."""
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops, use_cache=False)).train()
+    inputs = {"input_ids": IDS, "labels": IDS}
+    made: Any = effcompile.optimize(model, inputs=inputs, mode="training", on_change="replan")
+    found = made(**inputs, output_hidden_states=True)
+    wanted = model(**inputs, output_hidden_states=True)
+    torch.testing.assert_close(found.hidden_states, wanted.hidden_states, rtol=1e-4, atol=1e-5)
+    found.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert "logits" not in made(**inputs)

@@ -125,6 +125,7 @@ REFUSED: dict[str, tuple[Callable[[Planned], object], str]] = {
     "embeddings": (lambda p: p[1](inputs_embeds=torch.zeros(1, 3, 32)), "takes input_ids"),
     "hidden states": (lambda p: p[1](ids(1, 3), output_hidden_states=True), "output_hidden_states is not planned for"),
     "static": (lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="static"), "DynamicCache"),
+    "offloaded": (lambda p: p[1].generate(ids(1, 9), max_new_tokens=4, cache_implementation="offloaded"), "offloading"),
     "mask": (lambda p: p[1](ids(1, 3), attention_mask=torch.ones(1, 5, dtype=torch.int64)), "attention_mask is"),
 }
 
