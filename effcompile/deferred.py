@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch.items import with_items_as_tensor
-from effcompile.compiler import Request
+from effcompile.compiler import Request, TrainingExecutable
 from effcompile.core.errors import GuardError, InputsError, UsageError
 from effcompile.core.trees import leaves_with_path
 from effcompile.core.types import Args, Forward, Kwargs, Outputs

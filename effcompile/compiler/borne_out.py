@@ -17,7 +17,7 @@ _FAR_OFF = 1.6
 _TIMES = "predicted {seconds}, measured {seconds}"
 
 
-def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again: Callable[[], Outcome]) -> Outcome:
+def confirmed(measured: Callable[[], Outcome], solved_again: Callable[[], Outcome], rebuilt: Callable[[Plan], Outcome]) -> Outcome:
     """The outcome, or where its times are far apart a better one, and notes that say what was done.
 
     First the chosen plan and the runners-up are timed once more, in turn: the measurement may have been the busy minute. If that does
@@ -25,24 +25,29 @@ def confirmed(best: Outcome, measured_again: Callable[[], Outcome], solved_again
     original that was timed beside it; the same plan is taken with its new prices. While the machine is busy it is only said.
 
     Args:
-        best: as chosen and measured.
-        measured_again: times the original and all that was built in turn, and chooses again.
-        solved_again: forgets the kernels' times, takes them again, solves, builds and measures.
+        measured: times the original and all that was built in turn, and chooses.
+        solved_again: forgets the kernels' times, takes them again, solves, builds and measures. What was built and is not chosen again
+            is let go of first: a second lowered model beside it is more than planning may take.
+        rebuilt: a measured plan, built once more.
     """
+    best = measured()
     if best.plan.misjudged is None:
         return best
     first = _times(best.plan)
-    best = measured_again()
+    best = measured()
     if best.plan.misjudged is None:
         return _noted(best, Because("measured again: " + _TIMES + " did not hold; " + _TIMES + " does", (*first, *_times(best.plan))))
     if others := busy():  # of such a minute prices are as good as those that there are
         return _noted(best, Because(_TIMES + " do not agree, and the machine is busy: {name}", (*_times(best.plan), others)))
-    second = solved_again()
-    same = second.plan.backend == best.plan.backend and second.plan.options() == best.plan.options()
-    taken, other = (second, best) if same or _share(second.plan) <= _share(best.plan) else (best, second)
-    then = "taken" if taken is second else "the first plan is faster, and stays"
+    before = best.plan
+    del best  # what it was lowered to is not held while another is built
+    taken, then, other = solved_again(), "taken", before
+    if not before.same_choices(taken.plan) and _share(before) < _share(taken.plan):
+        other, then = taken.plan, "the first plan is faster, and stays"
+        del taken
+        taken = rebuilt(before)
     text = _TIMES + " did not agree: kernels were timed again and the plan was solved again ({name}: " + _TIMES + ")"
-    return _noted(taken, Because(text, (*first, then, *_times(taken.plan))), *other.plan.notes)
+    return _noted(taken, Because(text, (*first, then, *_times(taken.plan))), *other.notes)
 
 
 def _times(plan: Plan) -> tuple[float, float]:

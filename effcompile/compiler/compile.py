@@ -27,6 +27,7 @@ from effcompile.estimate.rehearse import Rehearsal
 from effcompile.ir.figures import Candidate
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
+from effcompile.machine.room import Room, device_of
 from effcompile.passes import Pass, load_passes, optional_in
 from effcompile.proof.verify import references, stress_references, stressed, worst
 from effcompile.runtime.executable import Executable
@@ -125,18 +126,26 @@ def _best_of(task: Task, machine: Machine, backends: list[Backend], absent: dict
     plans, candidates = plans_for(search, backends, absent, asked.progress)
     shop = _workshop(task, program, search.passes, asked.goal)
     outcomes, told = _settle_all(shop, search, plans, candidates)
-    best = _finish(shop, outcomes, told)
+
+    def measured() -> Outcome:
+        return _finish(shop, outcomes, told)
 
     def solved_again() -> Outcome:
-        for each in outcomes:
-            each.lowered.rest()
+        _rest(outcomes)
+        if Room.of(device_of(task.model), (size := program.weight_bytes()), size).left() < size:  # timing linears takes weights, too
+            outcomes.clear()
+            let_go(program)
         again = replace(search, machine=machine.priced_anew(backends), _proposals={})
         solved, considered = plans_for(again, backends, absent, asked.progress)
+        outcomes[:] = [built for built in outcomes if any(built.plan.same_choices(plan) for _, plan in solved)]
         return _finish(shop, *_settle_all(shop, again, solved, considered, outcomes))
 
-    if machine.here:
-        best = confirmed(best, lambda: _finish(shop, outcomes, told), solved_again)
-    return _stressed(shop, best)
+    def rebuilt(plan: Plan) -> Outcome:
+        backend = next(each for each in backends if each.name == plan.backend)
+        built = next((each for each in outcomes if plan.same_choices(each.plan)), None) or settle(shop, backend, plan.unmeasured, None)
+        return replace(built, plan=replace(plan, settings=built.plan.settings))
+
+    return _stressed(shop, confirmed(measured, solved_again, rebuilt) if machine.here else measured())
 
 
 def _workshop(task: Task, program: Program, passes: tuple[Pass, ...], goal: Goal) -> Workshop:
@@ -187,13 +196,17 @@ def _settle_all(
         worth_building = SHORTLIST * backend.slack * best if search.machine.target.device == "cpu" else math.inf
         if plan.certificate.objective > worth_building:
             return NotBuilt(times=plan.certificate.objective / best)
-        if (same := next((o for o in built if o.plan.backend == backend.name and o.plan.options() == plan.options()), None)) is not None:
+        if (same := next((each for each in built if plan.same_choices(each.plan)), None)) is not None:
             return replace(same, plan=_priced_again(same.plan, plan))
-        for other in outcomes:
-            other.lowered.rest()
+        _rest(outcomes)
         return settle(shop, backend, plan, partial(search.plan_for, backend), worth_building=worth_building)
 
     return settle_all(plans, candidates, settled)
+
+
+def _rest(outcomes: Sequence[Outcome]) -> None:
+    for each in outcomes:
+        each.lowered.rest()
 
 
 def _priced_again(built: Plan, plan: Plan) -> Plan:

@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from effcompile.core.kernel_cache import mended
-
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler writes its own start and stop to stderr
 
 #: The oldest and the newest torch that tests were run with; constraints.txt pins the one that all of them are run with.
@@ -277,27 +275,14 @@ def quiet_export() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def freezing() -> Any:
-    """A context in which compilation turns the weights of a module into constants and folds what is computed from them."""
-    import torch._inductor.config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
+def function_mode() -> object:
+    """The innermost TorchFunctionMode that is entered, other than torch.device's; None where there is none."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
 
-    mended(cache_dir())
-    return torch._inductor.config.patch(freezing=True)
-
-
-def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
-    """An Inductor pass that only reads the final graph; it opts out of the graph cache, whose hits skip passes."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    class _Reader(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            read(graph)
-
-        def uuid(self) -> None:
-            return None
-
-    return _Reader()
+    return next((mode for mode in reversed(_get_current_function_mode_stack()) if not isinstance(mode, DeviceContext)), None)
 
 
 def has_avx512_bf16() -> bool:

@@ -211,6 +211,10 @@ class Plan:
         """site → option taken, as it is printed."""
         return {d.site: d.option for d in self.decisions}
 
+    def same_choices(self, other: Plan) -> bool:
+        """Whether the same backend is to build the same."""
+        return self.backend == other.backend and self.options() == other.options()
+
     def forms(self) -> dict[str, Form]:
         """site → what the option taken there means."""
         return {d.site: d.form for d in self.decisions if d.form is not None}

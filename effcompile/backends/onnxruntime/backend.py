@@ -24,7 +24,6 @@ from effcompile.core.reasons import Reason, Unsupported
 from effcompile.core.temporary import own_folder, remove
 from effcompile.core.torch_compat_narrow import made_elsewhere
 from effcompile.core.units import format_seconds
-from effcompile.ir.formats import Form
 from effcompile.ir.plan import Plan
 from effcompile.ir.program import Program
 from effcompile.machine.memory import give_back
@@ -32,6 +31,8 @@ from effcompile.machine.target import KernelCall
 
 if TYPE_CHECKING:
     import onnxruntime
+
+    from effcompile.backends.onnxruntime.lowering import Built
 
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
@@ -80,7 +81,7 @@ class OnnxRuntime:
             told[INT8_WEIGHTS] = "unsigned" if products_saturate() else "signed"
         if (library := library_for(built.path)) is not None:
             told["register_custom_ops_library"] = str(library)  # what a user of bare ONNX Runtime has to call; never read from a plan
-        return OnnxModel(built.path, [spec.name for spec in program.inputs], built.applied, told, built.weight_bytes)
+        return OnnxModel(built, [spec.name for spec in program.inputs], told)
 
     def open(self, directory: Path, plan: Plan) -> Run:
         call = load(directory / "model.onnx", plan.settings)
@@ -95,16 +96,17 @@ class OnnxModel:
     """A lowered model in a temporary folder of its own (removed with the object), and a session on it.
 
     Args:
+        names: of the program's inputs.
         told: what the plan's settings say beside those of the session.
     """
 
-    def __init__(self, path: Path, names: list[str], applied: Mapping[str, Form], told: Mapping[str, object], weight_bytes: int) -> None:
-        self.applied, self.weight_bytes = dict(applied), weight_bytes
-        self._path, self._names, self._told = path, names, dict(told)
-        self._finalizer = weakref.finalize(self, remove, path.parent)
-        self._session: onnxruntime.InferenceSession | None = None
+    def __init__(self, built: Built, names: list[str], told: Mapping[str, object]) -> None:
+        self.applied, self.weight_bytes = dict(built.applied), built.weight_bytes
+        self._path, self._names, self._told = built.path, names, dict(told)
+        self._finalizer = weakref.finalize(self, remove, built.path.parent)
+        self._session: onnxruntime.InferenceSession | None = built.opened
         self._chosen = session.default_settings()
-        present = {value.name for value in self._opened().get_inputs()}
+        present = {value.name for value in built.opened.get_inputs()}
         self._present = [name in present for name in names]  # an input that changes nothing is dropped by export
 
     @property
@@ -114,6 +116,7 @@ class OnnxModel:
     def tune(self, inputs: Sequence[torch.Tensor]) -> bool:
         feeds = self._feeds(inputs)
         self._session = None  # it holds the weights
+        give_back()
         chosen, seconds = session.tune(self._path, feeds)
         self._told["tried"] = ", ".join(f"{name}: {format_seconds(value)}" for name, value in seconds.items())
         changed, self._chosen = chosen != self._chosen, chosen

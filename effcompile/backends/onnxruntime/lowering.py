@@ -11,6 +11,7 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import torch
 
 from effcompile.backends.mapped import mapped, put_aside
@@ -31,9 +32,10 @@ from effcompile.machine.memory import give_back
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A model file, the opset it loads with, and site → form found in it."""
+    """A model file, the session of default settings that it was tried in, the opset it loads with, and site → form found in it."""
 
     path: Path
+    opened: onnxruntime.InferenceSession
     opset: int
     applied: Mapping[str, Form]
     weight_bytes: int
@@ -68,9 +70,9 @@ def _build_at(
         gc.collect()
         put_aside(apart)
     give_back()  # what was exported and written, before a session holds the weights once more
-    _check_runs(program, path, tried)
+    opened = _running(program, path, tried)
     found = {site: Form(weights=forms[node]) for site, node in linears.items() if node in forms}
-    return Built(path=path, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes)
+    return Built(path=path, opened=opened, opset=opset, applied={**applied, **found}, weight_bytes=weight_bytes)
 
 
 def _mapped(program: Program, folder: Path) -> list[mmap.mmap]:
@@ -111,13 +113,15 @@ def _tried(program: Program) -> list[Inputs]:
     return [(args, kwargs) for _, args, kwargs in variants(program)[:2]]
 
 
-def _check_runs(program: Program, path: Path, tried: Sequence[Inputs]) -> None:
-    """What cannot be loaded and run is a failure here, and the next opset is tried."""
+def _running(program: Program, path: Path, tried: Sequence[Inputs]) -> onnxruntime.InferenceSession:
+    """A session that has run; what cannot be loaded and run is a failure here, and the next opset is tried."""
     opened = open_session(path)
     names = [value.name for value in opened.get_inputs()]
     for args, kwargs in tried:
         given = dict(zip([spec.name for spec in program.inputs], program.flat_inputs(args, kwargs), strict=True))
         run(opened, numpy_feeds(names, [given[name] for name in names]))
+    give_back()  # the file, read as a whole, beside what the session made of it
+    return opened
 
 
 def _planned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.pack import flatten, pack, packed_elsewhere, packed_weights, put_plain_aside
-from effcompile.core import torch_compat, torch_compat_memory
+from effcompile.core import torch_compat, torch_compat_inductor, torch_compat_memory
 from effcompile.core.errors import FormatError, LoweringError, UsageError
 from effcompile.core.torch_compat_narrow import made_elsewhere, products_saturate
 from effcompile.core.types import Forward, Outputs
@@ -183,7 +184,8 @@ def lower_inductor(program: Program) -> TorchLowered:
     kept: Counter[found.Signature] = Counter()
     compiled = _compile(packed_elsewhere(flatten(program), packed), kept)
     start = perf_counter()
-    _try(compiled, program)
+    with torch_compat_inductor.not_kept_by_inductor():
+        _try(compiled, program)
     seconds = perf_counter() - start
     return TorchLowered(
         program=program,
@@ -228,18 +230,19 @@ class _Shaped:
 
 
 def _compile(module: fx.GraphModule, kept: Counter[found.Signature] | None) -> Forward:
-    """torch.compile with frozen weights; `kept` receives the kernels found in Inductor's final graph."""
+    """torch.compile with frozen weights, which go when the result goes; `kept` receives the kernels found in Inductor's final graph."""
     options: dict[str, Any] = {}
     if kept is not None:
-        options["post_grad_custom_post_pass"] = torch_compat.graph_reader(
+        options["post_grad_custom_post_pass"] = torch_compat_inductor.graph_reader(
             lambda graph: kept.update(signature for _, signature in found.signatures(graph.owning_module))  # type: ignore[arg-type]
         )
-    compiled = torch.compile(module, dynamic=False, fullgraph=True, options=options)
+    compiled = torch.compile(module.forward, dynamic=False, fullgraph=True, options=options)
 
     def call(*args: object, **kwargs: object) -> Any:
-        with torch_compat.freezing():  # Dynamo reads it whenever it compiles; as an option it would reach Inductor only
+        with torch_compat_inductor.freezing():  # Dynamo reads it whenever it compiles; as an option it would reach Inductor only
             return compiled(*args, **kwargs)
 
+    weakref.finalize(call, torch_compat_inductor.forget_compiled, module.forward.__code__).atexit = False
     return call
 
 

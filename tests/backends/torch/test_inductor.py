@@ -17,6 +17,7 @@ from effcompile.backends.torch import edit as torch_edit
 from effcompile.backends.torch import read_back as found
 from effcompile.backends.torch.edit import edit
 from effcompile.backends.torch.pack import flatten
+from effcompile.capture import capture
 from effcompile.ir.program import Program
 from effcompile.sites.parts import linears
 
@@ -64,3 +65,32 @@ def test_precision_lost_by_the_compiler_is_reported(program: Program) -> None:
     assert found.confirm(applied, module, kept) == applied
     lost = found.confirm(applied, module, Counter())
     assert all(lost[site] == found.NOT_FOUND for site in tags)
+
+
+class Folded(torch.nn.Module):
+    """A constant that compiling folds, of a size that no other tensor has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 61)
+        self.register_buffer("table", torch.randn(61, 67))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ (self.table * 2)
+
+
+def tables() -> int:
+    gc.collect()
+    return sum(type(held) in (torch.Tensor, torch.nn.Parameter) and held.numel() == 61 * 67 for held in gc.get_objects())
+
+
+def test_frozen_weights_go_with_what_was_compiled() -> None:
+    """Inductor and Dynamo would keep them until the process ends."""
+    model, x = Folded().eval(), torch.randn(4, 16)
+    program = capture(model, (x,), {})
+    before = tables()
+    lowered = TorchInductor().lower(program, None, [])
+    assert torch.allclose(lowered(x)[0], model(x), atol=1e-5)
+    assert tables() > before
+    del lowered
+    assert tables() == before

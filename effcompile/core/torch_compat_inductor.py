@@ -1,0 +1,66 @@
+"""The private torch APIs of compiling a graph with its weights frozen, and of letting go of it again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+
+from effcompile.core.kernel_cache import mended
+
+
+def freezing() -> Any:
+    """A context in which compilation turns the weights of a module into constants and folds what is computed from them."""
+    import torch._inductor.config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    mended(cache_dir())
+    return torch._inductor.config.patch(freezing=True)
+
+
+def graph_reader(read: Callable[[torch.fx.Graph], None]) -> Any:
+    """An Inductor pass that only reads the final graph; it opts out of the graph cache, whose hits skip passes."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class _Reader(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            read(graph)
+
+        def uuid(self) -> None:
+            return None
+
+    return _Reader()
+
+
+@contextlib.contextmanager
+def not_kept_by_inductor() -> Iterator[None]:
+    """Within, Inductor compiles graphs that it does not hold for the rest of the process: frozen weights are attributes of their modules.
+
+    Who holds the compiled function holds what it reads.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    before = {id(module) for module in PyCodeCache.modules}
+    try:
+        yield
+    finally:
+        frozen = {
+            id(module): module
+            for module in PyCodeCache.modules
+            if id(module) not in before and any(isinstance(value, torch.Tensor) for value in vars(module).values())
+        }
+        PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in frozen]
+        for module in frozen.values():
+            if sys.modules.get(module.__name__) is module:
+                del sys.modules[module.__name__]
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Have Dynamo drop what it compiled of a function: it hangs on its code, which it refers to, out of the sight of Python's collector."""
+    from torch._C._dynamo.eval_frame import reset_code
+
+    reset_code(code)
