@@ -13,6 +13,7 @@ import pytest
 import torch
 from mutations import HARMLESS, LASTING, REVERSIBLE, WEIGHTS, Model
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import effcompile
 from effcompile.core.errors import EffcompileError, GuardError
@@ -69,6 +70,22 @@ def made(kind: str, **options: Any) -> Planned:
 @pytest.fixture(scope="module", params=["torch-eager", "onnxruntime", "training"])
 def planned(request: pytest.FixtureRequest) -> Planned:
     return made(request.param)
+
+
+class Doubled(TorchFunctionMode):
+    """A user's own, which changes what linears return."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is torch.nn.functional.linear else found
+
+
+def test_a_mode_that_changes_functions_changes_answers(planned: Planned) -> None:
+    with Doubled():
+        planned.agrees_or_is_refused()
+    with torch.device("cpu"):  # one of torch's own, which changes where tensors are made
+        assert planned.agrees_or_is_refused()
+    assert planned.agrees_or_is_refused()
 
 
 @pytest.mark.parametrize("name", REVERSIBLE)
@@ -250,6 +267,12 @@ def test_train_step_and_eval_again() -> None:
     planned.executable.eval()
     with pytest.raises(GuardError, match=r"embed.weight was changed since Model was planned"):
         planned.run(planned.executable)
+
+
+def test_nothing_is_recorded_within_inference_mode(planned: Planned) -> None:
+    if planned.training:
+        with torch.inference_mode(), torch.enable_grad():
+            assert not planned.executable(IDS, labels=LABELS).requires_grad
 
 
 @pytest.mark.parametrize("kind", ["torch-eager", "training"])

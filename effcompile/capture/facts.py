@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from effcompile.core import torch_compat
 from effcompile.ir.guards import Kind, described, same
 
 
@@ -47,14 +48,14 @@ def is_plain(value: object) -> bool:
 
 
 #: Of torch, that change what operators are run; a planned step minds autocast itself.
-SETTINGS = ("torch.get_default_dtype()", "torch.is_autocast_enabled('cpu')", "torch.is_autocast_enabled('cuda')")
+SETTINGS = ("torch.get_default_dtype()", "function mode", "torch.is_autocast_enabled('cpu')", "torch.is_autocast_enabled('cuda')")
 
 
 def settings(_: object) -> tuple[object, ...]:
     """The first of SETTINGS as they are now."""
-    return (torch.get_default_dtype(),)
+    return torch.get_default_dtype(), torch_compat.function_mode()
 
 
 def settings_and_autocast(_: object) -> tuple[object, ...]:
     """All of SETTINGS as they are now."""
-    return torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return *settings(None), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")

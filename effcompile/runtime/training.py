@@ -106,7 +106,7 @@ def planned(model: nn.Module, runner: StepRunner, plan: Plan, optimizer: Optimiz
     @functools.wraps(own)
     def forward(self: TrainingExecutable, *args: Any, **kwargs: Any) -> Outputs:
         given.follow(self)
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and _differentiates()):
             return _unplanned(self, own, args, kwargs)
         try:
             return self.runner(args, kwargs)
@@ -170,6 +170,11 @@ class _Given:
         for key in known.keys() - held.keys():
             planned.__dict__.pop(key, None)
         self._known = dict(held)
+
+
+def _differentiates() -> bool:
+    """Within inference_mode nothing is recorded, enable_grad or not."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _unplanned(model: TrainingExecutable, own: Forward, args: Args, kwargs: Kwargs) -> Outputs:
