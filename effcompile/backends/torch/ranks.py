@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -193,13 +194,29 @@ def refuse_other_inputs(ranks: Ranks, leaves: Iterable[object]) -> None:
             digest.update(leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     said = int.from_bytes(digest.digest()[:7], "big")
     for group in groups:
-        mine = torch.tensor([said], device=ranks.mesh.device_type)
-        found = [torch.empty_like(mine) for _ in range(group.size())]
+        ends = _numbers([said, -said], ranks.mesh.device_type)
         with collectives.answered(group):
-            dist.all_gather(found, mine, group=group)
-        if (other := next((at for at, each in enumerate(found) if not torch.equal(each, found[0])), None)) is not None:
-            first, second = (dist.get_global_rank(group, at) for at in (0, other))
+            dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+        if int(ends[0]) != -int(ends[1]):
+            first, second = _differing(said, group, ranks.mesh.device_type)
             raise InputsError(f"Ranks {first} and {second} stand in one place along 'dp' and were called with different inputs. {SAMPLER}")
+
+
+def _numbers(values: list[int], device: str) -> Tensor:
+    """Numbers for other ranks; on a CPU in NumPy's memory.
+
+    gloo's threads may let go of what they carried in the midst of the step, of whose peak it is no part.
+    """
+    return torch.from_numpy(np.array(values, dtype=np.int64)) if device == "cpu" else torch.tensor(values, device=device)
+
+
+def _differing(said: int, group: dist.ProcessGroup, device: str) -> tuple[int, int]:
+    """The first rank of a group, and the first that says another number."""
+    found = [_numbers([0], device) for _ in range(group.size())]
+    with collectives.answered(group):
+        dist.all_gather(found, _numbers([said], device), group=group)
+    other = next(at for at, each in enumerate(found) if not torch.equal(each, found[0]))
+    return dist.get_global_rank(group, 0), dist.get_global_rank(group, other)
 
 
 def refuse_distributed(name: str, parameter: Tensor) -> None:
