@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fx_calls import call_of
 from torch import fx
 
 from effcompile.estimate.roofline import roofline_seconds
@@ -19,33 +20,19 @@ BACKWARD = {"ours": {128: 2.91 + 4.26, 64: 3.12 + 4.94}, "stock": {128: 8.80, 64
 CASES = [(whose, d) for whose in ("ours", "stock") for d in (128, 64)]
 
 
-def of(target: Any, results: object, *args: object, **kwargs: object) -> fx.Node:
-    """A node that calls it on tensors without data."""
-    graph = fx.Graph()
-
-    def given(value: object) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        node = graph.placeholder("x")
-        node.meta["val"] = value
-        return node
-
-    node = graph.call_function(target, fx.node.map_aggregate(args, given), kwargs)  # type: ignore[arg-type]
-    node.meta["val"] = results
-    return node
-
-
 def nodes(whose: str, d: int, *, causal: bool = True) -> tuple[fx.Node, fx.Node]:
     """Forward and backward."""
     q = torch.empty(1, 2048 // d, 16384, d, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, 2048 // d, 16384, device="meta")
     if whose == "ours":
         form: dict[str, Any] = {"scale": d**-0.5} | ({"hi": 0} if causal else {})
-        forward = of(OURS.attention.default, (q, lse), q, q, q, **form)
-        return forward, of(OURS.attention_backward.default, (q, q, q, q.new_empty(0), q.new_empty(0)), q, q, q, q, q, lse, **form)
-    forward = of(ATEN._scaled_dot_product_flash_attention.default, (q, lse), q, q, q, 0.0, causal)
+        forward = call_of(OURS.attention.default, q, q, q, results=(q, lse), **form)
+        return forward, call_of(
+            OURS.attention_backward.default, q, q, q, q, q, lse, results=(q, q, q, q.new_empty(0), q.new_empty(0)), **form
+        )
+    forward = call_of(ATEN._scaled_dot_product_flash_attention.default, q, q, q, 0.0, causal, results=(q, lse))
     more = (None, None, 16384, 16384, 0.0, causal, None, None)
-    return forward, of(ATEN._scaled_dot_product_flash_attention_backward.default, (q, q, q), q, q, q, q, q, lse, *more)
+    return forward, call_of(ATEN._scaled_dot_product_flash_attention_backward.default, q, q, q, q, q, lse, *more, results=(q, q, q))
 
 
 @pytest.mark.parametrize(("whose", "d"), CASES)

@@ -58,7 +58,7 @@ class StepRunner:
         self.guarded = True  # but while the step is verified, which runs the model's own forward
         self._codes = {name: encode(held(model, name), form) for name, form in step.coded.items()}
         self._devices = sorted({node.meta["val"].device.type for node in self._forward_inputs})
-        self.autocast_of = autocast_of(self._devices)
+        self._autocast = autocast_of(self._devices)
 
     def bound_to(self, model: nn.Module) -> StepRunner:
         """The same step for another instance of the model: a copy of it."""
@@ -162,8 +162,8 @@ class StepRunner:
                     place=f"model.{name}.requires_grad",
                     of_model=True,
                 )
-        if (now := autocast_of(self._devices)) != self.autocast_of:
-            was, at_call = (", ".join(map(str, found)) or "off" for found in (self.autocast_of, now))
+        if (now := autocast_of(self._devices)) != self._autocast:
+            was, at_call = (", ".join(map(str, found)) or "off" for found in (self._autocast, now))
             raise AutocastError(
                 f"autocast is {at_call} at this call and was {was} when the step was planned, whose dtypes are fixed. "
                 "Plan and call within the same torch.autocast(...): with torch.autocast(...): effcompile.optimize(model, ...).",

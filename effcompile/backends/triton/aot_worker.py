@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -82,6 +82,14 @@ def recorded() -> Iterator[list[Launch]]:
 
 def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], arch: str) -> Report:
     """Compile one launch for an architecture, as the launcher would specialise it."""
+    nvidia = arch.startswith("sm_")
+    target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
+    made = triton.compile(specialised(kernel, arguments), target=target, options={"enable_fp_fusion": True, **options})
+    return _nvidia(made, int(arch[3:])) if nvidia else _amd(made)
+
+
+def specialised(kernel: Any, arguments: Mapping[str, Any]) -> ASTSource:
+    """A kernel with the types and constants of a launch, as the launcher would have it."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -91,10 +99,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], ar
             signature[parameter.name], constants[(index,)] = "constexpr", value
         else:
             signature[parameter.name] = _type_of(value, (index,), constants, attributes)
-    nvidia = arch.startswith("sm_")
-    target = GPUTarget("cuda", int(arch[3:]), 32) if nvidia else GPUTarget("hip", arch, 64)
-    made = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options={"enable_fp_fusion": True, **options})
-    return _nvidia(made, int(arch[3:])) if nvidia else _amd(made)
+    return ASTSource(kernel, signature, constants, attributes)
 
 
 def _type_of(value: Any, path: tuple[int, ...], constants: dict[tuple[int, ...], Any], attributes: dict[tuple[int, ...], Any]) -> Any:

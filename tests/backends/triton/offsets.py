@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 
-from effcompile.backends.triton.aot_worker import _type_of
+from effcompile.backends.triton.aot_worker import specialised
 
 Interval = tuple[int, int]
 #: What a name stands for: an interval, the argument that a pointer comes from, or nothing that is looked at.
@@ -29,17 +28,8 @@ _NAMES = re.compile(r"%[\w.]+(?:#\d+)?")
 
 def ir_of(kernel: Any, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """(Triton IR of a launch, its arguments by their names there), as the launcher would specialise it."""
-    signature: dict[str, Any] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], Any] = {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name], constants[(index,)] = "constexpr", value
-        else:
-            signature[parameter.name] = _type_of(value, (index,), constants, attributes)
     target = GPUTarget("cuda", 90, 32)
-    backend, source, context = make_backend(target), ASTSource(kernel, signature, constants, attributes), ir.context()
+    backend, source, context = make_backend(target), specialised(kernel, arguments), ir.context()
     made = backend.parse_options({"enable_fp_fusion": True, **options})
     ir.load_dialects(context)
     backend.load_dialects(context)
